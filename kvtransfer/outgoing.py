@@ -343,7 +343,7 @@ class OutgoingLinks:
         return OutgoingLink(peer, offer.epoch, transport, *pair_ends, thread, control, fallback)
 
     def _fallback(self, used: Transport, decode: common_pb2.WorkerRecord) -> str:
-        """The faster transport that this pair should use, and why it does not; warns once of each."""
+        """The faster transport that this pair should use, and why it does not; warns once."""
         peer = decode.incarnation
         failed = ((k, self._unusable[peer, k]) for k in ONE_HOST if (peer, k) in self._unusable)
         expected = next(failed, None) or pairing.fallback(used.kind, self.record, decode)

@@ -200,7 +200,7 @@ def authorize(tenants: Tenants, method: str, context: Any) -> None:
     """
     keys = tuple(context.invocation_metadata() or ())
     if sum(name == "authorization" for name, _ in keys) > 1:
-        raise Unauthenticated("there is more than one authorization entry")
+        raise Unauthenticated("authorization is given more than once")
     if method.startswith(_TENANT_METHODS):
         tenants.tenant_for(keys)
     by_key = tls.current().client_ca_file is None or tenants.is_admin(keys)

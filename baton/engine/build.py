@@ -29,13 +29,14 @@ from baton.engine.kv_cache import Allocate, KvLayout, plan_layout
 from baton.engine.models.loader import random_seed
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
+from baton.engine.rank_executor import RemoteRanks
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ChunkBudget, ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
 from baton.engine.step_report import StepReport
-from baton.engine.tensor_parallel import RemoteRanks, TensorParallelModel
+from baton.engine.tensor_parallel import TensorParallelModel
 from baton.errors import ConfigError
 from baton.generation.sampling_params import SamplingParams
 from baton.v1 import common_pb2
@@ -146,7 +147,7 @@ def load(
     try:
         pools = backend.pools(model, layout, allocate)
     except torch.OutOfMemoryError as error:  # another process allocated meanwhile
-        raise memory.taken(layout, settings) from error
+        raise memory.lost(layout, settings) from error
     log.info(
         "%d KV blocks of %d tokens (%.0f MiB, %s), contexts of up to %d tokens",
         layout.num_blocks, layout.block_size, layout.num_bytes / 2**20, layout.dtype, max_context,

@@ -33,21 +33,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from baton.engine.block_manager import BlockManager
-from baton.engine.inbox import Inbox
 from baton.engine.runner import Launch, RunnerFailed, SampledTokens, StepOutput, StepRunner
 from baton.engine.sampling.sampler import SampleRow, finish_reason
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.step_report import Load, SequenceProgress, StepReport
-from baton.errors import InternalError
+from baton.errors import InternalError, Unavailable
 
 T = TypeVar("T")
 
@@ -55,6 +55,56 @@ log = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3  # in a row without a prompt that is in all of them, which would be the cause
 # A step with chunks that is expected to take longer lands before the next one is scheduled.
 LAUNCH_AHEAD_S = 0.010
+
+
+class Inbox:
+    """Takes work from any thread; one thread runs it in order, until it closes the inbox."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = ""  # why no more work is taken
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Queues `work`; its future fails with Unavailable once the inbox is closed."""
+        future: Future[T] = Future()
+        # It cannot be cancelled from here on: a caller that hangs up must not undo a release.
+        future.set_running_or_notify_cancel()
+        with self._lock:
+            if not self._closed:
+                self._jobs.put((work, future))
+                return future
+        future.set_exception(Unavailable(self._closed))
+        return future
+
+    def run_all(self, *, wait: bool = False) -> None:
+        """Runs all work that is queued; with `wait`, sleeps until there is some.
+
+        Raises RunnerFailed if work did.
+        """
+        while True:
+            try:
+                work, future = self._jobs.get(wait)
+            except queue.Empty:
+                return
+            wait = False
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+                if isinstance(error, RunnerFailed):
+                    raise
+
+    def close(self, reason: str) -> None:
+        """Takes no more work; work that has not run fails with Unavailable."""
+        with self._lock:
+            self._closed = reason
+        while True:
+            try:
+                _, future = self._jobs.get_nowait()
+            except queue.Empty:
+                return
+            future.set_exception(Unavailable(reason))
 
 
 def _prompt_hash(sequence: Sequence) -> int:

@@ -188,27 +188,32 @@ MESSAGES = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class RemoteRanks:
+    """Connections to the ranks on other hosts, whose numbers follow those of this host.
+
+    host: this host's address, for them.
+    """
+
+    host: str = "127.0.0.1"
+    connections: Sequence[ObjectConnection] = ()
+
+
 class RankBackend(Protocol):
-    """What ranks need of `backends.Backend`."""
+    """What ranks need of `backends.Backend`, which imports this module."""
 
-    @property
-    def settings(self) -> EngineConfig: ...
-
-    @property
-    def device(self) -> torch.device: ...
+    settings: EngineConfig
+    device: torch.device
+    shares_pool: bool
+    remote_ranks: RemoteRanks
 
     def shard_model(
-        self,
-        path: Path,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        shard: Shard,
-        exchange: Exchange | None,
-    ) -> Any:
-        """The shard of a model."""
+        self, path: Path, config: ModelConfig, dtype: torch.dtype, shard: Shard, exchange: Exchange
+    ) -> Any: ...
 
-    def executor(self, model: Any, connection: ObjectConnection) -> RankExecutor:
-        """What carries out the first rank's commands in another rank's process."""
+    def executor(self, model: Any, connection: ObjectConnection) -> RankExecutor: ...
+
+    def for_rank(self, place: Shard) -> RankBackend: ...
 
 
 @dataclass(frozen=True)

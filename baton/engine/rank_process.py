@@ -3,20 +3,21 @@
     python -m baton.engine.rank_process DESCRIPTOR     a rank on the host of the first one
     python -m baton.worker.remote_rank DESCRIPTOR      a rank on another host
 
-A rank's process gets what it starts with on its standard input, and has one end of a socketpair
-(DESCRIPTOR) to the process that started it. It ends with that connection.
+As a process of multiprocessing, a rank gets what it starts with from its parent, on standard input.
+All else goes over a socketpair (DESCRIPTOR) to its parent, with which it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
+import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 from baton.engine.rank_executor import MESSAGES, Failed, RankWork, serve
@@ -58,8 +59,8 @@ class RankProcess:
             inherited = [theirs.fileno(), *descriptors]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited)
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as given:  # it ended at once
-            given.write(pickle.dumps(argument))
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it ended at once
+            Connection(os.dup(stdin.fileno()), readable=False).send(argument)
         return cls(number, ObjectConnection(ours, messages), process)
 
     def answer(self, timeout_s: float) -> Any:
@@ -116,7 +117,7 @@ def rank_process(messages: Messages) -> Iterator[tuple[ObjectConnection, Any]]:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
-        yield connection, pickle.load(sys.stdin.buffer)  # noqa: S301 (a pipe of its parent)
+        yield connection, Connection(os.dup(sys.stdin.fileno()), writable=False).recv()
     except (EOFError, OSError):
         log.debug("the first rank has ended")
     except RunnerFailed as error:

@@ -16,10 +16,10 @@ import math
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +27,7 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.cuda import CudaArea
 from baton.engine.batch import StepBatch
-from baton.engine.collectives import (
-    SINGLE_RANK,
-    Collectives,
-    GroupCollectives,
-    NcclCollectives,
-)
+from baton.engine.collectives import SINGLE_RANK, Collectives, GroupCollectives, NcclCollectives
 from baton.engine.kv_cache import Allocate, KvLayout
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
@@ -54,7 +49,7 @@ from baton.engine.rank_executor import (
 from baton.engine.rank_process import RankProcess
 from baton.engine.runner import RunnerFailed
 from baton.errors import ConfigError
-from baton.net.object_connection import ObjectConnection, broadcast
+from baton.net.object_connection import broadcast
 from baton.rendezvous import Place, Rendezvous, open_store
 from baton.shared_memory import SharedMemoryArea
 
@@ -68,35 +63,11 @@ LOAD_S = 600.0  # for the other ranks to load once this one has, and for a GPU's
 _WATCH_S = 0.5  # how late a hang may be noticed
 
 
-@dataclass(frozen=True)
-class RemoteRanks:
-    """Connections to the ranks on other hosts, whose numbers follow those of this host.
-
-    host: this host's address, for them.
-    """
-
-    host: str = "127.0.0.1"
-    connections: Sequence[ObjectConnection] = ()
-
-
-class GroupBackend(RankBackend, Protocol):
-    """What the first rank needs of `backends.Backend`.
-
-    shares_pool: whether all ranks map one KV pool · remote_ranks: those on other hosts.
-    """
-
-    shares_pool: bool
-    remote_ranks: RemoteRanks
-
-    def for_rank(self, place: Shard) -> RankBackend:
-        """The backend of another rank of this host. place: among the ranks of this host."""
-
-
 class TensorParallelModel:
     """A model whose steps all ranks compute together; this process is the first of them."""
 
     def __init__(
-        self, backend: GroupBackend, path: Path, config: ModelConfig, dtype: torch.dtype
+        self, backend: RankBackend, path: Path, config: ModelConfig, dtype: torch.dtype
     ) -> None:
         """Starts the other ranks and loads this one's shard while they load theirs.
 

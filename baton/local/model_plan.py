@@ -93,7 +93,7 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
     free, total = gpu.free_and_total()
     graphs = memory.graphs_reserve(step, count_graphs(settings, context), config.num_layers)
     each = -(-weights // ranks)
-    usage = memory.Usage(total, free - each, each, step, graphs)
+    usage = memory.MemoryProfile(total, free - each, each, step, graphs)
     shard = own.config(config)  # with the heads whose KV a GPU holds
     if layout is not None:
         layout = replace(layout, num_kv_heads=shard.num_kv_heads)

@@ -45,7 +45,7 @@ class ObjectConnection:
     arrive as lists) and int32 arrays.
     """
 
-    def __init__(self, connected: socket.socket, messages: Messages = ()) -> None:
+    def __init__(self, connected: socket.socket, messages: Messages) -> None:
         self.socket = connected
         self._messages = {one.__name__: one for one in messages}
 
@@ -60,7 +60,7 @@ class ObjectConnection:
     def encode(self, message: Any) -> bytes:
         """A message as bytes. Raises TypeError for what is not in the table."""
         name, arrays = type(message).__name__, list[bytes]()
-        if self._messages and self._messages.get(name) is not type(message):
+        if self._messages.get(name) is not type(message):
             raise TypeError(f"{name} is no message of this connection")
 
         def stand_in(item: Any) -> dict[str, Any]:
@@ -69,9 +69,7 @@ class ObjectConnection:
             arrays.append(item.tobytes())
             return {_ARRAY: item.shape}
 
-        values = message
-        if self._messages:
-            values = [name, *(getattr(message, field.name) for field in fields(message))]
+        values = [name, *(getattr(message, field.name) for field in fields(message))]
         text, data = json.dumps(values, default=stand_in).encode(), b"".join(arrays)
         return _LENGTHS.pack(len(text), len(data)) + text + data
 
@@ -95,10 +93,7 @@ class ObjectConnection:
             return np.frombuffer(data, np.int32, count, begin).reshape(shape)
 
         try:
-            values = json.loads(text, object_hook=array)
-            if not self._messages:
-                return values
-            name, *arguments = values
+            name, *arguments = json.loads(text, object_hook=array)
             return self._messages[name](*arguments)
         except (KeyError, TypeError, ValueError) as error:
             raise ConnectionError(f"not a message of this connection: {error}") from error
@@ -164,7 +159,7 @@ def accepted(
     connected: socket.socket,
     secret: bytes,
     context: ssl.SSLContext | None,
-    messages: Messages = (),
+    messages: Messages,
 ) -> ObjectConnection:
     """The listening end of an accepted socket. Raises OSError, EOFError, with the socket closed."""
     proven = _proven(connected, secret, context, "", b"called", b"caller")
@@ -175,9 +170,9 @@ def connect(
     host: str,
     port: int,
     secret: bytes,
-    context: ssl.SSLContext | None = None,
-    server_name: str = "",
-    messages: Messages = (),
+    context: ssl.SSLContext | None,
+    server_name: str,
+    messages: Messages,
 ) -> ObjectConnection:
     """The connecting end. server_name: the name in the listener's certificate.
 

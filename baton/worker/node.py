@@ -27,8 +27,8 @@ from baton.cuda import CudaArea
 from baton.engine import build, cpu_affinity
 from baton.engine.build import Loaded
 from baton.engine.engine import Engine
+from baton.engine.rank_executor import RemoteRanks
 from baton.engine.step_report import StepReport
-from baton.engine.tensor_parallel import RemoteRanks
 from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
 from baton.generation.structured_output import GrammarCompiler
 from baton.net import rpc

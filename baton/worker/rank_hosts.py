@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import uvloop
 
 from baton.config import WorkerConfig, split_address
-from baton.engine.rank_executor import MESSAGES, Failed
+from baton.engine.rank_executor import MESSAGES, Failed, Ready
 from baton.engine.rank_process import RankProcess
 from baton.errors import ConfigError, Unavailable
 from baton.net import object_connection, tls
@@ -57,14 +57,9 @@ class RemoteRankConfig:
 
 @dataclass(frozen=True)
 class Open:
-    """First message of a connection to a rank: what it is for, a key of `TABLES`."""
+    """Opens a connection to a rank. purpose: a key of `TABLES`. Answers: `Ready`, `Failed`."""
 
     purpose: str
-
-
-@dataclass(frozen=True)
-class Opened:
-    """Answer to `Open`; a refusal is `Failed`."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class Drain:
     """This host is to stop: the worker should drain."""
 
 
-CONTROL = (Open, Opened, Failed, Listening, Drain)
+CONTROL = (Open, Ready, Failed, Listening, Drain)
 COMMANDS, KV, DRAIN = "commands", "kv", "drain"
 TABLES: dict[str, Messages] = {COMMANDS: MESSAGES, KV: KV_MESSAGES, DRAIN: CONTROL}
 """What a connection carries once it is open, by its purpose."""

@@ -26,6 +26,7 @@ from baton.engine.rank_executor import (
     Failed,
     LoadShard,
     RankWork,
+    Ready,
     dtype_named,
     serve,
 )
@@ -43,7 +44,6 @@ from baton.worker.rank_hosts import (
     Drain,
     Listening,
     Open,
-    Opened,
     RemoteRankConfig,
     advertised_host,
 )
@@ -145,7 +145,7 @@ class _RankPort:
             asked = opening.recv() if opening.poll(_OPEN_S) else None
             purpose = asked.purpose if isinstance(asked, Open) else ""
             reason = self._refusal(purpose)
-            opening.send(Failed(reason) if reason else Opened())
+            opening.send(Failed(reason) if reason else Ready())
         except (OSError, EOFError) as error:
             self._log.warning("a connection to this rank was refused: %s", error)
             return

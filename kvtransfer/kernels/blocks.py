@@ -102,9 +102,9 @@ def move_blocks(
     source, target: int32 words of a pool `[blocks, ROWS * ROW_WORDS / RUN_WORDS, FROM_SIDE or
     TO_SIDE]`, from the first selected head on, where the first RUN_WORDS of each last axis are
     copied; or of staging memory in canonical order, if FROM_SIDE or TO_SIDE is 0 · source_ids,
-    target_ids: int32 `[num_blocks]`, read for pools only · sums: int64 `[1]`, added to · first_word:
-    position of the first word, a multiple of four, as each block's size is · WRITES: whether bytes
-    are copied; otherwise only the sum is computed, and `target` is not used.
+    target_ids: int32 `[num_blocks]`, read for pools only · sums: int64 `[1]`, added to ·
+    first_word: position of the first word, a multiple of four, as each block's size is ·
+    WRITES: whether bytes are copied; otherwise only the sum is computed, and `target` is not used.
     """
     BLOCK_WORDS: tl.constexpr = ROWS * ROW_WORDS
     SIDES: tl.constexpr = BLOCK_WORDS // RUN_WORDS

@@ -1,6 +1,6 @@
 """The transport between GPUs of one machine: the receiver's pool, mapped for the sender's GPU.
 
-The pool lies in a `CudaArea`, which a process of the same machine and user opens through the driver
+The pool is in a `CudaArea`, which a process of the same machine and user opens through the driver
 and writes into over NVLink or PCIe.
 """
 
@@ -24,13 +24,13 @@ from kvtransfer.shared_pool import ReceiverProcess, SharedPoolListener, received
 
 log = logging.getLogger(__name__)
 
-# Between two of these a put checks its deadline and the receiver; two are in flight at a time, so
-# that the check costs nothing. Twenty milliseconds over PCIe.
+# A put checks its deadline and the receiver after each piece. Two pieces are in flight at a time,
+# so the check costs nothing. A piece takes twenty milliseconds over PCIe.
 PIECE_BYTES = 1 << 30
 
 
 class CudaIpcTransport(Transport):
-    """Needs a receiver whose pool lies in a `CudaArea`, on a GPU that this one can write to."""
+    """For a receiver whose pool is in a `CudaArea`, on a GPU that this one can write to."""
 
     name = "cuda_ipc"
     kind = common_pb2.TRANSPORT_CUDA_IPC
@@ -41,34 +41,34 @@ class CudaIpcTransport(Transport):
 
     def listen(self, pool: KvPool) -> ReceivingEnd:
         area = pool.area
-        assert isinstance(area, CudaArea), "the pool does not lie in a CudaArea"
-        place = {"bytes": area.nbytes, **pool.layout, "gpu": gpu_uuid(pool.device)}
-        return SharedPoolListener(self.name, area.fd, place)
+        assert isinstance(area, CudaArea), "the pool is not in a CudaArea"
+        layout = {"bytes": area.nbytes, **pool.layout, "gpu": gpu_uuid(pool.device)}
+        return SharedPoolListener(self.name, area.fd, layout)
 
     def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> SendingEnd:
-        with received(self.name, endpoint, timeout_s) as (place, fd, receiver):
-            return _CudaIpcLink(self._driver, pool, place, fd, receiver)
+        with received(self.name, endpoint, timeout_s) as (layout, fd, receiver):
+            return _CudaIpcSendingEnd(self._driver, pool, layout, fd, receiver)
 
 
-class _CudaIpcLink(SendingEnd):
+class _CudaIpcSendingEnd(SendingEnd):
     def __init__(
         self,
         driver: CudaDriver,
         pool: KvPool,
-        place: dict[str, Any],
+        layout: dict[str, Any],
         fd: int,
         receiver: ReceiverProcess,
     ) -> None:
         self._driver, self._pool, self._receiver = driver, pool, receiver
-        self._size, num_bytes = int(place["bytes"]), pool.bytes_at(place)
+        self._size, num_bytes = int(layout["bytes"]), pool.bytes_at(layout)
         if num_bytes > self._size:
-            raise ValueError(f"{place['blocks']} blocks do not lie in {self._size} bytes")
+            raise ValueError(f"{layout['blocks']} blocks do not fit in {self._size} bytes")
         self._address = driver.open(pool.device, fd, self._size)
         try:
             octets = driver.view(self._address, num_bytes)
-            self._remote: KvPool | None = pool.counterpart(octets, place)
+            self._remote: KvPool | None = pool.counterpart(octets, layout)
             self._copier = GpuCopier(pool)
-            self._copier.check_access(self._remote)  # else the first put would wait, or fail
+            self._copier.check_access(self._remote)  # so that the first put does not wait, or fail
         except BaseException:
             driver.close(pool.device, self._address, self._size)
             raise

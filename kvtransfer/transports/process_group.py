@@ -1,17 +1,17 @@
 """The two-sided transports, gloo and nccl: a process group of two ranks for each pair and epoch.
 
 The receiver opens a store on a free port, both ends build the group on it, and a hello in both
-directions proves that both have it before either may drop it (dropping a group while the other end
-still builds it breaks that end).
+directions proves that both have built it before either may drop it: dropping a group while the
+other end still builds it breaks that end.
 
-The ends know each other by a secret, which the receiver makes for one link and which the sender
-gets with the answer to its Offer, over the control channel. Who reaches the ports without it can
-make a link fail, within its time, but not join it: what is in the store carries a MAC, each hello
-proves the secret, and then the store is closed. What travels is not encrypted.
+The ends authenticate by a secret, which the receiver makes for one link and the sender gets with
+the answer to its Offer, over the control stream. A stranger that reaches the ports can make a link
+fail, within its time-out, but not join it: values in the store carry a MAC, each hello proves the
+secret, and then the store is closed. KV bytes are not encrypted.
 
 Gloo's waits have a time-out. NCCL's calls only queue work on the GPU, and the host waits once, at
-the end of a transfer; a timer aborts the communicator at the deadline, which ends its kernels and
-so that wait.
+the end of a transfer. A timer aborts the communicator at the deadline, which ends its kernels and
+with them the wait.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ log = logging.getLogger(__name__)
 
 _SENDER, _RECEIVER = 0, 1
 
-# A communicator's channels: each costs GPU memory and, while bytes travel, a multiprocessor.
+# A communicator's channels: each costs GPU memory and, during a transfer, a multiprocessor.
 NCCL_MIN_CTAS, NCCL_MAX_CTAS = 1, 8
-_WATCHDOG_S = 300.0  # later than any wait here: torch's own time-out must not come first
+_WATCHDOG_S = 300.0  # longer than any wait here: torch's time-out must not come first
 
 
 class ProcessGroupTransport(Transport):
-    """`host` is this worker's address, which the peers can reach.
+    """`host`: this worker's address, which the peers can reach.
 
     `staging_bytes`, of the receiver, bounds the memory of one transfer: two messages of half that
-    size, one travelling while the other is copied. Neighbouring blocks are sent from where they
-    lie; they arrive in staging memory, which a write that comes too late cannot leave.
+    size, one in flight while the other is copied. Contiguous blocks are sent without a copy. They
+    arrive in staging memory, so that a late write cannot reach the pool.
     """
 
     one_sided = False
@@ -77,24 +77,24 @@ class ProcessGroupTransport(Transport):
 
     @abstractmethod
     def wait(self, work: Any, deadline: Deadline) -> None:
-        """Returns when a message is done or, on a GPU, when what is queued later comes after it."""
+        """Waits for a message; on a GPU, makes work that is queued later wait for it."""
 
     def watch(self, deadline: Deadline, abort: Callable[[], None]) -> AbstractContextManager[None]:
-        """Around waits without a time-out: a thread calls `abort` at the deadline."""
+        """A context for waits without a time-out: a thread calls `abort` at the deadline."""
         return nullcontext()
 
     def listen(self, pool: KvPool) -> ReceivingEnd:
-        meeting, place = open_store(self.host)
+        store, place = open_store(self.host)
         at = {"host": self.host, "port": place.port, "secret": place.secret.hex()}
         endpoint = json.dumps({**at, "message_bytes": self.message_bytes}).encode()
-        return _GroupEnd(self, pool, _RECEIVER, meeting, self.message_bytes, endpoint)
+        return _GroupEnd(self, pool, _RECEIVER, store, self.message_bytes, endpoint)
 
     def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> SendingEnd:
         try:
             at = json.loads(endpoint)
             place = Place(str(at["host"]), int(at["port"]), bytes.fromhex(at["secret"]))
-            meeting = place.connect(timeout_s)
-            end = _GroupEnd(self, pool, _SENDER, meeting, int(at["message_bytes"]), endpoint)
+            store = place.connect(timeout_s)
+            end = _GroupEnd(self, pool, _SENDER, store, int(at["message_bytes"]), endpoint)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise TransferFailed(f"{self.name}: cannot reach the receiver: {error}") from error
         end.accept(timeout_s)
@@ -122,26 +122,26 @@ class NcclTransport(ProcessGroupTransport):
     # A communicator takes some 50 MB of GPU memory, and a decode worker has one for each peer.
     max_links = 16
 
-    # A message is a kernel launch and some waits between streams, tens of microseconds for which
-    # nothing travels; one of 4 MiB, as on a CPU, takes no more than 80 at 50 GB/s.
+    # A message is a kernel launch and some waits between streams: tens of microseconds without any
+    # transfer. The 4 MiB of a message on a CPU would take only 80 at 50 GB/s.
     def __init__(self, host: str, staging_bytes: int = 32 << 20) -> None:
         super().__init__(host, staging_bytes)
         if not distributed.is_nccl_available():
             raise RuntimeError("this torch was built without NCCL")
-        # Read when the first group is built, and only from here. NCCL's own: when it is first used.
+        # torch reads these when the first group is built, NCCL when it is first used.
         os.environ.update(NCCL_ENVIRONMENT)
         if shares_gpu(nccl_version()):
             os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
     def build(self, store: Rendezvous, rank: int, timeout_s: float, ranks: int = 2) -> Any:
-        # The receiver reads the communicator's id from it, and no abort ends that wait.
+        # The receiver waits there for the communicator's id, which no abort ends.
         store.set_timeout(at_least_1ms(timeout_s))
         config = {
             "blocking": 0,  # a blocking initialisation cannot be timed out
             "min_ctas": NCCL_MIN_CTAS,
             "max_ctas": NCCL_MAX_CTAS,
         }
-        # Ahead of the engine's kernels: a message behind a step would wait for milliseconds.
+        # Before the engine's kernels: a message after a step would wait for milliseconds.
         watchdog_s = max(timeout_s, _WATCHDOG_S)
         return nccl_group(store, rank, ranks, watchdog_s, high_priority=True, config=config)
 
@@ -160,10 +160,10 @@ class NcclTransport(ProcessGroupTransport):
 
 
 class Staging:
-    """Lends pairs of message buffers, `max_lent` at a time, and keeps them. Any thread."""
+    """Lends pairs of message buffers, at most `max_lent` at a time, to any thread."""
 
     def __init__(self, max_lent: int = 8) -> None:
-        # uint8 [2, bytes], or None: to be allocated. What was returned last is lent next.
+        # uint8 [2, bytes], or None if not allocated; the last one returned is lent next.
         self._free: queue.LifoQueue[torch.Tensor | None] = queue.LifoQueue()
         for _ in range(max_lent):
             self._free.put(None)
@@ -174,8 +174,8 @@ class Staging:
     ) -> Iterator[torch.Tensor]:
         """Two buffers, uint8 `[2, num_bytes or more]`; waits until the deadline.
 
-        After a failure they are not reused: a message that comes too late might still be written
-        into them. Raises RuntimeError when none was returned in time.
+        After a failure they are not reused, because a late message might still be written into
+        them. Raises RuntimeError if none is returned in time.
         """
         try:
             buffers = self._free.get(timeout=deadline.remaining_s)
@@ -193,12 +193,12 @@ class Staging:
 
 @dataclass(eq=False)
 class _GroupEnd(SendingEnd, ReceivingEnd):
-    """One end of a pair: the process group and its store, for one thread except for `abort`."""
+    """One end: the process group and its store, for one thread except for `abort`."""
 
     _transport: ProcessGroupTransport
     _pool: KvPool
     _rank: int
-    _meeting: Rendezvous
+    _store: Rendezvous
     _message_bytes: int
     endpoint: bytes
     _group: Any = None
@@ -207,7 +207,7 @@ class _GroupEnd(SendingEnd, ReceivingEnd):
     _aborted: bool = False
 
     def accept(self, timeout_s: float) -> None:
-        """Builds the group and exchanges a hello in both directions; the same at both ends."""
+        """Builds the group and exchanges a hello in both directions, at both ends alike."""
         deadline = Deadline(timeout_s)
         try:
             copying = copier(self._pool)
@@ -215,18 +215,18 @@ class _GroupEnd(SendingEnd, ReceivingEnd):
                 self._transport.watch(deadline, self.abort),
                 copying.transfer(self._pool.new_digest()),
             ):
-                group = self._transport.build(self._meeting, self._rank, timeout_s)
+                group = self._transport.build(self._store, self._rank, timeout_s)
                 with self._guard:
                     self._group = group
                 self._check()
-                # On a GPU, what copies these heads is compiled now, and not in the first transfer.
+                # On a GPU this compiles the kernels, before the first transfer.
                 nothing, empty = Slots((), 0), torch.empty(0, dtype=torch.uint8)
                 if self._rank == _SENDER:
                     copying.gather(nothing, empty.to(self._pool.device))
                 else:
                     copying.scatter(empty.to(self._pool.device), nothing)
                 for sender in (_SENDER, _RECEIVER):
-                    hello = self._meeting.hello(sender).to(self._pool.device)
+                    hello = self._store.hello(sender).to(self._pool.device)
                     if self._rank == sender:
                         self._wait(self._send(hello), deadline)
                         continue
@@ -238,20 +238,20 @@ class _GroupEnd(SendingEnd, ReceivingEnd):
                 self._finish(copying)
             self._copier = copying
         except RuntimeError as error:
-            self.close()  # no other caller closes a sender's end
+            self.close()  # nothing else closes a sender's end
             raise TransferFailed(f"{self._transport.name}: no connection: {error}") from error
         finally:
-            self._meeting.close()
+            self._store.close()
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
         deadline = Deadline(timeout_s)
         with self._transfer("send", digest, deadline) as (copying, staging):
-            travelling = None
+            in_flight = None
             for i, part in enumerate(self._pool.split(local, self._message_bytes)):
                 data = copying.gather(part, staging[i % 2])
-                self._wait(travelling, deadline)
-                travelling = self._send(data)
-            self._wait(travelling, deadline)
+                self._wait(in_flight, deadline)
+                in_flight = self._send(data)
+            self._wait(in_flight, deadline)
 
     def receive(
         self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
@@ -279,20 +279,22 @@ class _GroupEnd(SendingEnd, ReceivingEnd):
             if self._group is not None:
                 try:
                     self._group.abort()
-                except RuntimeError as error:  # NCCL's can fail; closing the link must go on
+                except (
+                    RuntimeError
+                ) as error:  # NCCL's can fail; the link must be closed all the same
                     log.warning("%s: the abort failed: %s", self._transport.name, error)
 
     def close(self) -> None:
         self.abort()
-        self._meeting.close()
+        self._store.close()
         self._group = None
 
     @contextmanager
     def _transfer(
         self, what: str, digest: Digest, deadline: Deadline
     ) -> Iterator[tuple[Copier, torch.Tensor]]:
-        """Around one put or receive. When it is left all is done and in `digest`, or nothing goes
-        on. Raises TransferFailed."""
+        """The context of one put or receive. On exit everything is done and in `digest`, or it has
+        failed and nothing runs any more. Raises TransferFailed."""
         assert self._copier is not None, "not connected"
         size = max(self._message_bytes, self._pool.block_bytes)
         try:
@@ -306,7 +308,7 @@ class _GroupEnd(SendingEnd, ReceivingEnd):
                     yield self._copier, staging
                     self._finish(self._copier)
                 except RuntimeError:
-                    self.abort()  # ends what is queued on a GPU, and with it the copier's transfer
+                    self.abort()  # ends queued work on a GPU, and so the copier's transfer
                     raise
         except RuntimeError as error:
             raise TransferFailed(f"{self._transport.name}: {what} failed: {error}") from error
@@ -318,14 +320,14 @@ class _GroupEnd(SendingEnd, ReceivingEnd):
         return self._group.recv([data], 1 - self._rank, 0)
 
     def _wait(self, work: Any, deadline: Deadline) -> None:
-        """Waits for a message, if any. A time-out closes the pair for good. Raises RuntimeError."""
+        """Waits for a message, if any. A time-out ends the group for good. Raises RuntimeError."""
         self._check()
         if work is not None:
             self._transport.wait(work, deadline)
 
     def _finish(self, copying: Copier) -> None:
         copying.finish()
-        self._check()  # after an abort a GPU goes on as if all had arrived
+        self._check()  # after an abort, a GPU goes on as if everything had arrived
 
     def _check(self) -> None:
         if self._aborted:

@@ -203,7 +203,7 @@ class ChatFormats:
             return variables
         template = self.tokenizer.tool_template
         if template is None or not template.has_tools:
-            raise InvalidRequest("this model's chat template knows no tools", "chat.tools")
+            raise InvalidRequest("this model's chat template has no tools", "chat.tools")
         if self.tools is None:
             raise InvalidRequest(
                 "the format of this model's tool calls is not known: the router's --tool-parser "

@@ -55,15 +55,9 @@ class Dispatch:
 
         `deliver` adds delivered tokens to `state.delivered`. Raises the last attempt's error.
         """
-        trace_id = tracing.trace_id_in(parent)
-        await run_with_failover(
-            state,
-            lambda: self._attempt(state, parent, deliver),
-            self._limits.max_attempts,
-            lambda error: self.stats.failed_over(state, trace_id, error),
-            self._tracer,
-            parent,
-        )
+        attempt = partial(self._attempt, state, parent, deliver)
+        max_attempts = self._limits.max_attempts
+        await run_with_failover(state, attempt, max_attempts, self.stats, self._tracer, parent)
 
     def demand(self, state: RequestState) -> Demand:
         """What the request's next attempt needs, by this router's settings."""

@@ -30,6 +30,7 @@ from baton.errors import (
 from baton.log_format import about
 from baton.telemetry import tracing
 from router.request import RequestState
+from router.telemetry.stats import RouterStats
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +47,13 @@ async def run_with_failover(
     state: RequestState,
     attempt: Callable[[], Awaitable[None]],
     max_attempts: int,
-    on_failover: Callable[[BatonError], None],
+    stats: RouterStats,
     tracer: Tracer,
     parent: Context,
 ) -> None:
     """Runs `attempt` until it succeeds; raises the error of the last one.
 
-    `max_attempts`: limit on failures, of which delivered tokens compensate some. `on_failover` is
-    called before each further attempt.
+    `max_attempts`: limit on failures, of which delivered tokens compensate some.
     """
     while True:
         state.attempts += 1
@@ -74,7 +74,7 @@ async def run_with_failover(
                 error,
                 extra=about(trace_id=trace_id, request_id=request_id),
             )
-            on_failover(error)
+            stats.failed_over(state, trace_id, error)
         with tracing.span(tracer, "router.backoff", parent):
             await asyncio.sleep(_backoff_s(state.failures))
 

@@ -72,7 +72,7 @@ def stop_at(where):
             # To this thread: it goes no further. One for the process might stop another one first.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
-    class SendingEnd(shm._ShmLink):
+    class SendingEnd(shm._ShmSendingEnd):
         def put(self, *arguments):
             stop_once()
             return super().put(*arguments)
@@ -83,7 +83,7 @@ def stop_at(where):
             stop_once()
 
     if where == "before":
-        shm._ShmLink = SendingEnd
+        shm._ShmSendingEnd = SendingEnd
     else:
         pools.KvPool.new_digest = lambda pool: Digest()
 

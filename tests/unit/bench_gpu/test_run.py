@@ -22,7 +22,7 @@ import pytest
 import torch
 import triton
 
-from baton.engine.kernels.triton import timing, tuning
+from baton.engine.kernels.triton import launch_configs, timing
 from baton.engine.kernels.triton.kernel_spec import text_of
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.tensor_names import num_parameters
@@ -40,7 +40,7 @@ MACHINE = {"device_name": "cpu", "shapes": ["1B"], "smoke": True}
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
 
-def part_of(seconds: float = 60.0, **settings: Any) -> tuple[Part, list[dict[str, Any]]]:
+def part_of(seconds: float = 20 * WAIT_S, **settings: Any) -> tuple[Part, list[dict[str, Any]]]:
     """One that keeps its messages."""
     found: list[dict[str, Any]] = []
     send = lambda message: None if "doing" in message else found.append(message)  # noqa: E731
@@ -95,7 +95,7 @@ def test_a_part_ends_in_time_and_its_failures_are_reported_once_with_their_place
     assert failed["error"] == f"it ended with status {-signal.SIGKILL}"
     assert time.monotonic() - began < WAIT_S, "what hangs at its end does not hold up the next part"
 
-    monkeypatch.setattr(run.Child, "read", mock.Mock(side_effect=TimeoutError))
+    monkeypatch.setattr(child.Child, "read", mock.Mock(side_effect=TimeoutError))
     (failed,) = messages_of("fail")
     assert failed["error"] == "not done 1 s after its time was over"
 
@@ -254,7 +254,7 @@ def test_what_is_compiled_or_captured_for_a_request_is_a_failure() -> None:
         with pytest.raises(AssertionError, match="1 graphs were captured"):
             worker.requests(part, loaded, driver, compiled)
         listener: Any = triton.knobs.compilation.listener  # as Triton calls it
-        given = {"metadata": {}, "metadata_group": {}, "times": None}
+        given: dict[str, Any] = {"metadata": {}, "metadata_group": {}, "times": None}
         listener(src=SimpleNamespace(name="rope_kv"), cache_hit=False, **given)
         with pytest.raises(AssertionError, match=r"compiled after the warm-up: \['rope_kv'\]"):
             worker.requests(part, loaded, driver, compiled)
@@ -394,7 +394,7 @@ def test_launches_are_compiled_by_other_processes_within_a_share_of_the_time(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(kernels, "_COMPILING", 1.0)
-    part, messages = part_of(100.0, smoke=True)
+    part, messages = part_of(smoke=True)
     launch = "act_mul", {"rows": 2, "size": 64}
     cells = kernels._compiled(part, [launch])
     assert (cells["launches"], cells["compiled"]) == (1, 1) and [*tmp_path.rglob("*.cubin")]
@@ -409,12 +409,12 @@ def test_what_is_tuned_is_written_with_what_is_shipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    part, messages = part_of(100.0, smoke=True, json=str(tmp_path / "figures.json"))
+    part, messages = part_of(smoke=True, json=str(tmp_path / "figures.json"))
     kernels.tune(part)
     row, note = messages
-    file, shipped = tmp_path / "figures.sm_90.json", tuning.shipped_for(90)
+    file, shipped = tmp_path / "figures.sm_90.json", launch_configs.shipped_for(90)
     assert str(file) in note["note"] and row["cells"]["x faster"] > 0
-    found, then = (tuning.read(one).kernels for one in (file, shipped))
+    found, then = (launch_configs.read(one).kernels for one in (file, shipped))
     (key, config), *others = found.pop("add_rms_norm")
     assert others == then.pop("add_rms_norm") and found == then
     assert row["cells"]["configuration"] == text_of(config) and "rows" in key
@@ -497,6 +497,7 @@ def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process() -> 
     part, messages = part_of(smoke=True)
     cluster.run(part)
     shm, fp8, between, gloo, handoff, ranks = messages
+    assert "cells" in ranks, ranks
     assert [one["name"] for one in (shm, gloo)] == ["shm", "gloo"]
     moved = [shm, fp8, gloo, *([between] if HAS_NAMESPACES else [])]
     # Rows of 16 elements of two bytes, and of one with four of a scale.

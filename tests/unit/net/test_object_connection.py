@@ -2,6 +2,7 @@
 
 import socket
 import ssl
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def test_messages_arrive_whole_and_in_order(contexts):
 
 def test_only_messages_of_the_table_pass():
     ours, theirs = socket.socketpair()
-    few, more = ObjectConnection(ours, (Step,)), ObjectConnection(theirs, (Step, Other))
+    few = ObjectConnection(ours, (Step,))
     for message, reason in (
         (Other(), "Other is no message of this connection"),
         (Step([b"1"], 0), "bytes cannot be sent"),
@@ -96,12 +97,11 @@ def test_only_messages_of_the_table_pass():
     ):
         with pytest.raises(TypeError, match=reason):
             few.send(message)
-    plain = ObjectConnection(theirs)
-    for send in (
-        lambda: more.send(Other()), lambda: plain.send(["Step"]), lambda: plain.send(7),
-        lambda: plain.send(["__class__", 1]), lambda: plain.send({"int32": [1 << 40]}),
+    for text in (
+        '["Other"]', '["Step"]', "7", "nonsense", '["__class__", 1]',
+        '["Step", {"int32": [1099511627776]}, 1]',
     ):  # fmt: skip
-        send()
+        theirs.sendall(struct.pack(">IQ", len(text), 0) + text.encode())
         with pytest.raises(ConnectionError, match="not a message of this connection"):
             few.recv()
     ours.close()
@@ -118,5 +118,5 @@ def test_a_caller_that_says_nothing_is_given_up(monkeypatch):
     monkeypatch.setattr(object_connection, "_PROOF_S", 0.1)
     ours, theirs = socket.socketpair()
     with theirs, pytest.raises(TimeoutError):
-        object_connection.accepted(ours, SECRET, None)
+        object_connection.accepted(ours, SECRET, None, ())
     assert ours.fileno() == -1, "it is closed"

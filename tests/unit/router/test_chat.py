@@ -175,7 +175,7 @@ async def test_a_bad_chat_is_refused_with_its_field(admission_of, messages, chat
 
 async def test_a_model_without_tools_or_reasoning_says_so(admission_of):
     for template, chat, reason in (
-        ("{{ messages }}", {"tools": TOOLS}, "chat template knows no tools"),
+        ("{{ messages }}", {"tools": TOOLS}, "chat template has no tools"),
         ("{{ tools }}", {"tools": TOOLS}, "--tool-parser"),
         ("{{ messages }}", {"max_thinking_tokens": 1}, "no reasoning of this model is known"),
     ):

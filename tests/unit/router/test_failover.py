@@ -208,7 +208,7 @@ async def test_the_route_tells_of_the_last_attempt_alone(cluster_of):
     first.runs, second.reserves = [pauses(first, 2)], [second.accept_and_start]
     state = await assert_goes_on(cluster, after={102: partial(aborts, cluster, first)})
     assert state.final_route() == common_pb2.Route(decode="d1", attempts=2)
-    assert state.way == "local"
+    assert state.prompt_path == "local"
 
 
 async def silent(cluster, decode, request):

@@ -56,11 +56,10 @@ class World(Traces):
         self.observe()
 
     def observe(self, queued=0, running=0):
-        wait_queue = SimpleNamespace(depth=queued)
         self.metrics.observe(
             SimpleNamespace(
                 fleet=self.fleet,
-                wait_queue=wait_queue,
+                queued=queued,
                 running=running,
                 stats=self.stats,
                 batches={"completed": 1},

@@ -93,7 +93,7 @@ async def test_ids_are_those_of_this_process_and_a_process_is_used_again(pool_of
 async def test_what_takes_too_long_is_refused_with_its_process_and_others_go_on(
     pool_of, monkeypatch
 ):
-    monkeypatch.setattr(tokenizer_pool, "_LEAST_CPU_S", 1)
+    monkeypatch.setattr(tokenizer_pool, "_MIN_CPU_S", 1)
     pool, flow = pool_of(ENDLESS), TenantShare("a")
     first = asyncio.create_task(pool.encode(text_of("go"), flow))
     second = asyncio.create_task(pool.encode(text_of("hi"), flow))

@@ -1,4 +1,4 @@
-"""An engine on a GPU: which kernels compute, what memory they leave for KV, what is captured."""
+"""The GPU backend: chooses kernels, sizes the KV cache, warms up and captures CUDA graphs."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ LEAST_CAPABILITY: dict[str, Capability] = {
     "int4": (8, 0),
     "fp8_block": (8, 0),
 }
-# GPUs with 99 KB of shared memory for a program; tiles of larger heads need more.
+# Compute capabilities with 99 KB of shared memory a program; larger heads need more.
 SMALL_MEMORY, SMALL_HEAD_SIZE = ((8, 6), (8, 9), (12, 0), (12, 1)), 128
 
 
-# Before, torch's product of many fp8 rows ran on another stream there (pytorch#177651).
+# Before torch 2.12, products of many fp8 rows ran on another stream on Ada (pytorch#177651).
 ADA, FP8_ON_ADA = (8, 9), (2, 12)
 
 
 class GpuBackend(Backend):
-    """Triton's kernels where they can compute, else torch's."""
+    """Computes with Triton kernels, or with torch's where those do not support GPU or model."""
 
     def __init__(self, settings: EngineConfig, gpu: Gpu) -> None:
         super().__init__(settings)
@@ -72,7 +72,7 @@ class GpuBackend(Backend):
     def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
         model = super().model(path, config, dtype)
         if isinstance(model, TensorParallelModel):
-            model.limit_steps(LOAD_S)  # the first ones compile
+            model.limit_steps(LOAD_S)  # the first steps compile kernels
         return model
 
     def shard_model(
@@ -114,9 +114,10 @@ class GpuBackend(Backend):
         kv_dtype: torch.dtype,
         asked: KvLayout | None,
     ) -> KvLayout:
-        """Measures the engine's largest steps, which compiles most of its kernels, too."""
+        """The KV pool's layout, from a profile run of the largest steps, which also compiles
+        kernels."""
         settings, gpu, most = self.settings, self._gpu, config.max_context
-        own = Shard(0, settings.tp).config(config)  # of this rank's heads, as many as each has
+        own = Shard(0, settings.tp).config(config)  # every rank has as many heads
         block = plan_layout(own, kv_dtype, settings.block_size, 1, 0)
         pool = allocate_pool(block, None, self.device)
         rows = settings.chunk_tokens + settings.max_batch
@@ -132,7 +133,7 @@ class GpuBackend(Backend):
         usages = [(gpu.name, self.usage(max(step, captured), graphs))]
         if isinstance(model, TensorParallelModel):
             model.on_other_ranks(ReportMemory(graphs))
-            usages += [(one.gpu, memory.Usage(*one.usage)) for one in model.answers()]
+            usages += [(one.gpu, memory.MemoryProfile(*one.usage)) for one in model.answers()]
         if asked is not None:
             asked = replace(self._within(asked, config), num_kv_heads=own.num_kv_heads)
         layouts = [memory.kv_layout(one, settings, own, kv_dtype, asked) for _, one in usages]
@@ -142,11 +143,11 @@ class GpuBackend(Backend):
             log.info("%s", memory.summary(name, usage, least, settings, self._max_context))
         return replace(least, num_kv_heads=config.num_kv_heads)
 
-    def usage(self, activations: int, graphs: int) -> memory.Usage:
-        """What holds the GPU's memory now that weights are there, and nothing else of this rank."""
+    def usage(self, activations: int, graphs: int) -> memory.MemoryProfile:
+        """The GPU's memory after weights were loaded, with the measured sizes."""
         weights = self._gpu.allocated() - self._held_before
         free, total = self._gpu.free_and_total()
-        return memory.Usage(total, free, weights, activations, graphs)
+        return memory.MemoryProfile(total, free, weights, activations, graphs)
 
     def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
         if self._kernels == "torch":
@@ -159,12 +160,12 @@ class GpuBackend(Backend):
         return GpuRunner(model, pool, sampler, self.settings, max_context, stream)
 
     def prepare(self, runner: Any) -> None:
-        """Compiles every kernel that a step can launch, and captures steps."""
+        """Compiles all kernels that steps launch, and captures CUDA graphs."""
         if self._kernels == "torch":
             return
         with _waiting(runner.model)():
             warmup.warm_up(runner.model, runner.pool, self.settings, self._max_context)
-            free, _ = self._gpu.free_and_total()  # once all of that has ended
+            free, _ = self._gpu.free_and_total()  # waits for the warm-up
         if self.settings.graphs:
             runner.capture()
             taken = max(0, free - self._gpu.free_and_total()[0])
@@ -186,9 +187,9 @@ def _waiting(model: Any) -> Waiting:
 
 
 class _GpuRankExecutor(RankExecutor):
-    """Carries out commands on a stream of the rank's GPU.
+    """Executes commands on a stream of the rank's GPU.
 
-    It waits for nothing: the first rank waits for its results.
+    Its host does not wait: the first rank waits for the results.
     """
 
     def __init__(
@@ -241,13 +242,12 @@ def _torch() -> tuple[int, ...]:
 def choose_kernels(
     settings: EngineConfig, config: ModelConfig, capability: Capability, missing: str
 ) -> str:
-    """ "triton" or "torch"; `missing` says why Triton cannot be imported, if it cannot.
+    """Chooses "triton" or "torch"; missing: why Triton cannot be imported, or empty.
 
-    Raises ConfigError for kernels that are asked for and cannot compute here.
-    """
+    Raises ConfigError for kernels that are asked for and cannot run here."""
     if settings.kernels == "native":
         raise ConfigError(
-            "--kernels native: they compute on a CPU, not on a GPU; leave it out for Triton's"
+            "--kernels native runs on a CPU only: leave it out to use Triton's on a GPU"
         )
     if settings.kernels == "torch":
         return "torch"
@@ -256,7 +256,7 @@ def choose_kernels(
         return "triton"
     if settings.kernels == "triton":
         raise ConfigError(f"--kernels triton: {reason}; leave it out to compute with torch")
-    log.warning("computing with torch's own kernels, which is slow: %s", reason)
+    log.warning("using torch's kernels, which are slow: %s", reason)
     return "torch"
 
 
@@ -276,14 +276,14 @@ def refused(config: ModelConfig, block_size: int, capability: Capability) -> str
 def _refuse_formats(
     settings: EngineConfig, held: str, capability: Capability, kernels: str
 ) -> None:
-    """Raises ConfigError for formats that these kernels or this GPU do not compute in."""
+    """Raises ConfigError for formats that the kernels or the GPU do not support."""
     asked = "--quantization" if settings.quantization != "none" else "the checkpoint's weights are"
     for option, value in ((asked, held), ("--kv-dtype", settings.kv_dtype)):
         if value in ("none", "auto"):
             continue
         reason, least = "", LEAST_CAPABILITY[value]
         if kernels == "torch":
-            reason = "it needs Triton's kernels on a GPU, and torch's compute here"
+            reason = "it needs Triton's kernels on a GPU, and torch's are used"
         elif value == "fp8" and asked == option and capability == ADA and _torch() < FP8_ON_ADA:
             needs = ".".join(map(str, FP8_ON_ADA))
             reason = (

@@ -1,10 +1,10 @@
 """Weights on a GPU: the product of each format, and the operations of a layer fused into it.
 
 Tensors on a CPU are multiplied by the reference, `baton.engine.quantization`. Products of few rows
-are ours (`kernels/triton/skinny_matmul.py`), with norm, gate or residual addition fused; those of
-more rows are cuBLAS's, with kernels of ours around it.
+use `kernels/triton/skinny_matmul.py`, with norm, gate or residual addition fused; products of more
+rows use cuBLAS, with separate kernels around it.
 
-What 8-bit products ask of shapes and GPUs is what torch's `_int_mm` and `_scaled_mm` check before
+Shapes and GPUs of 8-bit products are limited as torch's `_int_mm` and `_scaled_mm` check before
 they call cuBLAS or CUTLASS (aten/src/ATen/native/cuda/Blas.cpp and ScaledBlas.cpp of torch 2.11).
 """
 
@@ -31,7 +31,11 @@ from baton.engine.kernels.triton.row_quantization import (
     quantize_rows,
     scale_sums,
 )
-from baton.engine.kernels.triton.skinny_matmul import is_ours, new_counters, skinny_matmul
+from baton.engine.kernels.triton.skinny_matmul import (
+    new_counters,
+    skinny_matmul,
+    uses_skinny_matmul,
+)
 from baton.engine.quantization.fp8 import Fp8Weight
 from baton.engine.quantization.group_scaled import GroupScaledWeight
 from baton.engine.quantization.int8 import Int8Weight, RowScaledWeight
@@ -67,10 +71,9 @@ TRITON_ROW_OPS = TritonRowOps()
 
 
 class GpuWeight(LinearWeight):
-    """A weight whose product includes norm, gate or residual where a kernel of ours computes it.
+    """A weight whose product includes norm, gate or residual addition if a kernel fuses them.
 
-    This class runs them one by one, for any format.
-    """
+    This class computes them one by one, for any format."""
 
     ops = TRITON_ROW_OPS
 
@@ -132,7 +135,7 @@ class GpuWeight(LinearWeight):
 
 @dataclass(frozen=True)
 class GpuReferenceWeight(GpuWeight):
-    """A weight of a format that no kernel takes: its own torch product."""
+    """A weight of a format that no kernel supports, multiplied by torch."""
 
     weight: LinearWeight
 
@@ -155,7 +158,7 @@ def unwrapped(weight: LinearWeight) -> LinearWeight:
 
 @dataclass(frozen=True)
 class GpuDenseWeight(DenseWeight, GpuWeight):
-    """An unquantised matrix: by cuBLAS, or by our product where that measured faster."""
+    """An unquantised matrix, multiplied by cuBLAS, or by `skinny_matmul` where that is faster."""
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._skinny_product(x, bias) if self._is_skinny(x) else super().apply(x, bias)
@@ -172,7 +175,7 @@ class GpuDenseWeight(DenseWeight, GpuWeight):
 
     def _is_skinny(self, x: Tensor, has_norm: bool = False, has_gate: bool = False) -> bool:
         # float32 rows have no tensor cores.
-        return x.dtype != torch.float32 and is_ours(x, self.tensor, has_norm, has_gate)
+        return x.dtype != torch.float32 and uses_skinny_matmul(x, self.tensor, has_norm, has_gate)
 
     def _skinny_product(
         self, x: Tensor, bias: Tensor | None, act: Activation | None = None,
@@ -185,7 +188,7 @@ class GpuDenseWeight(DenseWeight, GpuWeight):
         )  # fmt: skip
 
     def _wide(self, norm: Tensor) -> Tensor:
-        """The norm's weight in float32: a thread loads it ahead only by 32 bits at a time."""
+        """The norm's weight in float32: only loads of 32 bits are pipelined."""
         held = self._norms.get(id(norm))
         if held is None:
             held = self._norms[id(norm)] = norm, norm.float()
@@ -221,7 +224,7 @@ class _EightBitWeight(RowScaledWeight, GpuWeight):
         return QuantizedRows(*quantize_rows(x, self.DTYPE), x.dtype)
 
     def _is_skinny(self, x: QuantizedRows, has_norm: bool = False, has_gate: bool = False) -> bool:
-        return is_ours(x.values, self.values, has_gate=has_gate)
+        return uses_skinny_matmul(x.values, self.values, has_gate=has_gate)
 
     def _skinny_product(
         self, x: QuantizedRows, bias: Tensor | None, act: Activation | None = None,
@@ -240,7 +243,7 @@ class _EightBitWeight(RowScaledWeight, GpuWeight):
 
 
 class GpuInt8Weight(_EightBitWeight, Int8Weight):
-    """W8A8 in int8: the sums are whole numbers and exact, by either kernel."""
+    """W8A8 in int8; sums are integers, and exact with either kernel."""
 
     def _library_product(
         self, x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
@@ -249,12 +252,14 @@ class GpuInt8Weight(_EightBitWeight, Int8Weight):
 
 
 class GpuFp8Weight(_EightBitWeight, Fp8Weight):
-    """W8A8 in fp8: sums are taken in the tensor cores' own, faster precision."""
+    """W8A8 in fp8, with the fast accumulation of tensor cores."""
 
     def _library_product(
         self, x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        fused = None if dtype == torch.float32 else bias  # float32 results take no bias there
+        fused = (
+            None if dtype == torch.float32 else bias
+        )  # `_scaled_mm` adds no bias to float32 results
         out = torch._scaled_mm(
             x,
             self.values.T,
@@ -268,7 +273,7 @@ class GpuFp8Weight(_EightBitWeight, Fp8Weight):
 
 
 class GpuGroupScaledWeight(PackedWeight, GpuWeight):
-    """A group-quantised weight; activations stay as they are."""
+    """A group-quantised weight; activations are not quantised."""
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Never waits for the device."""
@@ -285,14 +290,15 @@ _ON_GPU: dict[type[LinearWeight], type[LinearWeight]] = {
 def prepare(
     weight: LinearWeight, is_output: bool, quantization: str, dtype: torch.dtype = torch.bfloat16
 ) -> LinearWeight:
-    """A weight as the GPU's model is to apply it to activations of dtype; dense ones, which have
-    theirs, are quantised.
+    """Prepares a weight for the GPU's model: quantises dense weights, and packs group-quantised
+    ones.
 
-    A matrix whose sizes 8-bit products refuse stays as it is (an output layer over an odd
-    vocabulary, at most), and one whose inputs are no whole groups of int4. Group-quantised ones are
-    packed, but for groups that kernels do not take.
+    dtype: of the activations; a dense weight has its own. A matrix is not quantised if 8-bit
+    products do not support its sizes (an output layer with an odd vocabulary), or if its inputs are
+    not a multiple of an int4 group. Groups that kernels do not support are not packed.
 
-    Raises CheckpointError for a matrix of an 8-bit checkpoint that --tp has cut to such sizes.
+    Raises CheckpointError for a matrix of an 8-bit checkpoint that --tp splits into unsupported
+    sizes.
     """
     kind = "int8" if quantization == "int4" and is_output else quantization
     if isinstance(weight, DenseWeight):

@@ -1,8 +1,7 @@
-"""The decoder over Triton's kernels: few launches, and nothing waits for the device.
+"""The decoder with Triton kernels: few launches, none of which waits for the device.
 
-A residual is added where the next norm reads it, and rotation, head norms and the write into the
-pool are one kernel. `decode` has shapes that depend on its arguments' shapes alone, so that a CUDA
-graph can hold it.
+A residual is added by the next norm, and head norms, rotation and the KV write are one kernel.
+Shapes in `decode` depend only on its arguments' shapes, so that a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from baton.engine.backends.gpu.linear import TRITON_ROW_OPS, prepare, unwrapped
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
-from baton.engine.kernels.triton.moe_matmul import GroupedWeight
-from baton.engine.kernels.triton.moe_routing import Router, add_up, route
+from baton.engine.kernels.triton.moe_matmul import MoeWeight
+from baton.engine.kernels.triton.moe_routing import FusedRouter, moe_sum, route
 from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
 from baton.engine.kernels.triton.rms_norm import add_rms_norm
 from baton.engine.kernels.triton.rope_kv import Rotation, rope_and_write
@@ -47,33 +46,32 @@ class _PlacedRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _GroupedExperts(MoeWeights):
-    """Experts, and where each one's matrices lie.
+class _MoeExperts(MoeWeights):
+    """Experts with their matrices prepared for the MoE kernel.
 
-    few_router: the router where few rows are routed by the launch that scores them.
-    """
+    few_router: the router for few rows, which `route` scores itself; None if it cannot."""
 
-    gate_up: GroupedWeight
-    down: GroupedWeight
-    few_router: Router | None
+    gate_up: MoeWeight
+    down: MoeWeight
+    few_router: FusedRouter | None
 
     @classmethod
-    def from_weights(cls, held: MoeWeights, dtype: torch.dtype) -> _GroupedExperts:
+    def from_weights(cls, held: MoeWeights, dtype: torch.dtype) -> _MoeExperts:
         experts, few_router = held.experts, None
         router = prepare(held.router, is_output=False, quantization="none")
         if isinstance(router, DenseWeight):
             weight = router.tensor
             arrived = torch.zeros(1, dtype=torch.int32, device=weight.device)
-            few_router = Router(weight, held.router_bias, arrived)
+            few_router = FusedRouter(weight, held.router_bias, arrived)
         return cls(
             **{**vars(held), "router": router},
             few_router=few_router,
-            gate_up=GroupedWeight.of(
+            gate_up=MoeWeight.of(
                 [unwrapped(one.gate_up) for one in experts],
                 [one.gate_up_bias for one in experts],
                 dtype,
             ),
-            down=GroupedWeight.of(
+            down=MoeWeight.of(
                 [unwrapped(one.down) for one in experts], [one.down_bias for one in experts], dtype
             ),
         )
@@ -94,9 +92,7 @@ class GpuModel(DecoderModel):
         ranks: Collectives = SINGLE_RANK,
     ) -> None:
         layers = tuple(
-            replace(
-                layer, experts=layer.experts and _GroupedExperts.from_weights(layer.experts, dtype)
-            )
+            replace(layer, experts=layer.experts and _MoeExperts.from_weights(layer.experts, dtype))
             for layer in weights.layers
         )
         whole = replace(weights, layers=layers)
@@ -106,7 +102,7 @@ class GpuModel(DecoderModel):
     def decode(
         self, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, pool: Tensor
     ) -> Tensor:
-        """One row of each sequence: logits `[rows, vocab_size]`, of the model's type.
+        """Computes one row of each sequence: logits `[rows, vocab_size]`, of the model's type.
 
         token_ids: int32 `[rows]`, valid also where rows are padding · context_lens: int32 `[rows]`,
         tokens before the row; -1 is padding, which touches no block and whose logits mean nothing ·
@@ -132,7 +128,7 @@ class GpuModel(DecoderModel):
     ) -> Tensor:  # fmt: skip
         """stream: the residual stream that the result is added to, in place."""
         config = self.config.experts
-        assert isinstance(experts, _GroupedExperts) and config is not None
+        assert isinstance(experts, _MoeExperts) and config is not None
         router, scored = experts.few_router, None
         if router is not None and router.takes(x):
             scores, scored = x.new_empty(len(x), config.count), (router, x)
@@ -143,7 +139,7 @@ class GpuModel(DecoderModel):
             scored=scored,
         )  # fmt: skip
         inner = experts.gate_up.apply(x, slots, self.config.activation)
-        return add_up(experts.down.apply(inner, slots), slots, x.dtype, stream)
+        return moe_sum(experts.down.apply(inner, slots), slots, x.dtype, stream)
 
     def _place(self, batch: StepBatch, pool: Tensor) -> _PlacedRows:
         num_rows, num_decodes = len(batch.token_ids), batch.num_decodes
@@ -160,7 +156,8 @@ class GpuModel(DecoderModel):
     def _rope_and_write(
         self, qkv: Tensor, placed: _PlacedRows, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
-        """See `DecoderModel`; qkv itself of decode rows alone, whose attention rotates them."""
+        """See `DecoderModel`. Of decode rows alone qkv is returned: their attention kernel rotates
+        it."""
         config, rows = self.config, placed.rows
         if config.arch.qk_norm == "row":  # the kernels norm heads
             q, k, v = self._split(qkv)

@@ -1,7 +1,7 @@
-"""What a kernel's module declares in `SPECS`: how it is compiled, tuned, tested and measured.
+"""Kernel specs: how each kernel is compiled, tuned, tested and measured; `SPECS` of its module.
 
-Tensors for a launch are made in one place, `KernelSpec.trial`: on the meta device for compiling
-without a GPU, on a GPU for tuning and measuring, on either for comparison with the reference.
+`KernelSpec.trial` makes the tensors of a launch: on the meta device for compiling without a GPU, on
+a GPU for tuning and measuring, on a CPU or GPU for comparison with the reference.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ DTYPES = {
     "int8": torch.int8, "fp8": torch.float8_e4m3fn,
 }  # fmt: skip
 
-# Of the difference's norm to the reference's. Results are rounded to their type, by the reference
-# too: half of float32's 2**-24 grows with the length of sums, the others' 2**-11 and 2**-8 do not.
+# Bounds of the relative error by norm. Results and references are rounded to their type: the error
+# of float32 (2**-24) grows with the length of sums, that of the others (2**-11, 2**-8) does not.
 _BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3}
-_INTERPRETED = 2  # Triton's interpreter cuts off what a GPU rounds to bfloat16
-_ONE_ROW = 4.0  # times as far may a single row be, which few elements make up
+_INTERPRETED = 2  # factor: Triton's interpreter truncates to bfloat16 where a GPU rounds
+_ONE_ROW = 4.0  # factor for a single row, which has few elements
 
-# Sizes at which a case is quickly interpreted.
+# Sizes at which interpreting a case is quick.
 _SMALL = {
     "rows": 6, "columns": 300, "size": 300, "heads": 4, "kv_heads": 2,
     "batch": 3, "context": 40, "tokens": 18,
@@ -46,12 +46,11 @@ _SMALL = {
 
 @dataclass(frozen=True)
 class Trial:
-    """One launch on tensors made for it, beside its reference on the same values.
+    """One launch on its tensors, and its reference on the same values.
 
-    key: what the kernel gives to `tuning.choose` for these tensors · run: launches it, with the
-    configuration in effect for None · moved_bytes: read and written at least · flops: of products;
-    both 0 where they say nothing · tolerance: relative error allowed; None is by type, 0 is equal
-    to the bit.
+    key: the kernel's key for `launch_configs.choose` · run: launches the kernel; config None is the
+    one in effect · moved_bytes: minimum of bytes read and written, or 0 · flops: of products, or 0
+    · tolerance: relative error allowed; None depends on the type, 0 is equality to the bit.
     """
 
     key: Key
@@ -64,13 +63,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """A kernel, how it is compiled and what of it is tuned.
+    """A kernel and the launches that it is compiled, tested and tuned with.
 
-    name: as in `tuning.choose` and in the files of `configs/` · trial: tensors for a shape on a
-    device · cases: a shape for each way in which the kernel is compiled ahead of time and compared
-    with its reference; "least": 89 in it is of one that needs sm_89 · configs: those to try for a
-    key; None for a kernel with nothing to tune · shapes: what is tuned unless a user names others,
-    those of models and batches as they are served.
+    name: in `launch_configs.choose` and in the files of `configs/` · trial: makes a trial for a
+    shape on a device · cases: shapes that are compiled and compared with the reference; "least": 89
+    marks one that needs sm_89 · configs: candidates for a key; None if nothing is tuned · shapes:
+    shapes of served models and batches, which are tuned by default.
     """
 
     name: str
@@ -81,10 +79,10 @@ class KernelSpec:
 
 
 def specs_in(names: Iterable[str] = ()) -> list[Any]:
-    """The specs of this package's modules and of further ones, by their names.
+    """The specs of this package's modules and of others by name.
 
-    ImportError, or ValueError if a further one has none. (A package that cannot import this one
-    has specs of the same fields.)
+    Raises ImportError, or ValueError if a named module has none. (kvtransfer, which cannot import
+    this package, has specs with the same fields.)
     """
     own = [f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__)]
     found: list[Any] = []
@@ -97,36 +95,36 @@ def specs_in(names: Iterable[str] = ()) -> list[Any]:
 
 
 def product_of(**values: Sequence[Any]) -> list[dict[str, Any]]:
-    """All combinations, as keyword arguments or sizes by name; the last name changes first."""
+    """All combinations of values by name; the last name varies fastest."""
     return [dict(zip(values, one, strict=True)) for one in itertools.product(*values.values())]
 
 
 def dtype_of(shape: Key, name: str = "dtype", default: str = "bf16") -> torch.dtype:
-    """The type that a shape names."""
+    """The type named by a field of a shape."""
     return DTYPES[str(shape.get(name, default))]
 
 
 def small(shape: Key) -> Key:
-    """The same case at sizes for Triton's interpreter."""
+    """A case at small sizes, for Triton's interpreter."""
     return {**shape, **{name: size for name, size in _SMALL.items() if name in shape}}
 
 
 def text_of(key: Mapping[str, object]) -> str:
-    """As a user writes it: `rows=64 size=4096`."""
+    """Text such as `rows=64 size=4096`."""
     return " ".join(f"{name}={value}" for name, value in key.items())
 
 
 def error_of(trial: Trial) -> float:
-    """The largest error of a launch as a share of what is allowed: over 1 is wrong."""
+    """The largest error of a launch as a share of the allowed error; above 1 is wrong."""
     pairs = zip(trial.run(None), trial.reference(), strict=True)
     return max(relative_error(*pair, trial.tolerance) for pair in pairs)
 
 
 def relative_error(found: Tensor, wanted: Tensor, tolerance: float | None = None) -> float:
-    """The error of found `[rows, ...]`, over all and of the worst row, as a share of the tolerance.
+    """The error of found `[rows, ...]`, of all rows or the worst one, as a share of the tolerance.
 
-    ValueError if shapes or types differ, if something is not finite, or if results that have to be
-    equal to the bit, as whole numbers have, are not.
+    Raises ValueError if shapes or types differ, if an element is not finite, or if integers, or
+    results with tolerance 0, are not equal to the bit.
     """
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         raise ValueError(f"{found.shape} {found.dtype}, not {wanted.shape} {wanted.dtype}")
@@ -139,9 +137,9 @@ def relative_error(found: Tensor, wanted: Tensor, tolerance: float | None = None
     found, wanted = (x.reshape(len(x), -1).double() for x in (found, wanted))
     if not found.isfinite().all():
         raise ValueError("the result has elements that are not finite")
-    apart, size = (found - wanted).norm(dim=1), wanted.norm(dim=1)
+    difference, size = (found - wanted).norm(dim=1), wanted.norm(dim=1)
     mean = size.square().mean().sqrt().clamp_min(1e-30)
-    # A row of zeros, or of nearly nothing, is compared with the others' size.
-    worst_row = (apart / size.maximum(0.01 * mean)).max()
-    overall = apart.norm() / size.norm().clamp_min(1e-30)
+    # A row of nearly zeros is compared with the mean size of rows.
+    worst_row = (difference / size.maximum(0.01 * mean)).max()
+    overall = difference.norm() / size.norm().clamp_min(1e-30)
     return max(float(overall), float(worst_row) / _ONE_ROW) / tolerance

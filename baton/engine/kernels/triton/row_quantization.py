@@ -21,8 +21,8 @@ from baton.engine.kernels.triton.kernel_spec import (
     dtype_of,
     product_of,
 )
-from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
-from baton.engine.kernels.triton.tuning import choose
+from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
+from baton.engine.kernels.triton.launch_configs import choose
 
 # Elements of a row that `quantize_rows` keeps in registers between its two passes; a longer row is
 # read twice.
@@ -30,7 +30,7 @@ LARGEST_WHOLE = 16384
 
 
 class QuantizedRows(NamedTuple):
-    """What `quantize_rows` gives, of rows of `dtype`."""
+    """Quantised rows and their scales; dtype: of the rows before."""
 
     values: Tensor
     scales: Tensor
@@ -43,41 +43,40 @@ TUNED_ROWS = (1, 32, 256, 8192)  # numbers of rows that kernels are tuned for
 
 @triton.jit
 def scale_of(largest, FP8: tl.constexpr):
-    """The float32 scale of rows whose largest magnitudes these are."""
+    """The float32 scale of rows with these largest magnitudes."""
     return tl.div_rn(largest, 448.0 if FP8 else 127.0)
 
 
 @triton.jit
 def bits_of(x, largest, FP8: tl.constexpr):
-    """float32 x, in rows with these largest magnitudes → the bits of its int8 or e4m3, as int8.
+    """Quantises float32 x in rows with these largest magnitudes: bits of int8 or e4m3, as int8.
 
-    e4m3 is made of integers, and so is the same on every GPU: A100 has no instruction for it.
-    """
+    e4m3 is computed by integer operations, because an A100 has no instruction for it."""
     # Smaller magnitudes would overflow peak / largest.
     peak: tl.constexpr = 448.0 if FP8 else 127.0
     least: tl.constexpr = 2e-36 if FP8 else 1e-36
-    # Between a product and a sum, `minimum` keeps the compiler from fusing them, which would round
-    # once where torch rounds twice.
+    # `minimum` between product and sum prevents their fusion, which would round once where torch
+    # rounds twice.
     units = x * tl.div_rn(peak, tl.maximum(largest, least))
     units = tl.minimum(tl.maximum(units, -peak), peak)
     if FP8:
         magnitudes = tl.abs(units)
         signs = (units.to(tl.int32, bitcast=True) >> 24) & 0x80
         wide = magnitudes.to(tl.int32, bitcast=True)
-        # Three bits of mantissa stay, ties to even; the exponent's bias becomes 7.
+        # Rounds to three bits of mantissa, ties to even, with an exponent bias of 7.
         normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20) - 960
-        # Next to 24576 float32 counts in steps of 2 ** -9, as the subnormals do.
+        # Near 24576 the spacing of float32 is 2 ** -9, as that of e4m3's subnormals.
         subnormal = (magnitudes + 24576.0).to(tl.int32, bitcast=True) & 0xF
         bits = tl.where(magnitudes < 0.015625, subnormal, normal) | signs
     else:
-        # Next to 3 * 2 ** 22 float32 counts in ones, ties to even: the low byte is the integer.
+        # Near 3 * 2 ** 22 the spacing of float32 is 1, ties to even: the low byte is the integer.
         bits = (units + 12582912.0).to(tl.int32, bitcast=True)
     return bits.to(tl.int8)
 
 
 @triton.jit
 def store_row(out, scales, row, size, columns, x, FP8: tl.constexpr):
-    """Stores a row that is here whole: in eight bits with its scale, unless `scales` is None."""
+    """Stores a whole row; quantised with its scale unless `scales` is None."""
     inside = columns < size
     out += row * size + columns
     if scales is None:
@@ -90,7 +89,7 @@ def store_row(out, scales, row, size, columns, x, FP8: tl.constexpr):
 
 
 def empty_rows(x: Tensor, size: int, to: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Where a kernel stores as many rows as x has, and their scales if they are of eight bits."""
+    """Empty tensors for as many rows as x has, and for their scales if `to` is a quantised type."""
     out = torch.empty((len(x), size), dtype=torch.int8 if to else x.dtype, device=x.device)
     return out, torch.empty(len(x), dtype=torch.float32, device=x.device) if to else None
 
@@ -108,7 +107,7 @@ def _quantize_rows_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     x += row * row_stride
     values += row * size
@@ -137,8 +136,8 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """x `[rows, size]` → (int8 or float8_e4m3fn `[rows, size]`, float32 scales `[rows]`).
 
-    The scale is a row's largest magnitude over 127 or 448; values are rounded to the nearest, ties
-    to even. A row of zeros has scale 0. config: of the launch; None is that of `tuning`.
+    The scale is a row's largest magnitude over 127 or 448; values are rounded to nearest, ties to
+    even. A row of zeros has the scale 0. config: None is the one in effect.
     """
     rows, size = x.shape
     config = config or choose("quantize_rows", {"rows": rows, "size": size}, x.device)
@@ -163,7 +162,7 @@ def _scale_sums(
     COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     at = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
@@ -181,12 +180,12 @@ def _scale_sums(
 def scale_sums(
     sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`sums * row_scales * column_scales + bias`, of dtype: `[rows, columns]`.
+    """`sums * row_scales * column_scales + bias` of an int8 product, of dtype: `[rows, columns]`.
 
     sums: int32 `[rows, columns]`, contiguous · row_scales, column_scales: float32 `[rows]`,
     `[columns]` · bias: `[columns]` of any floating type.
     """
-    assert sums.is_contiguous(), "rows of sums lie one after the other"
+    assert sums.is_contiguous()
     num_rows, num_columns = sums.shape
     out = torch.empty_like(sums, dtype=dtype)
     grid = (triton.cdiv(num_rows, _SCALE["ROWS"]), triton.cdiv(num_columns, _SCALE["COLUMNS"]))
@@ -218,7 +217,7 @@ def _quantize_trial(shape: Key, device: torch.device) -> Trial:
 def scaled_reference(
     sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor]:
-    """`scale_sums` in torch."""
+    """`scale_sums` computed by torch."""
     out = sums.float() * (row_scales[:, None] * column_scales)
     return ((out if bias is None else out + bias.float()).to(dtype),)
 
@@ -226,7 +225,7 @@ def scaled_reference(
 def random_scales(
     shape: Key, rows: int, columns: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:
-    """Scales of rows and of columns, a bias if the shape has one, and the result's type."""
+    """Random scales of rows and columns, a bias if the shape has one, and the result's type."""
     dtype = dtype_of(shape)
     row_scales, column_scales = (torch.rand(n, device=device) / 100 for n in (rows, columns))
     bias = torch.randn(columns, device=device).to(dtype) if shape.get("bias") else None

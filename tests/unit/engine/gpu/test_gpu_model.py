@@ -15,7 +15,7 @@ from baton.engine.backends.gpu.backend import refused
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.batch import StepBatch
 from baton.engine.kernels.torch.row_quantization import FP8, unpack_rows
-from baton.engine.kernels.triton.moe_matmul import GroupedWeight
+from baton.engine.kernels.triton.moe_matmul import MoeWeight
 from baton.engine.models.architectures import ARCHITECTURES
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.loader import load_weights, random_weights
@@ -215,7 +215,7 @@ def test_experts_that_are_not_multiplied_together_are_refused():
         ((int4, replace(int4, order=torch.arange(64))), "act-order .* --device cpu"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            GroupedWeight.of(weights, (None, None), torch.bfloat16)
+            MoeWeight.of(weights, (None, None), torch.bfloat16)
 
 
 def test_bfloat16_is_as_near_to_float32_as_torch_is():
