@@ -31,8 +31,8 @@ from torch.nn.attention.bias import causal_lower_right
 from baton.engine.backends.gpu.linear import GpuWeight, prepare
 from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.kernels.triton import launch_configs, precompile, timing, tuning
-from baton.engine.kernels.triton.kernel_spec import Key, error_of, small, specs_in, text_of
 from baton.engine.kernels.triton.row_quantization import QuantizedRows, quantize_rows
+from baton.engine.kernels.triton.specs import Key, error_of, small, specs_in, text_of
 from baton.engine.quantization.fp8 import Fp8BlockWeight
 from baton.engine.quantization.int4 import Int4Weight
 from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight

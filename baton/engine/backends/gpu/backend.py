@@ -76,13 +76,9 @@ class GpuBackend(Backend):
         return model
 
     def shard_model(
-        self,
-        path: Path,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        shard: Shard = WHOLE,
+        self, path: Path, config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE,
         exchange: Exchange | None = None,
-    ) -> StepModel:
+    ) -> StepModel:  # fmt: skip
         settings = self.settings
         self._gpu.use()
         try:  # these import triton, which may not be installed
@@ -107,13 +103,9 @@ class GpuBackend(Backend):
         return GpuModel(config, load(quantize, shard), dtype, self.device, shard, group)
 
     def layout(
-        self,
-        model: StepModel,
-        sampler: Sampler,
-        config: ModelConfig,
-        kv_dtype: torch.dtype,
+        self, model: StepModel, sampler: Sampler, config: ModelConfig, kv_dtype: torch.dtype,
         asked: KvLayout | None,
-    ) -> KvLayout:
+    ) -> KvLayout:  # fmt: skip
         """The KV pool's layout, from a profile run of the largest steps, which also compiles
         kernels."""
         settings, gpu, most = self.settings, self._gpu, config.max_context

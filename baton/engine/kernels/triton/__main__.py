@@ -17,7 +17,7 @@ import torch
 
 from baton.engine.kernels.triton import launch_configs, precompile, tuning
 from baton.engine.kernels.triton.check import SHARED_BYTES, check
-from baton.engine.kernels.triton.kernel_spec import KernelSpec, Key, specs_in, text_of
+from baton.engine.kernels.triton.specs import KernelSpec, Key, specs_in, text_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from baton.engine.kernels.triton import launch_configs, sass
-from baton.engine.kernels.triton.kernel_spec import KernelSpec, Key, text_of
+from baton.engine.kernels.triton.specs import KernelSpec, Key, text_of
 
 # Shared memory of a program in bytes, by architecture (CUDA C++ Programming Guide, compute
 # capabilities); columns of a Blackwell multiprocessor's tensor memory.
@@ -86,13 +86,9 @@ class Compiled:
 
 
 def check(
-    specs: Sequence[KernelSpec],
-    architectures: Sequence[int],
-    say: Callable[[str], None],
-    ptx: Path | None = None,
-    most: int | None = None,
-    served: bool = False,
-) -> tuple[int, list[str]]:
+    specs: Sequence[KernelSpec], architectures: Sequence[int], say: Callable[[str], None],
+    ptx: Path | None = None, most: int | None = None, served: bool = False,
+) -> tuple[int, list[str]]:  # fmt: skip
     """Compiles all cases and prints a table: the number of launches, and complaints about failures.
 
     ptx: a folder for the PTX of each launch · most: maximum number of cases of a kernel, evenly

@@ -20,7 +20,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.jit import JITFunction
 
 from baton.engine.kernels.triton.check import check
-from baton.engine.kernels.triton.kernel_spec import Config, KernelSpec, Key, specs_in
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, specs_in
 
 T = TypeVar("T")
 

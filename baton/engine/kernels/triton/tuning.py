@@ -13,14 +13,8 @@ import triton
 
 from baton.cuda import compute_capability
 from baton.engine.kernels.triton import precompile, timing
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    relative_error,
-    text_of,
-)
 from baton.engine.kernels.triton.launch_configs import Configs, choose, read, write
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, relative_error, text_of
 
 Measure: TypeAlias = Callable[[Sequence[timing.Launch], torch.device], float]
 
@@ -40,13 +34,9 @@ class Tuned(NamedTuple):
 
 
 def tune(
-    work: Sequence[tuple[KernelSpec, Key]],
-    device: torch.device,
-    file: Path,
-    seconds: float,
-    measure: Measure = timing.seconds,
-    pool: Pool | None = None,
-) -> Iterator[Tuned]:
+    work: Sequence[tuple[KernelSpec, Key]], device: torch.device, file: Path, seconds: float,
+    measure: Measure = timing.seconds, pool: Pool | None = None,
+) -> Iterator[Tuned]:  # fmt: skip
     """Tunes each kernel and shape as `tune_shape` does, until `seconds` are over.
 
     pool: processes that compile the candidates ahead.
@@ -77,14 +67,9 @@ def with_candidates(
 
 
 def tune_shape(
-    spec: KernelSpec,
-    shape: Key,
-    device: torch.device,
-    file: Path,
-    end: float,
-    measure: Measure = timing.seconds,
-    compiled: IMapIterator[str] | None = None,
-) -> Tuned | None:
+    spec: KernelSpec, shape: Key, device: torch.device, file: Path, end: float,
+    measure: Measure = timing.seconds, compiled: IMapIterator[str] | None = None,
+) -> Tuned | None:  # fmt: skip
     """Finds the fastest configuration for a shape and keeps it in `file`; None if none ran.
 
     It replaces the configuration in effect only if it is faster in two further passes: in the first
