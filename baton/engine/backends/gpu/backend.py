@@ -15,7 +15,7 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.backends import Backend, unsupported
 from baton.engine.backends.gpu import memory, warmup
-from baton.engine.backends.gpu.cuda_graphs import StepGraphs, StepShape, count_graphs
+from baton.engine.backends.gpu.cuda_graphs import StepGraphs, StepShape, shapes_of
 from baton.engine.backends.gpu.device import Gpu, Waiting, new_stream
 from baton.engine.batch import StepModel
 from baton.engine.collectives import SINGLE_RANK, GroupCollectives
@@ -120,7 +120,7 @@ class GpuBackend(Backend):
         with _waiting(model)():
             step = gpu.peak_of(lambda: warmup.largest_step(runner, settings, most))
             captured = gpu.peak_of(lambda: warmup.largest_captured(model, pool, settings, most))
-        num_graphs = count_graphs(settings, most) if self._kernels == "triton" else 0
+        num_graphs = len(shapes_of(settings, most)) if self._kernels == "triton" else 0
         graphs = memory.graphs_reserve(captured, num_graphs, config.num_layers)
         usages = [(gpu.name, self.usage(max(step, captured), graphs))]
         if isinstance(model, TensorParallelModel):

@@ -12,7 +12,8 @@ import torch
 import triton
 
 from baton.cuda import compute_capability
-from baton.engine.kernels.triton import precompile, timing
+from baton.engine.kernels.triton import timing
+from baton.engine.kernels.triton.check import Target, compile_target, results_until
 from baton.engine.kernels.triton.launch_configs import Configs, choose, read, write
 from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, relative_error, text_of
 
@@ -60,8 +61,8 @@ def with_candidates(
             assert spec.configs is not None
             candidates = spec.configs(spec.trial(shape, torch.device("meta")).key)
             capability = compute_capability(device)
-            targets = [precompile.Target(spec.name, shape, capability, one) for one in candidates]
-            compiled = pool.imap(precompile.compile_target, targets)
+            targets = [Target(spec.name, shape, capability, one) for one in candidates]
+            compiled = pool.imap(compile_target, targets)
         found.append((spec, shape, compiled))
     return found
 
@@ -80,7 +81,7 @@ def tune_shape(
     """
     assert spec.configs is not None
     if compiled is not None:
-        list(precompile.results_until(min(end, time.monotonic() + _CANDIDATES_S), compiled))
+        list(results_until(min(end, time.monotonic() + _CANDIDATES_S), compiled))
     trials = timing.trials_of(spec, shape, device)
     key, moved = trials[0].key, trials[0].moved_bytes
     in_effect = choose(spec.name, key, device)
