@@ -23,7 +23,7 @@ import torch
 import triton
 
 from baton.engine.kernels.triton import launch_configs, timing
-from baton.engine.kernels.triton.kernel_spec import text_of
+from baton.engine.kernels.triton.specs import text_of
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.tensor_names import num_parameters
 from benchmarks import child

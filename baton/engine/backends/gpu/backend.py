@@ -16,7 +16,7 @@ from baton.config import EngineConfig
 from baton.engine import rank_executor
 from baton.engine.backends import Backend, unsupported
 from baton.engine.backends.gpu import memory, warmup
-from baton.engine.backends.gpu.cuda_graphs import StepGraphs, StepShape, count_graphs
+from baton.engine.backends.gpu.cuda_graphs import StepGraphs, StepShape, shapes_of
 from baton.engine.backends.gpu.device import Gpu, Waiting, new_stream
 from baton.engine.batch import StepModel
 from baton.engine.collectives import SINGLE_RANK, GroupCollectives
@@ -64,13 +64,9 @@ class GpuBackend(Backend):
         return model
 
     def shard_model(
-        self,
-        path: Path,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        shard: Shard = WHOLE,
+        self, path: Path, config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE,
         exchange: rank_executor.Exchange | None = None,
-    ) -> StepModel:
+    ) -> StepModel:  # fmt: skip
         settings = self.settings
         self._gpu.use()
         try:  # these import triton, which may not be installed
@@ -95,13 +91,9 @@ class GpuBackend(Backend):
         return GpuModel(config, load(quantize, shard), dtype, self.device, shard, group)
 
     def layout(
-        self,
-        model: StepModel,
-        sampler: Sampler,
-        config: ModelConfig,
-        kv_dtype: torch.dtype,
+        self, model: StepModel, sampler: Sampler, config: ModelConfig, kv_dtype: torch.dtype,
         asked: KvLayout | None,
-    ) -> KvLayout:
+    ) -> KvLayout:  # fmt: skip
         """The KV pool's layout, from a profile run of the largest steps, which also compiles
         kernels."""
         settings, gpu, most = self.settings, self._gpu, config.max_context
@@ -118,7 +110,7 @@ class GpuBackend(Backend):
         with _waiting(model)():
             step = gpu.peak_of(lambda: warmup.largest_step(runner, settings, most))
             captured = gpu.peak_of(lambda: warmup.largest_captured(model, pool, settings, most))
-        num_graphs = count_graphs(settings, most) if self._kernels == "triton" else 0
+        num_graphs = len(shapes_of(settings, most)) if self._kernels == "triton" else 0
         graphs = memory.graphs_reserve(captured, num_graphs, config.num_layers)
         usages = [(gpu.name, self.usage(max(step, captured), graphs))]
         if isinstance(model, TensorParallelModel):

@@ -161,7 +161,7 @@ def out_of_memory(*_):
 def test_too_little_memory_is_an_error_with_hints(checkpoint, monkeypatch):
     with pytest.raises(ConfigError, match="no GPU memory is left for KV"):
         on_gpu(checkpoint, UnmeasuredGpu(peak=8 * GIB), kv_blocks=0)
-    with pytest.raises(ConfigError, match="another process took GPU memory meanwhile"):
+    with pytest.raises(ConfigError, match="another process has allocated GPU memory"):
         on_gpu(checkpoint, UnmeasuredGpu(), allocate=out_of_memory)
     gpu = FakeGpu()
     monkeypatch.setattr(gpu, "peak_of", out_of_memory)
