@@ -34,8 +34,8 @@ from baton.errors import (
 from baton.generation.structured_output import GrammarCompiler, GrammarMatcher
 from baton.v1 import decode_pb2
 from baton.v1 import handoff_pb2 as pb
+from baton.worker.dispatch_service import RouterStream
 from baton.worker.messages import ModelLimits, compiled_grammar, sequence_of
-from baton.worker.router_port import RouterConnection
 from decode_worker.events import DecodeSpans, EventStream
 from decode_worker.handoff import Handoff, State, Transfer
 from kvtransfer.deadline import in_background
@@ -71,7 +71,7 @@ class Handoffs:
     # What routers ask for.
 
     def reserve(
-        self, router: RouterConnection, request: decode_pb2.ReserveRequest, spans: DecodeSpans
+        self, router: RouterStream, request: decode_pb2.ReserveRequest, spans: DecodeSpans
     ) -> None:
         """Reserves blocks. The router gets a ReserveResponse once the engine has answered, or a
         failure: Overloaded if there is no room."""
@@ -99,14 +99,14 @@ class Handoffs:
             handoff.compiled.add_done_callback(partial(self._compiled, handoff, local_tokens))
 
     def refuse(
-        self, router: RouterConnection, handoff_id: str, spans: DecodeSpans, error: BaseException
+        self, router: RouterStream, handoff_id: str, spans: DecodeSpans, error: BaseException
     ) -> None:
         """Reports to the router why nothing is reserved."""
         spans.end(str(error) or type(error).__name__)
         self._count("refused" if isinstance(error, Overloaded) else "failed")
         router.failed(handoff_id, error)
 
-    def cancel(self, router: RouterConnection, handoff_id: str) -> None:
+    def cancel(self, router: RouterStream, handoff_id: str) -> None:
         """Ends a handoff of this router, in any state; an unknown id is ignored."""
         handoff = self._handoffs.get(handoff_id)
         if handoff is None or handoff.state is State.QUARANTINED:
@@ -114,7 +114,7 @@ class Handoffs:
         if handoff.events.router is router:
             self._end(handoff, "cancelled")
 
-    def lost(self, router: RouterConnection) -> None:
+    def lost(self, router: RouterStream) -> None:
         """Ends all handoffs of a router whose connection has ended."""
         for handoff in [h for h in self._handoffs.values() if h.events.router is router]:
             if handoff.state is not State.QUARANTINED:
@@ -255,7 +255,7 @@ class Handoffs:
 
     def on_step(self, report: StepReport) -> None:
         """Adds what each sequence got in a step to the message for its router."""
-        router: RouterConnection | None = None
+        router: RouterStream | None = None
         for seq_id, token_id in report.token_ids.items():
             handoff = self._handoffs.get(seq_id)
             if handoff is None:

@@ -28,7 +28,7 @@ from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.step_report import StepReport
 from baton.generation.sampling_params import SamplingParams
-from baton.net.connection import framed
+from baton.net.message_stream import serialized
 from baton.tables import align
 from baton.telemetry import propagation, tracing
 from baton.v1.dispatch_pb2 import WorkerMessage
@@ -133,7 +133,7 @@ class _Router:
 
     def sent(self) -> bytes:
         message, self.outgoing = self.outgoing, WorkerMessage()
-        return framed(message)
+        return serialized(message)
 
 
 def worker_ms(batch: int) -> float:
