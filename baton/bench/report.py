@@ -13,13 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from baton.bench.generator import Run
-from baton.bench.stats import (
-    Stats,
-    limits_of,
-    percentile,
-    spread_of,
-    stats_of,
-)
+from baton.bench.stats import Stats, limits_of, percentile, spread_of, stats_of
 from baton.bench.workload import Workload
 from baton.config.slo import Slo
 

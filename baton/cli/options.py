@@ -253,10 +253,7 @@ def add_target_option(group: Options, text: str = _TARGET_TEXT) -> None:
 
 
 _TLS_OPTIONS = {
-    "--tls-ca": (
-        "FILE",
-        "PEM file with the CA of the router's certificate; turns on TLS",
-    ),
+    "--tls-ca": ("FILE", "PEM file with the CA of the router's certificate; turns on TLS"),
     "--tls-cert": ("FILE", "PEM file with a client certificate, if the server asks for one"),
     "--tls-key": ("FILE", "PEM file with the private key of --tls-cert"),
     "--tls-name": ("NAME", "name in the server's certificate, as decode.baton (default: its host)"),

@@ -36,13 +36,7 @@ class Supervisor(ABC):
     """
 
     def __init__(
-        self,
-        *,
-        say: Say,
-        shows_output: bool,
-        restart: bool,
-        drain_s: float,
-        start_timeout_s: float,
+        self, *, say: Say, shows_output: bool, restart: bool, drain_s: float, start_timeout_s: float
     ) -> None:
         self.processes: dict[str, ChildProcess] = {}
         self._say = say

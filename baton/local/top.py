@@ -198,10 +198,7 @@ def _title(moment: Moment, view: View) -> Text:
         ("baton top", "bold"),
         f"  cluster {last.router.cluster}, model {last.router.model}" if last else "",
         (f"  {_clock(moment.unix_s)}", _QUIET),
-        (
-            f"  q quit  r role: {view.role}  s sort: {view.sort}" if view.keys else "",
-            _QUIET,
-        ),
+        (f"  q quit  r role: {view.role}  s sort: {view.sort}" if view.keys else "", _QUIET),
     )
 
 

@@ -98,10 +98,7 @@ class PolledRouter:
 
 @contextlib.asynccontextmanager
 async def polling(
-    addresses: Sequence[str],
-    interval_s: float,
-    api_key: str | None,
-    on_answer: Callable[[], None],
+    addresses: Sequence[str], interval_s: float, api_key: str | None, on_answer: Callable[[], None]
 ) -> AsyncIterator[Sequence[PolledRouter]]:
     """Polls routers while the block runs."""
     routers = [PolledRouter(address) for address in addresses]

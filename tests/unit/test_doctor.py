@@ -459,7 +459,7 @@ def test_the_workers_choose_the_transport_that_is_reported(host):
         decode = gpu("d", there, beyond, host=host, transports=theirs)
         reachable = (own, *others)
         apart = pairing.separation(HOST, host)
-        ends = pairing.Ends(apart, gpu=there, reachable=reachable, nccl=(2, 27, 5))
+        ends = pairing.PairTopology(apart, gpu=there, reachable=reachable, nccl=(2, 27, 5))
         try:
             chosen = pairing.choose(ours, theirs, ends)
         except KvMismatch:

@@ -1,7 +1,7 @@
 """The scheduler: chunks, decode first, cache hits, priorities, preemption, resume, speculation."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton import block_hash
@@ -254,7 +254,6 @@ def arrivals(draw):
     return draw(st.lists(st.lists(one, max_size=3), min_size=1, max_size=12))
 
 
-@settings(max_examples=150, deadline=None)
 @given(arrivals(), st.integers(9, 24), st.integers(1, 40), st.integers(1, 4))
 def test_priorities_are_kept_and_every_sequence_finishes(coming, num_blocks, chunk, max_batch):
     scheduler = make_scheduler(num_blocks, chunk, max_batch)
@@ -331,7 +330,7 @@ def test_step_times_are_learned_by_rows_and_proposed_tokens():
     learned = []
 
     class Watched(NgramProposer):
-        def took(self, *step):
+        def record_step(self, *step):
             learned.append(step)
 
     scheduler = speculating(proposer=Watched(2, MAX_CONTEXT))

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.v1 import common_pb2
@@ -176,13 +176,15 @@ def test_a_flood_does_not_slow_a_light_tenant(flood, a_second, size):
 @pytest.mark.parametrize(("flood", "other"), [(0.1, 0.1), (0.5, 0.1), (0.1, 0.5)])
 @pytest.mark.parametrize("weight", [1.0, 3.0])
 def test_a_flood_that_was_there_first_gets_its_share_of_weights_and_no_more(flood, other, weight):
-    there = [Job(0.0, flood, A) for _ in range(int(200 / flood))]
+    there = [Job(0.0, flood, A) for _ in range(int(80 / flood))]
     flow = TenantShare("b", weight)
-    came = [Job(10.0, other, flow) for _ in range(int(200 / other))]
+    came = [Job(10.0, other, flow) for _ in range(int(80 / other))]
     seconds = dict.fromkeys((A, flow), 0.0)
     for chunk, tenant, waiting in serve(there, came):
-        if flow in waiting and sum(seconds.values()) < 50.0:
+        if flow in waiting:
             seconds[tenant] += chunk
+        if sum(seconds.values()) >= 50.0:
+            break
     assert seconds[A] / 50.0 == pytest.approx(1 / (1 + weight), abs=0.03)
 
 
@@ -209,7 +211,6 @@ def jobs_of(until, most_s, most):
     return st.lists(job, min_size=most // 2, max_size=most)
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.one_of(jobs_of(20, 5, 40), jobs_of(5, 1, 80)))
 def test_a_tenant_that_waits_gets_its_share_to_within_three_prompts(jobs):
     """Of the largest; its share is that among all tenants, whether they wait just now or not."""
@@ -224,7 +225,6 @@ def test_a_tenant_that_waits_gets_its_share_to_within_three_prompts(jobs):
         assert max(owed.values()) <= most
 
 
-@settings(deadline=None, max_examples=150)
 @given(jobs_of(20, 5, 40), st.sampled_from([0, LOW]))
 def test_waits_are_bounded_by_the_backlog_at_the_tenants_share(jobs, priority):
     for job in jobs:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from baton.v1 import worker_pb2
@@ -76,7 +76,6 @@ def swapped(snapshot, old, new):
     return fleet(prefill, decode, snapshot.excluded_pairs)
 
 
-@settings(deadline=None)
 @given(fleets(), REQUESTS, st.sets(NAMES, max_size=3), st.sets(NAMES, max_size=3))
 def test_a_picked_pair_may_be_picked_and_none_is_better(snapshot, request_, full, failed):
     """Each filter again, in the plainest words; all pairs are scored to compare."""
@@ -99,7 +98,6 @@ def test_a_picked_pair_may_be_picked_and_none_is_better(snapshot, request_, full
     assert pick(snapshot, request_, full=full).names == pairs[0].names, "ties are decided alike"
 
 
-@settings(deadline=None)
 @given(fleets(), fleets(), REQUESTS, st.data())
 def test_a_snapshot_with_workers_replaced_is_one_made_of_them(snapshot, other, request_, data):
     views = (*snapshot.prefill, *snapshot.decode)
@@ -118,7 +116,6 @@ def test_a_snapshot_with_workers_replaced_is_one_made_of_them(snapshot, other, r
     assert replaced.prefill_rate == fresh.prefill_rate
 
 
-@settings(deadline=None, max_examples=150)
 @given(fleets(), REQUESTS, st.data())
 def test_more_load_never_makes_a_worker_more_attractive(snapshot, request_, data):
     draw, before = data.draw, pick(snapshot, request_)
@@ -144,7 +141,6 @@ def test_more_load_never_makes_a_worker_more_attractive(snapshot, request_, data
         assert victim.incarnation not in after.names
 
 
-@settings(deadline=None)
 @given(fleets(), REQUESTS, st.data())
 def test_what_a_picked_worker_caches_makes_it_no_less_attractive(snapshot, request_, data):
     """Where costs decide. That decode computes the little that is left is a rule of its own."""

@@ -6,7 +6,7 @@ import hashlib
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
@@ -446,7 +446,6 @@ def test_a_lease_holds_its_place_until_the_prompt_is_computed(tenant_with, clock
     assert third.prompt.fair_wait_s == pytest.approx(1.0)  # none is before it any more
 
 
-@settings(deadline=None)
 @given(
     st.floats(1, 1e6),
     st.floats(1, 600),
