@@ -10,8 +10,8 @@ from opentelemetry.trace import Tracer
 
 from baton.engine.step_report import SequenceProgress
 from baton.telemetry import tracing
+from baton.worker.dispatch_service import RouterStream
 from baton.worker.messages import FINISH_REASONS, logprobs_proto, prompt_logprobs_proto
-from baton.worker.router_port import RouterConnection
 
 
 @dataclass(eq=False)
@@ -22,7 +22,7 @@ class EventStream:
     sequence's only token to the router's message themselves.
     """
 
-    router: RouterConnection
+    router: RouterStream
     handoff_id: str
     interval: int = 1
     started: bool = False

@@ -100,7 +100,6 @@ class Handoff:
 
     handoff_id: str
     sequence: Sequence
-    num_tokens: int
     block_size: int
     deadline: float | None
     events: EventStream
@@ -117,6 +116,9 @@ class Handoff:
     released: Future[list[int]] | None = None  # blocks in quarantine, once the engine has answered
     timer: asyncio.TimerHandle | None = None
     silent_leases: int = 0  # leases that passed since its sender's last message
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.sequence.num_tokens  # of the prompt; the sequence grows
 
     @property
     def about(self) -> Mapping[str, str]:

@@ -1,8 +1,5 @@
 """All handoffs of a decode worker, from Reserve to the last token: the one place that changes them.
 
-    REQUESTED ── RESERVED ── WRITING ── COMMITTED ── RUNNING ── ENDED
-                     └─ WITHDRAWN ─┘└── QUARANTINED ────────────┘
-
 `decode_worker.handoff` has the table of states. Every state but QUARANTINED ends by cancel,
 deadline, a lost router or a failure, and those before COMMITTED by a lease, too, which expires by
 itself: no lost message can leak blocks. Blocks that a remote sender may still write into are
@@ -18,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Coroutine, Set
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -37,8 +34,8 @@ from baton.errors import (
 from baton.generation.structured_output import GrammarCompiler, GrammarMatcher
 from baton.v1 import decode_pb2
 from baton.v1 import handoff_pb2 as pb
+from baton.worker.dispatch_service import RouterStream
 from baton.worker.messages import ModelLimits, compiled_grammar, sequence_of
-from baton.worker.router_port import RouterConnection
 from decode_worker.events import DecodeSpans, EventStream
 from decode_worker.handoff import Handoff, State, Transfer
 from kvtransfer.deadline import in_background
@@ -61,14 +58,9 @@ class Handoffs:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        limits: ModelLimits,
-        grammars: GrammarCompiler,
-        lease_s: float,
-        verify_timeout_s: float,
-        count: Callable[[str], None] = lambda outcome: None,
-    ) -> None:
+        self, engine: Engine, limits: ModelLimits, grammars: GrammarCompiler, lease_s: float,
+        verify_timeout_s: float, count: Callable[[str], None] = lambda outcome: None,
+    ) -> None:  # fmt: skip
         self._engine, self._limits, self._grammars = engine, limits, grammars
         self._lease_s, self._verify_timeout_s, self._count = lease_s, verify_timeout_s, count
         self._handoffs: dict[str, Handoff] = {}
@@ -79,7 +71,7 @@ class Handoffs:
     # What routers ask for.
 
     def reserve(
-        self, router: RouterConnection, request: decode_pb2.ReserveRequest, spans: DecodeSpans
+        self, router: RouterStream, request: decode_pb2.ReserveRequest, spans: DecodeSpans
     ) -> None:
         """Reserves blocks. The router gets a ReserveResponse once the engine has answered, or a
         failure: Overloaded if there is no room."""
@@ -93,15 +85,9 @@ class Handoffs:
         except BatonError as error:
             self.refuse(router, spec.handoff_id, spans, error)
             return
-        handoff = Handoff(
-            spec.handoff_id,
-            sequence,
-            sequence.num_tokens,
-            self._limits.block_size,
-            deadline,
-            EventStream(router, spec.handoff_id, request.stream_interval),
-            spans,
-        )
+        events = EventStream(router, spec.handoff_id, request.stream_interval)
+        size = self._limits.block_size
+        handoff = Handoff(spec.handoff_id, sequence, size, deadline, events, spans)
         self._handoffs[spec.handoff_id] = handoff
         self._idle.clear()
         self._renew(handoff)
@@ -113,14 +99,14 @@ class Handoffs:
             handoff.compiled.add_done_callback(partial(self._compiled, handoff, local_tokens))
 
     def refuse(
-        self, router: RouterConnection, handoff_id: str, spans: DecodeSpans, error: BaseException
+        self, router: RouterStream, handoff_id: str, spans: DecodeSpans, error: BaseException
     ) -> None:
         """Reports to the router why nothing is reserved."""
         spans.end(str(error) or type(error).__name__)
         self._count("refused" if isinstance(error, Overloaded) else "failed")
         router.failed(handoff_id, error)
 
-    def cancel(self, router: RouterConnection, handoff_id: str) -> None:
+    def cancel(self, router: RouterStream, handoff_id: str) -> None:
         """Ends a handoff of this router, in any state; an unknown id is ignored."""
         handoff = self._handoffs.get(handoff_id)
         if handoff is None or handoff.state is State.QUARANTINED:
@@ -128,7 +114,7 @@ class Handoffs:
         if handoff.events.router is router:
             self._end(handoff, "cancelled")
 
-    def lost(self, router: RouterConnection) -> None:
+    def lost(self, router: RouterStream) -> None:
         """Ends all handoffs of a router whose connection has ended."""
         for handoff in [h for h in self._handoffs.values() if h.events.router is router]:
             if handoff.state is not State.QUARANTINED:
@@ -160,10 +146,12 @@ class Handoffs:
         if link.transport.one_sided:
             transfer.granted = True
             return slots
-        receive = link.receive(slots, transfer.digest)
-        task = in_background(self._tasks, self._received(handoff, transfer, receive.done))
-        transfer.receives.add(task)
-        await receive.until_posted()
+        posted = asyncio.Event()
+        receive = self._received(handoff, transfer, link.receive(slots, transfer.digest, posted))
+        transfer.receives.add(in_background(self._tasks, receive))
+        await posted.wait()
+        if transfer.failure is not None:
+            raise transfer.failure
         return slots
 
     async def commit(self, request: pb.CommitRequest, link: IncomingLink) -> None:
@@ -201,12 +189,9 @@ class Handoffs:
             await self._verify(handoff, request, arrived, resumed)
 
     async def _verify(
-        self,
-        handoff: Handoff,
-        request: pb.CommitRequest,
-        arrived: asyncio.Future[LinkDigest],
+        self, handoff: Handoff, request: pb.CommitRequest, arrived: asyncio.Future[LinkDigest],
         resumed: Future[UnverifiedKv],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Returns once the router may get what was computed. Raises Stale, TransferFailed."""
         arrived.add_done_callback(lambda done: done.cancelled() or done.exception())
         kv = await asyncio.wrap_future(resumed)
@@ -270,7 +255,7 @@ class Handoffs:
 
     def on_step(self, report: StepReport) -> None:
         """Adds what each sequence got in a step to the message for its router."""
-        router: RouterConnection | None = None
+        router: RouterStream | None = None
         for seq_id, token_id in report.token_ids.items():
             handoff = self._handoffs.get(seq_id)
             if handoff is None:
@@ -389,17 +374,18 @@ class Handoffs:
         self._reserved(handoff.handoff_id, handoff.token)
 
     async def _received(
-        self, handoff: Handoff, transfer: Transfer, receive: asyncio.Future[None]
+        self, handoff: Handoff, transfer: Transfer, receive: Coroutine[Any, Any, None]
     ) -> None:
-        """Waits for a posted receive; the last one lets go of what waits for it."""
+        """Receives; the last receive to end completes a withdrawal or a quarantine."""
         try:
             await receive
             self._check_current(handoff, transfer)
         except BatonError as error:
             handoff.warn(transfer.link.peer, error)
             transfer.failure = transfer.failure or error
-        if (task := asyncio.current_task()) is not None:
-            transfer.receives.discard(task)
+        task = asyncio.current_task()
+        assert task is not None
+        transfer.receives.remove(task)
         if handoff.transfer is transfer and handoff.state is not State.WRITING:
             self._settle(handoff)
 

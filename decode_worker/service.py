@@ -14,12 +14,7 @@ class HandoffService(ControlServicer):
 
     def __init__(self, handoffs: Handoffs, links: IncomingLinks) -> None:
         super().__init__(
-            {
-                "offer": self.offer,
-                "ready": self.ready,
-                "commit": self.commit,
-                "abort": self.abort,
-            }
+            {"offer": self.offer, "ready": self.ready, "commit": self.commit, "abort": self.abort}
         )
         self.handoffs, self.links = handoffs, links
 

@@ -14,8 +14,8 @@ from baton.errors import Unavailable
 from baton.telemetry import propagation
 from baton.v1 import handoff_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage
+from baton.worker.dispatch_service import RouterStream
 from baton.worker.node import Node
-from baton.worker.router_port import RouterConnection
 from decode_worker.events import DecodeSpans
 from decode_worker.handoffs import Handoffs
 from decode_worker.service import HandoffService
@@ -61,7 +61,7 @@ class DecodeWorker(Node):
             async for records in changes:
                 self._links.keep_only(records.keys())
 
-    def dispatch(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
+    def dispatch(self, router: RouterStream, message: RouterMessage) -> Iterator[None]:
         for request in message.reserve:
             spans = DecodeSpans(self.tracer, propagation.extract(request.trace.items()))
             try:
@@ -75,5 +75,5 @@ class DecodeWorker(Node):
             self._handoffs.cancel(router, handoff_id)
             yield
 
-    def lost(self, router: RouterConnection) -> None:
+    def lost(self, router: RouterStream) -> None:
         self._handoffs.lost(router)

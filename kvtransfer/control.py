@@ -18,7 +18,7 @@ import grpc
 
 from baton.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from baton.net import rpc
-from baton.net.connection import error_of, failure_of
+from baton.net.failures import error_of, failure_of
 from baton.v1 import handoff_pb2 as pb
 from baton.v1.handoff_pb2_grpc import HandoffServiceServicer, HandoffServiceStub
 

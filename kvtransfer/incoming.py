@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from baton import kv_descriptor
@@ -33,38 +34,17 @@ log = logging.getLogger(__name__)
 _MAX_LINKS = 64
 
 
-@dataclass(frozen=True, eq=False)
-class Receive:
-    """A receive that has begun. `done` raises TransferFailed."""
-
-    posted: asyncio.Future[None]
-    done: asyncio.Task[None]
-
-    async def until_posted(self) -> None:
-        """Returns when the sender may send. Raises TransferFailed."""
-        await asyncio.wait({self.posted, self.done}, return_when=asyncio.FIRST_COMPLETED)
-        if not self.posted.done():
-            self.done.result()
-
-
 class IncomingLink(RankEnds[ReceivingEnd]):
     """One prefill process's current link, and the one thread that works for it."""
 
     def __init__(
-        self,
-        peer: str,
-        epoch: int,
-        transport: Transport,
-        pools: Sequence[RankPool],
-        ends: Sequence[ReceivingEnd],
-        thread: ThreadPoolExecutor,
-        timeout_s: float,
-    ) -> None:
+        self, peer: str, epoch: int, transport: Transport, pools: Sequence[RankPool],
+        ends: Sequence[ReceivingEnd], thread: ThreadPoolExecutor, timeout_s: float,
+    ) -> None:  # fmt: skip
         super().__init__(pools, ends, transport)
         self.peer, self.epoch, self._thread, self._timeout_s = peer, epoch, thread, timeout_s
         self.failed: Callable[[IncomingLink], None] = lambda link: None
         self.accepted: asyncio.Future[None]
-        self._tasks: set[asyncio.Task[None]] = set()
         # No one-sided sender writes into a pool on another host.
         self._readers = [copier.copier(pool) for pool in pools if isinstance(pool, KvPool)]
         if transport.one_sided:  # on a GPU this compiles the kernels, before the first Commit
@@ -74,16 +54,19 @@ class IncomingLink(RankEnds[ReceivingEnd]):
         """Begins to wait for the sender; `accepted` raises TransferFailed."""
         self.accepted = self._run(self._accept)
 
-    def receive(self, slots: Slots, digest: LinkDigest) -> Receive:
-        """Begins to receive into `slots`, adding the bytes to `digest`. Two-sided only."""
-        loop = asyncio.get_running_loop()
-        posted = loop.create_future()
+    async def receive(self, slots: Slots, digest: LinkDigest, posted: asyncio.Event) -> None:
+        """Receives into `slots`, adding the bytes to `digest`. Two-sided only.
 
-        def on_posted() -> None:
-            loop.call_soon_threadsafe(posted.set_result, None)
-
-        receiving = self._run(self._receive, slots, digest, on_posted)
-        return Receive(posted, in_background(self._tasks, self._received(receiving)))
+        Sets `posted` when the sender may send, or this has failed. Raises TransferFailed.
+        """
+        on_posted = partial(asyncio.get_running_loop().call_soon_threadsafe, posted.set)
+        try:
+            await self._run(self._receive, slots, digest, on_posted)
+        except Exception as error:
+            self.failed(self)
+            raise TransferFailed(str(error)) from error
+        finally:
+            posted.set()
 
     def checksum(self, slots: Slots) -> asyncio.Future[LinkDigest]:
         """Of the slots' current content. One-sided only; raises TransferFailed."""
@@ -103,15 +86,6 @@ class IncomingLink(RankEnds[ReceivingEnd]):
 
     def _run(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
-
-    async def _received(self, receiving: asyncio.Future[None]) -> None:
-        try:
-            await receiving
-        except Exception as error:
-            self.failed(self)
-            if isinstance(error, TransferFailed):
-                raise
-            raise TransferFailed(str(error)) from error
 
     def _accept(self) -> None:
         deadline = Deadline(self._timeout_s)

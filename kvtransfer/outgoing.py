@@ -59,16 +59,9 @@ class OutgoingLink(RankEnds[SendingEnd]):
     """
 
     def __init__(
-        self,
-        peer: str,
-        epoch: int,
-        transport: Transport,
-        pools: Sequence[RankPool],
-        ends: Sequence[SendingEnd],
-        thread: ThreadPoolExecutor,
-        control: Control,
-        fallback: str,
-    ) -> None:
+        self, peer: str, epoch: int, transport: Transport, pools: Sequence[RankPool],
+        ends: Sequence[SendingEnd], thread: ThreadPoolExecutor, control: Control, fallback: str,
+    ) -> None:  # fmt: skip
         super().__init__(pools, ends, transport)
         self.peer, self.epoch, self._thread, self.control = peer, epoch, thread, control
         self.fallback = fallback  # the expected faster transport, and why it is not used

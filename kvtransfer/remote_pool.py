@@ -105,17 +105,10 @@ class RemoteDigest(Digest):
     """The checksum of one pair, as last reported by the host that computes it."""
 
     _keys = itertools.count()
+    value = 0
 
     def __init__(self) -> None:
-        self.key, self.num_bytes, self._value = next(self._keys), 0, 0
-
-    @property
-    def value(self) -> int:
-        return self._value
-
-    def update_from(self, result: Sequence[int]) -> None:
-        """Takes bytes and checksum so far from the result of a command."""
-        self.num_bytes, self._value = result
+        self.key, self.num_bytes = next(self._keys), 0
 
 
 class RemotePool:
@@ -138,15 +131,12 @@ class RemotePool:
 
     def listen(self, transport: Transport) -> ReceivingEnd:
         """The receiving end of one new link, on the other host. Raises TransferFailed."""
-        end = _RemoteReceivingEnd(self._opened(), b"")
-        end.endpoint = bytes.fromhex(end.begin(_LISTEN_S, Listen(transport.name, self._heads)))
-        return end
+        return _RemoteEnd(self._opened(), _LISTEN_S, Listen(transport.name, self._heads))
 
     def connect(self, transport: Transport, endpoint: bytes, timeout_s: float) -> SendingEnd:
         """An end that sends from the other host. Raises TransferFailed."""
-        end = _RemoteSendingEnd(self._opened())
-        end.begin(timeout_s, Connect(transport.name, self._heads, endpoint.hex(), timeout_s))
-        return end
+        command = Connect(transport.name, self._heads, endpoint.hex(), timeout_s)
+        return _RemoteEnd(self._opened(), timeout_s, command)
 
     def _opened(self) -> ObjectConnection:
         try:
@@ -155,21 +145,41 @@ class RemotePool:
             raise TransferFailed(f"a rank's host cannot be reached: {error}") from error
 
 
-class _RemoteEnd:
-    """What the two kinds of ends have in common."""
+class _RemoteEnd(SendingEnd, ReceivingEnd):
+    """Either end of a pair, in the process of a rank on another host."""
 
-    def __init__(self, connection: ObjectConnection) -> None:
+    def __init__(self, connection: ObjectConnection, timeout_s: float, first: Command) -> None:
+        """Raises TransferFailed if the first command, Listen or Connect, fails."""
         self._connection = connection
-
-    def begin(self, timeout_s: float, command: Command) -> Any:
-        """The result of the first command; if it fails, the end is closed."""
         try:
-            return self.call(timeout_s, command)
+            super().__init__(bytes.fromhex(self._call(timeout_s, first) or ""))
         except BaseException:
             self.close()
             raise
 
-    def call(
+    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
+        assert isinstance(digest, RemoteDigest)
+        blocks = local.block_ids, remote.block_ids
+        command = Put(digest.key, timeout_s, *blocks, local.num_tokens)
+        digest.num_bytes, digest.value = self._call(timeout_s, command)
+
+    def accept(self, timeout_s: float) -> None:
+        self._call(timeout_s, Accept(timeout_s))
+
+    def receive(
+        self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
+    ) -> None:
+        assert isinstance(digest, RemoteDigest)
+        command = Receive(digest.key, timeout_s, slots.block_ids, slots.num_tokens)
+        digest.num_bytes, digest.value = self._call(timeout_s, command, posted)
+
+    def abort(self) -> None:
+        self._connection.end_sending()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _call(
         self, timeout_s: float, command: Command, posted: Callable[[], None] | None = None
     ) -> Any:
         """The command's result. Raises TransferFailed."""
@@ -187,36 +197,6 @@ class _RemoteEnd:
             raise TransferFailed(f"a rank's host is gone: {error}") from error
         raise TransferFailed("a rank's host does not answer")
 
-    def abort(self) -> None:
-        self._connection.end_sending()
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-class _RemoteSendingEnd(_RemoteEnd, SendingEnd):
-    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
-        assert isinstance(digest, RemoteDigest)
-        blocks = local.block_ids, remote.block_ids
-        command = Put(digest.key, timeout_s, *blocks, local.num_tokens)
-        digest.update_from(self.call(timeout_s, command))
-
-
-class _RemoteReceivingEnd(_RemoteEnd, ReceivingEnd):
-    def __init__(self, connection: ObjectConnection, endpoint: bytes) -> None:
-        _RemoteEnd.__init__(self, connection)
-        ReceivingEnd.__init__(self, endpoint)
-
-    def accept(self, timeout_s: float) -> None:
-        self.call(timeout_s, Accept(timeout_s))
-
-    def receive(
-        self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
-    ) -> None:
-        assert isinstance(digest, RemoteDigest)
-        command = Receive(digest.key, timeout_s, slots.block_ids, slots.num_tokens)
-        digest.update_from(self.call(timeout_s, command, posted))
-
 
 class PoolServer:
     """Serves a rank's pool to its worker's first process, in the rank's own process."""
@@ -229,15 +209,14 @@ class PoolServer:
         """Serves one end of a pair, until its connection ends."""
         served = _ServedEnd(self._pool, self._transports, connection)
         try:
-            with ThreadPoolExecutor(1, "kv-end") as thread, contextlib.suppress(OSError, EOFError):
-                while True:
-                    command = connection.recv()
-                    served.answered.clear()
-                    thread.submit(served.answer, command)
-                    connection.poll(None)
-                    if not served.answered.is_set():  # before the answer only the end can come
-                        served.abort()
-                        break
+            with ThreadPoolExecutor(1, "kv-end") as thread:
+                with contextlib.suppress(OSError, EOFError):
+                    while served.answered.is_set():  # before an answer only the end can come
+                        command = connection.recv()
+                        served.answered.clear()
+                        thread.submit(served.answer, command)
+                        connection.poll(None)
+                served.abort()
         finally:
             served.close()
             connection.close()
@@ -253,6 +232,7 @@ class _ServedEnd:
         self._end: Any = None  # a SendingEnd or a ReceivingEnd
         self._digests = OrderedDict[int, Digest]()
         self.answered = threading.Event()
+        self.answered.set()
 
     def answer(self, command: Command) -> None:
         """Carries out a command, and answers."""

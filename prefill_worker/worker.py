@@ -34,6 +34,7 @@ from baton.telemetry import propagation, tracing
 from baton.v1 import common_pb2, prefill_pb2, worker_pb2
 from baton.v1.common_pb2 import WorkerRecord
 from baton.v1.dispatch_pb2 import RouterMessage
+from baton.worker.dispatch_service import RouterStream
 from baton.worker.messages import (
     FINISH_REASONS,
     compiled_grammar,
@@ -42,7 +43,6 @@ from baton.worker.messages import (
     sequence_of,
 )
 from baton.worker.node import Node
-from baton.worker.router_port import RouterConnection
 from kvtransfer.interface import Transport
 from kvtransfer.outgoing import OutgoingLinks
 from kvtransfer.pool import Slots
@@ -88,7 +88,7 @@ class PrefillWorker(Node):
         self._opening_links = asyncio.create_task(self._open_links())
         self.metrics.observe_links(self._links.status)
         self._prompts: dict[str, Prompt] = {}
-        self._tasks: dict[tuple[RouterConnection, str], asyncio.Task[None]] = {}
+        self._tasks: dict[tuple[RouterStream, str], asyncio.Task[None]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -131,7 +131,7 @@ class PrefillWorker(Node):
                     tried.add(peer)
                     await self._links.open_ahead(peer)
 
-    def dispatch(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
+    def dispatch(self, router: RouterStream, message: RouterMessage) -> Iterator[None]:
         for request in message.prefill:
             key = router, request.sequence.handoff_id
             if key in self._tasks:
@@ -145,15 +145,15 @@ class PrefillWorker(Node):
                 task.cancel()
             yield
 
-    def _answered(self, key: tuple[RouterConnection, str], _: asyncio.Task[None]) -> None:
+    def _answered(self, key: tuple[RouterStream, str], _: asyncio.Task[None]) -> None:
         del self._tasks[key]
 
-    def lost(self, router: RouterConnection) -> None:
+    def lost(self, router: RouterStream) -> None:
         for (whose, _), task in self._tasks.items():
             if whose is router:
                 task.cancel()
 
-    async def _answer(self, router: RouterConnection, request: prefill_pb2.PrefillRequest) -> None:
+    async def _answer(self, router: RouterStream, request: prefill_pb2.PrefillRequest) -> None:
         """Runs a prompt for a router, and reports its failure."""
         handoff_id = request.sequence.handoff_id
 

@@ -14,7 +14,6 @@ import socket
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Self
 
 import psutil
@@ -25,13 +24,11 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing discards what is unsent a
 
 @dataclass
 class Proxy:
-    """Forwards a free port of `host` to `port`; `name_of(port)` names a port's process."""
+    """Forwards a free loopback port to `port`; `name_of(port)` names a port's process."""
 
     port: int
     name_of: Callable[[int], str] = str
     address: str = ""
-    host: str = "127.0.0.1"
-    same: tuple[int, ...] = ()  # other ports, which `host` forwards under their own numbers
     _connections: list[tuple[str, list[asyncio.StreamWriter]]] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _held: set[str] = field(default_factory=set)
@@ -40,23 +37,17 @@ class Proxy:
 
     async def __aenter__(self) -> Self:
         own = int(self.address.rpartition(":")[2] or 0)
-        ports = [(self.port, own), *((port, port) for port in self.same)]
-        self._servers = [
-            await asyncio.start_server(partial(self._accept, to), self.host, port)
-            for to, port in ports
-        ]
-        self.address = f"{self.host}:{self._servers[0].sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", own)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for server in self._servers:
-            server.close()
+        self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.cut()  # those that no task has begun to serve
-        for server in self._servers:
-            await server.wait_closed()
+        await self._server.wait_closed()
 
     def cut(self, caller: str = "") -> None:
         """Resets the connections of `caller`, or all."""
@@ -78,19 +69,16 @@ class Proxy:
         """Lets at most so many bytes a second pass on each connection; 0 is no limit."""
         self._bytes_per_s[caller] = bytes_per_s
 
-    def _accept(
-        self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = (self.name_of(writer.get_extra_info("peername")[1]), [writer])
         self._connections.append(connection)
         # A task of ours, for asyncio complains of its own when they are cancelled.
-        task = asyncio.create_task(self._serve(port, reader, connection))
+        task = asyncio.create_task(self._serve(reader, connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(
         self,
-        port: int,
         reader: asyncio.StreamReader,
         connection: tuple[str, list[asyncio.StreamWriter]],
     ) -> None:
@@ -100,7 +88,7 @@ class Proxy:
         try:
             await self._unheld(caller)
             with contextlib.suppress(OSError):  # nothing listens there now
-                far_reader, far = await asyncio.open_connection("127.0.0.1", port)
+                far_reader, far = await asyncio.open_connection("127.0.0.1", self.port)
                 connection[1].append(far)
                 ways = ((reader, far), (far_reader, writer))
                 pumps = [asyncio.create_task(self._pump(caller, *way)) for way in ways]

@@ -1,4 +1,4 @@
-"""The SDK: `Client` and `AsyncClient` talk to routers over gRPC; torch-free."""
+"""The SDK: `Client` and `AsyncClient` call routers over gRPC."""
 
 from baton.client.aio import AsyncClient, AsyncStream
 from baton.client.request import Options, Prompt

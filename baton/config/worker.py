@@ -43,11 +43,6 @@ class WorkerConfig(TlsConfig, WorkerServiceConfig):
         "--advertise HOST:PORT",
         "address at which others reach this worker (default: --host and the port)",
     )
-    router_port: int = option(
-        0,
-        "--router-port PORT",
-        "port for routers, at the host of --advertise (default: a free one)",
-    )
     kv_host: str = option(
         "",
         "--kv-host ADDRESS",

@@ -114,10 +114,7 @@ class RunStep:
     @classmethod
     def from_batch(cls, batch: StepBatch) -> RunStep:
         """The command for a batch that the first rank is about to compute."""
-        tensors = (
-            batch.token_ids, batch.context_lens, batch.query_lens, batch.block_tables,
-            batch.logit_rows,
-        )  # fmt: skip
+        tensors = [one for one in vars(batch).values() if isinstance(one, Tensor)]
         return cls([tensor.cpu().numpy() for tensor in tensors], batch.num_decodes)
 
 
@@ -296,13 +293,9 @@ class RankExecutor:
 
     def run_step(self, command: RunStep) -> None:
         """Computes this rank's shard of a step."""
-        token_ids, context_lens, query_lens, block_tables, logit_rows = (
-            on_device(array, self.device) for array in command.tensors
-        )
-        batch = StepBatch(
-            token_ids, context_lens, query_lens, block_tables, logit_rows, command.num_decodes
-        )
-        self.model.step(batch, self.pool)
+        fields: list[Any] = [on_device(array, self.device) for array in command.tensors]
+        fields.append(command.num_decodes)
+        self.model.step(StepBatch(*fields), self.pool)
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Zeroes blocks and answers when that is done."""

@@ -83,12 +83,8 @@ class RankProcess:
             raise ConfigError(f"rank {self.number} cannot begin: {found}, not {answer}")
 
     def end(self) -> None:
-        """Ends the process by closing its connection; returns when it has ended."""
+        """Closes the connection; returns when the process has ended, which is killed if need be."""
         self.connection.close()
-        self.join()
-
-    def join(self) -> None:
-        """Returns when the process, whose connection is closed, has ended; kills it if need be."""
         if self.process is None:
             return
         try:

@@ -10,7 +10,7 @@ import torch
 
 from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.pooling import Vector, pooled
-from baton.engine.sampling.prompt_logprobs import PromptLogprobs, of_prompts
+from baton.engine.sampling.prompt_logprobs import PromptLogprobs, split_prompt_logprobs
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.speculative import verify
@@ -190,7 +190,7 @@ class Runner(StepRunner):
         if hidden is None and len(rows) == len(scheduled) == len(logits) and not step.has_chunks:
             return one_each(scheduled, self._choose(logits, rows))
         embedded: dict[str, Vector] = {} if hidden is None else pooled(scheduled, hidden)
-        logits, prompts = of_prompts(scheduled, logits)
+        logits, prompts = split_prompt_logprobs(scheduled, logits)
         found = tokens_by_sequence(sampling, self._choose(logits, rows), prompts)
         for seq_id, vector in embedded.items():
             found[seq_id] = found.get(seq_id, SampledTokens(()))._replace(pooled=vector)

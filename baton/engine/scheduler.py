@@ -331,7 +331,7 @@ class Scheduler:
             self.virtual_lag_s += seconds - sum(i.sequence.prompt_s for i in prompts if i.samples)
         if self._proposer is not None:
             proposed = step.num_proposed
-            self._proposer.took(step.num_tokens - proposed, proposed, seconds)
+            self._proposer.record_step(step.num_tokens - proposed, proposed, seconds)
 
     def cache_blocks(self, sequence: Sequence, start: int, end: int) -> None:
         """Caches the full blocks that verified KV of positions [start, end) completes."""

@@ -21,7 +21,7 @@ from baton.block_hash import root_hash
 from baton.config import SimulatedSpeed
 from baton.engine.kernels.torch.row_quantization import is_quantized, split_rows
 from baton.engine.runner import SampledTokens, StepRunner, sample_rows, tokens_by_sequence
-from baton.engine.sampling.prompt_logprobs import PromptLogprobs, logprobs_of
+from baton.engine.sampling.prompt_logprobs import PromptLogprobs, compute_logprobs
 from baton.engine.sampling.randomness import splitmix64
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
@@ -109,7 +109,9 @@ class SimulatedRunner(StepRunner):
                 rows = [(sequence, SampleRow(params, tokens[: at + 1], count)) for at in scored]
                 targets = tokens[scored.start + 1 : scored.stop + 1]
                 logits = torch.from_numpy(self._logits(rows))
-                found[sequence.seq_id] = logprobs_of(logits, targets, params.prompt_logprobs or 0)
+                found[sequence.seq_id] = compute_logprobs(
+                    logits, targets, params.prompt_logprobs or 0
+                )
         return found
 
     def _sample(self, rows: list[tuple[Sequence, SampleRow]]) -> Sampled:

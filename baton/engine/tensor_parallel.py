@@ -26,26 +26,12 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.cuda import CudaArea
+from baton.engine import rank_executor
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives, GroupCollectives, NcclCollectives
 from baton.engine.kv_cache import Allocate, KvLayout
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
-from baton.engine.rank_executor import (
-    MESSAGES,
-    AllocatePool,
-    AttachPool,
-    Exchange,
-    JoinGroup,
-    Loaded,
-    LoadShard,
-    RankBackend,
-    RankWork,
-    Ready,
-    RunStep,
-    ZeroBlocks,
-    name_of,
-)
 from baton.engine.rank_process import RankProcess
 from baton.engine.runner import RunnerFailed
 from baton.errors import ConfigError
@@ -67,7 +53,11 @@ class TensorParallelModel:
     """A model whose steps all ranks compute together; this process is the first of them."""
 
     def __init__(
-        self, backend: RankBackend, path: Path, config: ModelConfig, dtype: torch.dtype
+        self,
+        backend: rank_executor.RankBackend,
+        path: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
     ) -> None:
         """Starts the other ranks and loads this one's shard while they load theirs.
 
@@ -84,7 +74,7 @@ class TensorParallelModel:
             raise ConfigError("ranks on several hosts share no memory: add --tp-backend gloo")
         self._shared: SharedMemoryArea | None = None  # where all ranks share one pool
         self._store: Rendezvous | None = None  # where each rank has a pool
-        self._exchange: Exchange | None = None
+        self._exchange: rank_executor.Exchange | None = None
         self._ranks = list[RankProcess]()  # the others, by number
         self._remote = remote.connections
         self._stopped = threading.Event()
@@ -97,7 +87,7 @@ class TensorParallelModel:
         others = [backend.for_rank(Shard(number, here)) for number in range(1, here)]
         self._backends = [backend, *others]  # of this host
         works = [
-            RankWork(
+            rank_executor.RankWork(
                 one, path, config, dtype, shard, place, remote.host, RANK_TIMEOUT_S,
                 log.getEffectiveLevel(),
             )
@@ -128,27 +118,31 @@ class TensorParallelModel:
         self._words[_TIMEOUT_MS] = int(RANK_TIMEOUT_S * 1e3)
         return self._shared.fd
 
-    def _start(self, works: list[RankWork], load_remote: list[LoadShard]) -> None:
+    def _start(
+        self, works: list[rank_executor.RankWork], load_remote: list[rank_executor.LoadShard]
+    ) -> None:
         """Has the other ranks load: those of this host, then those of others."""
         for work in works:
             inherited = [work.exchange] if isinstance(work.exchange, int) else []
             module, number = "baton.engine.rank_process", work.shard.rank
-            self._ranks.append(RankProcess.start(module, number, work, MESSAGES, inherited))
+            self._ranks.append(
+                RankProcess.start(module, number, work, rank_executor.MESSAGES, inherited)
+            )
         self._ranks += (RankProcess(*one) for one in enumerate(self._remote, len(works) + 1))
         for connection, command in zip(self._remote, load_remote, strict=True):
             connection.send(command)
 
-    def _load(self, work: RankWork) -> None:
+    def _load(self, work: rank_executor.RankWork) -> None:
         """Loads this rank's shard; returns when all ranks have loaded and joined."""
         self._exchange = work.connect(self._shared.tensor if self._shared else None)
         self._model, identity = work.load(self._exchange), work.identity
         for rank in self._ranks:
-            if (found := rank.answer(LOAD_S)) != Loaded(identity):
+            if (found := rank.answer(LOAD_S)) != rank_executor.Loaded(identity):
                 raise ConfigError(
                     f"rank {rank.number} has loaded another checkpoint: {found.identity}, not "
                     f"{identity}"
                 )
-            rank.connection.send(JoinGroup())
+            rank.connection.send(rank_executor.JoinGroup())
         if isinstance(self._exchange, GroupCollectives):
             self._exchange.join(work.backend.device)
 
@@ -178,13 +172,13 @@ class TensorParallelModel:
             areas.append(area)
         for rank in self._ranks:
             at = rank.number % len(layouts)
-            shape, dtype = layouts[at].shape, name_of(layouts[at].dtype)
+            shape, dtype = layouts[at].shape, rank_executor.name_of(layouts[at].dtype)
             if rank.process:
-                rank.connection.send(AttachPool(shape, dtype, areas[at].nbytes))
+                rank.connection.send(rank_executor.AttachPool(shape, dtype, areas[at].nbytes))
                 rank.connection.send_descriptor(areas[at].fd)
             else:
-                rank.connection.send(AllocatePool(shape, dtype))
-            rank.expect(Ready(), RANK_TIMEOUT_S if rank.process else LOAD_S)
+                rank.connection.send(rank_executor.AllocatePool(shape, dtype))
+            rank.expect(rank_executor.Ready(), RANK_TIMEOUT_S if rank.process else LOAD_S)
         return tuple(
             area.tensor.view(one.dtype).view(one.shape)
             for area, one in zip(areas, layouts, strict=False)
@@ -194,16 +188,16 @@ class TensorParallelModel:
         """Zeroes blocks of the pools on other hosts. Raises RunnerFailed."""
         remote = [rank for rank in self._ranks if rank.process is None]
         try:
-            broadcast(self._remote, ZeroBlocks(blocks))
+            broadcast(self._remote, rank_executor.ZeroBlocks(blocks))
             for rank in remote:
-                rank.expect(Ready(), self._limit_s)
+                rank.expect(rank_executor.Ready(), self._limit_s)
         except (OSError, ConfigError) as error:
             self._failure = self._failure or f"blocks on another host are not zeroed: {error}"
             raise RunnerFailed(self._failure) from error
 
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """As `StepModel.step`. Raises RunnerFailed when a rank has ended or hangs."""
-        with self.on_all_ranks(RunStep.from_batch(batch)):
+        with self.on_all_ranks(rank_executor.RunStep.from_batch(batch)):
             logits: Tensor = self._model.step(batch, pool)
         self.hidden: Tensor | None = self._model.hidden
         return logits
@@ -279,7 +273,7 @@ class TensorParallelModel:
         if isinstance(self._exchange, GroupCollectives):
             self._exchange.close()
         for rank in self._ranks:
-            rank.join()
+            rank.end()
         if self._shared is not None:
             self._shared.close()
         if self._store is not None:

@@ -36,6 +36,7 @@ from router.generation_service import GenerationService
 log = logging.getLogger(__name__)
 
 _LOCK_S = 1.0  # between two tries to get the lock
+_MAX_REPORT_BYTES = 1 << 20
 _EXIT_S = 5.0  # for the runner to end by itself
 _MAX_BACKOFF_S = 30.0
 _SPARE_CONNECTIONS = 16
@@ -97,7 +98,10 @@ async def _keep_runner(settings: RunnerSettings, service: GenerationService) -> 
             await asyncio.sleep(_LOCK_S)
         try:
             while True:
-                await run_runner(settings, lock, on_report)
+                try:
+                    await run_runner(settings, lock, on_report)
+                except OSError as error:
+                    log.error("the batch runner cannot be started: %s", error)
                 await backoff.wait()
         finally:
             service.batches.clear()
@@ -107,7 +111,7 @@ async def run_runner(
     settings: RunnerSettings, lock: BinaryIO, on_report: Callable[[RunnerReport], None]
 ) -> None:
     """Runs the runner as a process; returns, and logs it, when that ends."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair()  # `ours` closes when it is dropped, or with its stream
     with theirs:
         process = subprocess.Popen(  # noqa: ASYNC220 - in this thread: it takes 2 ms, once
             [sys.executable, "-m", "baton.gateway.batch_runner"],
@@ -116,7 +120,7 @@ async def run_runner(
             pass_fds=[lock.fileno()],
             start_new_session=True,  # ctrl-C is the router's
         )
-    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_REPORT_BYTES)
     try:
         writer.write(msgspec.json.encode(settings) + b"\n")
         async for line in reader:

@@ -51,7 +51,6 @@ _MAX_FAILURES = 3  # of a line that had begun: it may be what ends its workers
 _GRACE_S = 60.0  # a batch expires before its requests do
 _LINE_S = 3600.0  # longest time of a line at the router, its wait for room included
 _RESTART_S = 30.0  # before a batch continues after the database could not be read or written
-_STALE_UPLOAD_S = 4 * 3600.0  # longer than any upload takes: its router was killed
 _CLOCK_JUMP_S = 60.0  # the wall clock was set by at least this much
 _LINES_AT_ONCE = 1000  # results of a transaction that ends a batch
 _MAX_ERRORS = 100  # reported of a batch's input
@@ -139,8 +138,6 @@ class BatchRunner:
     def _scan(self, group: asyncio.TaskGroup) -> None:
         """Starts batches that may run, and ends those that are cancelled or have no room."""
         jump_s = self._clock_jump_s()
-        self.store.drop_stale_uploads(_STALE_UPLOAD_S)
-        self.store.vacuum()
         self.report(RunnerReport(batches=self.store.count_batches()))
         for tenant, batch, is_full in self.store.unfinished():
             put_off(self.store, tenant, batch, jump_s)

@@ -16,6 +16,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
@@ -34,13 +35,12 @@ MAX_UNFINISHED = 100  # of those
 _RETRY_S = 60.0  # before another batch may be created
 _READ_BYTES = 256 << 10
 _BUSY_S = 10.0  # longest wait for another process's transaction
-_VACUUMED_PAGES = 2000  # freed pages returned to the file system at a time
 _VERSION = 1  # of the tables
 _SCHEMA = """
 CREATE TABLE files (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
     created_at INTEGER NOT NULL, bytes INTEGER NOT NULL DEFAULT 0,
-    ready INTEGER NOT NULL DEFAULT 0  -- 0 while it is uploaded, or while its batch runs
+    ready INTEGER NOT NULL DEFAULT 0  -- 0 for results while the batch runs
 );
 CREATE INDEX files_by_tenant ON files (tenant, id);
 CREATE TABLE chunks (  -- contents of files; in a file of results, `number` is the input's line
@@ -247,7 +247,7 @@ class BatchStore:
         ):  # fmt: skip
             self._db.execute(f"PRAGMA {pragma}")
         if self._version == 0:
-            self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            self._db.execute("PRAGMA auto_vacuum = FULL")
             self._db.execute("PRAGMA journal_mode = WAL")
             with self._transaction():
                 if self._version == 0:  # no other process was first
@@ -280,40 +280,27 @@ class BatchStore:
 
     # Files.
 
-    def begin_upload(self, tenant: str, size: int) -> str:
-        """Creates a file to be uploaded, and returns its id; `size` is 0 where it is unknown.
+    def check_room(self, tenant: str, more_bytes: int = 0) -> None:
+        """Raises InvalidRequest if the tenant may have no more bytes or files."""
+        if self._used_bytes(tenant) + more_bytes > self._max_bytes:
+            raise InvalidRequest(
+                f"files and results may take {self._max_bytes} bytes (--batch-disk): delete some "
+                "first",
+                "file",
+            )
+        if self._row("SELECT COUNT(*) FROM files WHERE tenant = ?", tenant)[0] >= MAX_FILES:
+            raise InvalidRequest(f"there are {MAX_FILES} files: delete some first", "file")
 
-        Raises InvalidRequest where the tenant may have no more.
-        """
+    def add(self, tenant: str, filename: str, content: BinaryIO) -> File:
+        """Adds a file. Raises InvalidRequest if the tenant may have no more."""
         with self._transaction():
-            self._check_share(tenant, size)
-            if self._row("SELECT COUNT(*) FROM files WHERE tenant = ?", tenant)[0] >= MAX_FILES:
-                raise InvalidRequest(f"there are {MAX_FILES} files: delete some first", "file")
             file_id = self._new_id("file-")
-            self._add_file(file_id, tenant, "batch")
-        return file_id
-
-    def append(self, tenant: str, file_id: str, number: int, data: bytes | bytearray) -> None:
-        """Adds a part of an upload. Raises InvalidRequest where the tenant's share is used up."""
-        with self._transaction():
-            self._add_chunk(file_id, number, data)
-            self._check_share(tenant)
-
-    def finish_upload(self, tenant: str, file_id: str, filename: str) -> File:
-        """Shows an upload as a file."""
-        publish = "UPDATE files SET ready = 1, filename = ? WHERE id = ?"
-        self._db.execute(publish, (filename, file_id))
+            columns = {"filename": filename, "purpose": "batch", "ready": 1}
+            self._add_file(file_id, tenant, **columns)
+            for number, data in enumerate(iter(partial(content.read, _READ_BYTES), b"")):
+                self._add_chunk(file_id, number, data)
+            self.check_room(tenant)
         return self.file(tenant, file_id)
-
-    def drop_upload(self, file_id: str) -> None:
-        """Removes an upload that did not finish."""
-        self._db.execute("DELETE FROM files WHERE id = ? AND NOT ready", (file_id,))
-
-    def drop_stale_uploads(self, age_s: float) -> None:
-        """Removes uploads that are older, because their router was killed."""
-        stale = "SELECT id FROM files WHERE NOT ready AND purpose = 'batch' AND created_at < ?"
-        for row in self._db.execute(stale, (time.time() - age_s,)).fetchall():
-            self.drop_upload(row["id"])
 
     def file(self, tenant: str, file_id: str) -> File:
         row = self._row(f"{_FILES} AND id = ?", tenant, file_id)
@@ -441,7 +428,8 @@ class BatchStore:
         """Makes a batch in progress, with files for the results of its `total` requests."""
         with self.changing(tenant, batch_id) as batch:
             for file_id in batch.result_files.values():
-                self._add_file(file_id, tenant, "batch_output")
+                name = f"{file_id}.jsonl"
+                self._add_file(file_id, tenant, filename=name, purpose="batch_output")
             batch.in_progress_at, batch.request_counts.total = int(time.time()), total
             if batch.status == "validating":
                 batch.status = "in_progress"
@@ -472,16 +460,11 @@ class BatchStore:
                 publish = "UPDATE files SET ready = 1, created_at = ? WHERE id = ? AND bytes > 0"
                 if self._db.execute(publish, (now, file_id)).rowcount:
                     setattr(batch, field, file_id)
-                self.drop_upload(file_id)
+                self._db.execute("DELETE FROM files WHERE id = ? AND NOT ready", (file_id,))
             batch.errors = BatchErrors(list(errors)) if errors else None
             batch.status = status
             setattr(batch, f"{status}_at", now)
         return batch
-
-    def vacuum(self) -> None:
-        """Returns some of the room of what was deleted to the file system."""
-        if self._row("PRAGMA freelist_count")[0]:
-            self._db.executescript(f"PRAGMA incremental_vacuum({_VACUUMED_PAGES})")
 
     # Statements.
 
@@ -499,25 +482,18 @@ class BatchStore:
         last = self._row(f"SELECT MAX(id) FROM {table}")[0] or ""
         return kind + new_id(last.removeprefix(kind))
 
-    def _add_file(self, file_id: str, tenant: str, purpose: str) -> None:
-        columns = "id, tenant, filename, purpose, created_at"
-        values = file_id, tenant, f"{file_id}.jsonl", purpose, int(time.time())
-        self._db.execute(f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?)", values)
+    def _add_file(self, file_id: str, tenant: str, **columns: Any) -> None:
+        columns |= {"id": file_id, "tenant": tenant, "created_at": int(time.time())}
+        marks = ", ".join("?" * len(columns))
+        insert = f"INSERT INTO files ({', '.join(columns)}) VALUES ({marks})"
+        self._db.execute(insert, (*columns.values(),))
 
-    def _add_chunk(self, file_id: str, number: int, data: bytes | bytearray) -> None:
+    def _add_chunk(self, file_id: str, number: int, data: bytes) -> None:
         self._db.execute("INSERT INTO chunks VALUES (?, ?, ?)", (file_id, number, data))
         self._db.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (len(data), file_id))
 
     def _used_bytes(self, tenant: str) -> int:
         return int(self._row("SELECT TOTAL(bytes) FROM files WHERE tenant = ?", tenant)[0])
-
-    def _check_share(self, tenant: str, more_bytes: int = 0) -> None:
-        if self._used_bytes(tenant) + more_bytes > self._max_bytes:
-            raise InvalidRequest(
-                f"files and results may take {self._max_bytes} bytes (--batch-disk): delete some "
-                "first",
-                "file",
-            )
 
 
 def _batch(row: Any) -> Batch:

@@ -9,10 +9,12 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
+import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -48,7 +50,7 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it logs clients
 
 MAX_UPLOADS = 16  # of a tenant at a time
 _MAX_NAME_CHARS = 255
-_CHUNK_BYTES = 256 << 10  # of an upload, written at a time
+_CHECKED_BYTES = 8 << 20  # of an upload, between two checks of the tenant's share
 _RETRY_S = 1.0
 _CONTENT: tuple[Header, ...] = ((b"content-type", b"application/octet-stream"),)
 
@@ -134,18 +136,17 @@ class BatchApi:
         if self._num_uploads[tenant.name] >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS} files of this tenant are being uploaded", _RETRY_S)
         tenant.charge_request()
-        upload = _Upload(tenant.name, options[b"boundary"])
         self._num_uploads[tenant.name] += 1
         try:
             with exchange.body_parts() as parts:
-                await self.in_store(upload.begin, size)
-                async for part in parts:
-                    await self.in_store(upload.write, part)
-                file = await self.in_store(upload.finish)
+                boundary, folder = options[b"boundary"], self._config.batch_dir
+                upload = await self.in_store(_Upload, tenant.name, boundary, size, folder)
+                with contextlib.closing(upload):
+                    async for part in parts:
+                        await self.in_store(upload.write, part)
+                    file = await self.in_store(upload.finish)
         finally:
             self._num_uploads[tenant.name] -= 1
-            with contextlib.suppress(HttpError, Unavailable):  # the runner drops it later
-                await self.in_store(upload.drop)
         exchange.answer(200, msgspec.json.encode(file))
 
     async def create_batch(self, exchange: HttpExchange) -> None:
@@ -276,10 +277,12 @@ ROUTES: Routes = {
 
 
 class _Upload:
-    """A form with a file, which is stored as it comes. In the store's thread."""
+    """A form with a file, which is written to disk as it arrives. In the store's thread."""
 
-    def __init__(self, tenant: str, boundary: bytes) -> None:
-        """Raises InvalidRequest where the boundary is not one."""
+    def __init__(
+        self, store: BatchStore, tenant: str, boundary: bytes, size: int, folder: Path
+    ) -> None:
+        """`size`: of the whole form, bytes; 0 if unknown. Raises InvalidRequest."""
         try:
             self._parser = MultipartParser(
                 boundary,
@@ -293,51 +296,38 @@ class _Upload:
             )
         except FormParserError as error:
             raise InvalidRequest(f"content-type: {error}", "file") from error
+        store.check_room(tenant, size)
         self._tenant = tenant
-        self._file_id = ""
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - `close` closes it
+        self.close = self._file.close
         self._filename = ""
         self._header = [b"", b""]
-        self._field = b""  # name of the field whose data come
+        self._field = b""  # name of the field whose data arrives
         self._purpose = b""
         self._size = 0  # of the form
-        self._data = bytearray()  # of the file, to be written
-        self._num_chunks = 0
-
-    def begin(self, store: BatchStore, size: int) -> None:
-        """`size`: of the whole form, bytes; 0 where it is unknown."""
-        self._file_id = store.begin_upload(self._tenant, size)
 
     def write(self, store: BatchStore, part: bytes) -> None:
         """Parses more of the form. Raises InvalidRequest, or HttpError 413."""
+        checked = self._size // _CHECKED_BYTES
         self._size += len(part)
         _check_size(self._size)
         try:
             self._parser.write(part)
         except FormParserError as error:
             raise InvalidRequest(f"the body is not a form: {error}", "file") from error
-        if len(self._data) >= _CHUNK_BYTES:
-            self._flush(store)
-
-    def _flush(self, store: BatchStore) -> None:
-        store.append(self._tenant, self._file_id, self._num_chunks, self._data)
-        self._num_chunks += 1
-        self._data.clear()
+        if self._size // _CHECKED_BYTES > checked:
+            store.check_room(self._tenant, self._file.tell())
 
     def finish(self, store: BatchStore) -> File:
-        """Returns the file, once the form has ended."""
+        """Stores the file, once the form has ended."""
         if self._parser.state is not MultipartState.END:
             raise InvalidRequest("the form ends before its last boundary", "file")
-        if self._data:
-            self._flush(store)
-        if not self._num_chunks:
+        if not self._file.tell():
             raise InvalidRequest("file is missing or empty", "file")
         if self._purpose != b"batch":
             raise InvalidRequest("purpose must be batch", "purpose")
-        return store.finish_upload(self._tenant, self._file_id, self._filename)
-
-    def drop(self, store: BatchStore) -> None:
-        """Removes what has not finished."""
-        store.drop_upload(self._file_id)
+        self._file.seek(0)
+        return store.add(self._tenant, self._filename, self._file)
 
     def _begin_part(self) -> None:
         self._field = b""
@@ -359,6 +349,6 @@ class _Upload:
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
         if self._field == b"file":
-            self._data += memoryview(data)[start:end]
+            self._file.write(memoryview(data)[start:end])
         elif self._field == b"purpose":
             self._purpose = (self._purpose + data[start:end])[:32]  # longer is wrong anyway

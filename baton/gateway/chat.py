@@ -1,4 +1,4 @@
-"""/v1/chat/completions: its bodies become requests, and outputs become its answers."""
+"""/v1/chat/completions: parses bodies and formats outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import UNSET
 from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.gateway.api import ChatDelta, ChatLogprobs, ChatToken
-from baton.gateway.output import ChoiceOutput
+from baton.gateway.output import MIN_LOGPROB, ChoiceOutput
 from baton.gateway.parsed_request import (
     ParsedRequest,
     base_request,
@@ -19,7 +19,6 @@ from baton.gateway.parsed_request import (
     check_prompt_alone,
     structured_output_of,
 )
-from baton.gateway.prompt_logprobs import MIN_LOGPROB
 from baton.generation.sampling_params import FILL_CONTEXT
 from baton.generation.tool_call import ToolCallDelta
 from baton.v1 import common_pb2, inference_pb2
@@ -27,12 +26,12 @@ from router.output.text_stream import ParsedOutput
 
 
 def parse_chat(text: bytes) -> ParsedRequest:
-    """A body of /v1/chat/completions; without a limit it may fill the context."""
+    """Parses a body of /v1/chat/completions. Raises InvalidRequest naming the field."""
     return parsed_chat(api.decode(api.ChatRequest, text))
 
 
 def parsed_chat(body: api.ChatRequest) -> ParsedRequest:
-    """What a chat asks for."""
+    """Translates a chat; without a limit its output may fill the context."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -115,7 +114,7 @@ def _set_tool_choice(chat: inference_pb2.Chat, body: api.ChatRequest) -> None:
     most, budget = body.max_thinking_tokens, body.thinking_token_budget
     if most is not None and budget is not None:
         name = "thinking_token_budget"
-        raise InvalidRequest(f"{name} is another name of max_thinking_tokens: give one", name)
+        raise InvalidRequest(f"{name} and max_thinking_tokens are the same setting: give one", name)
     if most is None and budget != -1:
         most = budget
     if most is not None:
@@ -123,14 +122,14 @@ def _set_tool_choice(chat: inference_pb2.Chat, body: api.ChatRequest) -> None:
 
 
 class ChatOutput(ChoiceOutput):
-    """As /v1/chat/completions has it."""
+    """The output of a chat's choice."""
 
     id_prefix = "chatcmpl-"
     answer = api.ChatCompletion
     chunk_object = "chat.completion.chunk"
 
     def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> ChatLogprobs:
-        """One entry for each token."""
+        """Formats one entry for each token."""
         return ChatLogprobs(
             [
                 ChatToken(
@@ -142,7 +141,7 @@ class ChatOutput(ChoiceOutput):
         )
 
     def _entry(self, token: common_pb2.TokenLogprob) -> tuple[str, float, list[int]]:
-        text, piece = self.shown(token.token_id)
+        text, piece = self.token_text(token.token_id)
         return text, max(token.logprob, MIN_LOGPROB), list(piece)
 
     @classmethod
@@ -150,17 +149,19 @@ class ChatOutput(ChoiceOutput):
         return {"prompt_logprobs": outputs[0].prompt_logprobs()}
 
     def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> api.ChatChoice:
-        beside = _reasoning(parsed)
+        members_of_parsed = _reasoning(parsed)
         if parsed.tool_calls:
-            beside["tool_calls"] = _whole_calls(parsed.tool_calls)
-        content = None if beside and not text else text
-        return api.ChatChoice(message=api.AssistantMessage(content, **beside), **members)
+            members_of_parsed["tool_calls"] = _whole_calls(parsed.tool_calls)
+        content = None if members_of_parsed and not text else text
+        return api.ChatChoice(message=api.AssistantMessage(content, **members_of_parsed), **members)
 
     def _chunk(self, text: str, parsed: ParsedOutput | None, **members: Any) -> api.ChatChoice:
-        beside = _reasoning(parsed)
+        members_of_parsed = _reasoning(parsed)
         if parsed and parsed.tool_calls:
-            beside["tool_calls"] = [_call_delta(call) for call in parsed.tool_calls]
-        delta = ChatDelta(UNSET if beside and self._begun and not text else text, **beside)
+            members_of_parsed["tool_calls"] = [_call_delta(call) for call in parsed.tool_calls]
+        delta = ChatDelta(
+            UNSET if members_of_parsed and self._begun and not text else text, **members_of_parsed
+        )
         if not self._begun:
             delta.role = "assistant"
         return api.ChatChoice(delta=delta, **members)

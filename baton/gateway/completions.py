@@ -1,4 +1,4 @@
-"""/v1/completions: its bodies become requests, and outputs become its answers."""
+"""/v1/completions: parses bodies and formats outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.gateway.api import CompletionLogprobs
-from baton.gateway.output import ChoiceOutput
+from baton.gateway.output import MIN_LOGPROB, ChoiceOutput
 from baton.gateway.parsed_request import (
     MAX_CHOICES_SIZE,
     ParsedRequest,
@@ -19,21 +19,22 @@ from baton.gateway.parsed_request import (
     computed_prompt_logprobs,
     structured_output_of,
 )
-from baton.gateway.prompt_logprobs import MIN_LOGPROB
 from baton.v1 import common_pb2
 from router.output.text_stream import ParsedOutput
 
-_DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI has it
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 def parse_completion(text: bytes) -> ParsedRequest:
-    """A body of /v1/completions."""
+    """Parses a body of /v1/completions. Raises InvalidRequest naming the field."""
     body = api.decode(api.CompletionRequest, text)
     kept, echoed = body.n or 1, body.logprobs if body.echo else None
     n = kept if body.best_of is None else body.best_of
     _check_best_of(body, kept, n)
     if body.echo and (body.suffix or body.truncate_prompt_tokens):
-        raise InvalidRequest("echo is not possible with suffix or truncate_prompt_tokens", "echo")
+        raise InvalidRequest(
+            "echo does not work with suffix or truncate_prompt_tokens: leave one out", "echo"
+        )
     prompts = api.prompts_of(body.prompt)
     output, restriction = structured_output_of(body)
     most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -42,13 +43,13 @@ def parse_completion(text: bytes) -> ParsedRequest:
     logprobs = 0 if n > kept and body.logprobs is None else body.logprobs
     base = base_request(body, most, logprobs, output, echoed)
     if body.suffix and not all(isinstance(prompt, str) for prompt in prompts):
-        raise InvalidRequest("suffix needs a prompt that is text", "suffix")
+        raise InvalidRequest("suffix needs a prompt of text, not token ids", "suffix")
     base.suffix = body.suffix or ""
     suffixes = len(base.suffix) * len(prompts)
     if len(prompts) > 1 and suffixes > MAX_CHOICES_SIZE:
         raise InvalidRequest(
-            f"suffix is tokenized with each prompt: all may have {MAX_CHOICES_SIZE} characters "
-            f"together, not {suffixes}",
+            f"suffix times the number of prompts may have {MAX_CHOICES_SIZE} characters, not "
+            f"{suffixes}: send fewer prompts",
             "suffix",
         )
     check_choices(body, n, len(prompts), sum(map(len, prompts)) + suffixes)
@@ -71,15 +72,13 @@ def parse_completion(text: bytes) -> ParsedRequest:
 
 def _check_best_of(body: api.CompletionRequest, kept: int, n: int) -> None:
     if n < kept:
-        raise InvalidRequest(f"best_of is {n} and must be at least n, {kept}", "best_of")
+        raise InvalidRequest(f"best_of must be at least n ({kept}), not {n}", "best_of")
     if n > kept and body.stream:
-        raise InvalidRequest(
-            "best_of above n cannot be streamed: the best is known last", "best_of"
-        )
+        raise InvalidRequest("best_of above n cannot be streamed: leave stream out", "best_of")
 
 
 class CompletionOutput(ChoiceOutput):
-    """As /v1/completions has it."""
+    """The output of a completion's choice."""
 
     id_prefix = "cmpl-"
     answer = api.Completion
@@ -92,8 +91,8 @@ class CompletionOutput(ChoiceOutput):
         self._echoed = False
 
     def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> CompletionLogprobs:
-        """Four parallel lists; the first ones begin with the prompt's, if that is echoed."""
-        found, prompt = CompletionLogprobs([], [], [], []), self.of_prompt
+        """Formats parallel lists; the first call begins with an echoed prompt's."""
+        found, prompt = CompletionLogprobs([], [], [], []), self.prompt_output
         if prompt.logprobs is not None and prompt.echoed_top is not None and not self._echoed:
             self._echoed = True
             self._add(found, prompt.logprobs.token_ids[0])
@@ -111,8 +110,8 @@ class CompletionOutput(ChoiceOutput):
         logprob: float | None = None,
         top: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """Appends a token; without a log-probability it is a prompt's first."""
-        text, piece = self.shown(token_id)
+        """Appends a token; a prompt's first one has no log-probability."""
+        text, piece = self.token_text(token_id)
         found.text_offset.append(self._offset)
         found.tokens.append(text)
         self._offset += len(self._utf8.decode(piece))
@@ -123,7 +122,7 @@ class CompletionOutput(ChoiceOutput):
         found.token_logprobs.append(max(logprob, MIN_LOGPROB))
         best = {text: max(logprob, MIN_LOGPROB)}
         for other, value in top:
-            best[self.shown(other)[0]] = max(value, MIN_LOGPROB)
+            best[self.token_text(other)[0]] = max(value, MIN_LOGPROB)
         found.top_logprobs.append(best)
 
     def _chunk(

@@ -1,4 +1,4 @@
-"""Endpoints: a body in JSON is read, decompressed and parsed, then answered."""
+"""An endpoint reads, decompresses and parses the JSON body of a POST, then answers it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from baton.net.rpc import MAX_MESSAGE_BYTES, max_request_bytes
 from router.generation_service import Caller, GenerationService
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
-_LARGE_BODY_BYTES = 64 << 10  # larger ones are parsed on a thread, off the event loop
-_CODINGS = frozenset(("gzip", "x-gzip", "deflate"))  # of bodies
-_MAX_CODINGS = 2  # one around the other
+_LARGE_BODY_BYTES = 64 << 10  # larger bodies are parsed in a thread
+_CODINGS = frozenset(("gzip", "x-gzip", "deflate"))  # Content-Encodings of bodies
+_MAX_CODINGS = 2  # applied one after the other
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Endpoint(Generic[T]):
-    """What answers the POSTs to one path: `parse` reads a body, `answer` does what it asks for."""
+    """The handler of POSTs to one path: `parse` decodes the body, `answer` responds to it."""
 
     parse: Callable[[bytes], T]
     answer: Callable[[GenerationService, T, Caller, HttpExchange], Awaitable[None]]
@@ -31,23 +31,25 @@ class Endpoint(Generic[T]):
     async def __call__(
         self, service: GenerationService, exchange: HttpExchange, caller: Caller | None = None
     ) -> None:
-        """Answers a POST, of `caller` where its headers do not say whose it is."""
+        """Answers a POST; `caller` replaces the caller that the headers name."""
         caller = caller or caller_of(exchange)
         service.tenant_of(caller).check()
         await self.answer(service, await self._parsed(service, exchange), caller, exchange)
 
     async def _parsed(self, service: GenerationService, exchange: HttpExchange) -> T:
-        """What the body says. JSON is read under any content-type: `curl -d` sends a form's.
+        """Parses the body as JSON under any content-type, because `curl -d` sends a form's.
 
-        That lets web pages post here, but not with a key, which is no cookie that a browser adds.
+        Web pages can therefore post here, but without a key, which browsers do not add.
         """
         max_bytes = max_request_bytes(service.max_context)
         body = await exchange.body(max_bytes, MAX_BODY_BYTES)
         if body is None:
-            close = ((b"connection", b"close"),)  # what is left of it is not read
-            raise HttpError(413, f"the body is over {max_bytes} bytes", close)
+            close = ((b"connection", b"close"),)  # the rest of the body is not read
+            raise HttpError(413, f"the body may have {max_bytes} bytes: send a shorter one", close)
         if codings := exchange.headers.get(b"content-encoding"):
-            body = await service.admission.prompts.run_in_thread(decoded, body, codings, max_bytes)
+            body = await service.admission.prompts.run_in_thread(
+                decompressed, body, codings, max_bytes
+            )
         try:
             if len(body) <= _LARGE_BODY_BYTES:
                 return self.parse(body)
@@ -61,11 +63,11 @@ class Endpoint(Generic[T]):
             ) from error
 
 
-def decoded(body: bytes, codings: bytes, max_bytes: int) -> bytes:
-    """A body without its Content-Encoding.
+def decompressed(body: bytes, codings: bytes, max_bytes: int) -> bytes:
+    """Decompresses a body.
 
-    Raises HttpError 415 for other codings than gzip and deflate, HttpError 413 where it has more
-    than `max_bytes`, and InvalidRequest where it is not what its coding says.
+    Raises HttpError 415 for codings other than gzip and deflate, HttpError 413 if the result has
+    more than `max_bytes`, and InvalidRequest if the body does not match its coding.
     """
     names = [name.strip() for name in codings.decode("latin-1").lower().split(",")]
     names = [name for name in names if name not in ("", "identity")]
@@ -77,7 +79,7 @@ def decoded(body: bytes, codings: bytes, max_bytes: int) -> bytes:
             ((b"accept-encoding", b"gzip, deflate"),),
         )
     for name in reversed(names):
-        if name == "deflate":  # zlib's format; some clients send what is within alone
+        if name == "deflate":  # zlib's format; some clients send raw deflate data
             has_header = body[:1] == b"x" and int.from_bytes(body[:2], "big") % 31 == 0
             inflater = zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
         else:
@@ -87,8 +89,11 @@ def decoded(body: bytes, codings: bytes, max_bytes: int) -> bytes:
         except zlib.error as error:
             raise InvalidRequest(f"the body is not {name}: {error}") from error
         if len(body) > max_bytes:
-            raise HttpError(413, f"the body is over {max_bytes} bytes without its {name}")
+            raise HttpError(
+                413,
+                f"the body may have {max_bytes} bytes decompressed ({name}): send a shorter one",
+            )
         if not inflater.eof or inflater.unused_data:
-            where = "behind its end" if inflater.eof else "missing at its end"
-            raise InvalidRequest(f"the body is not one piece of {name}: bytes are {where}")
+            problem = "has bytes after its end" if inflater.eof else "is truncated"
+            raise InvalidRequest(f"the {name} data of the body {problem}")
     return body

@@ -1,4 +1,4 @@
-"""What the endpoints that generate have in common: a body becomes a `ParsedRequest`.
+"""A parsed body of an endpoint that generates, and the fields that such endpoints share.
 
 All functions raise InvalidRequest naming the body's field.
 """
@@ -15,11 +15,11 @@ from baton.gateway import api
 from baton.generation.enum_names import PRIORITIES
 from baton.v1 import common_pb2, inference_pb2
 
-MAX_CHOICES = 1024  # prompts times n
-MAX_CHOICES_SIZE = 4 << 20  # n times the characters or token ids of the prompts, where n > 1
+MAX_CHOICES = 1024  # of all prompts
+MAX_CHOICES_SIZE = 4 << 20  # n times the prompts' characters or token ids, if n > 1
 _GUIDED = ("json", "regex", "choice", "grammar")
-# Fields of the sampling settings that have the same name and meaning here.
-_SAME = (
+# Fields with the name and meaning of those of SamplingParams.
+_SAMPLING_FIELDS = (
     *("temperature", "top_p", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty"),
     *("logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "allowed_token_ids"),
@@ -28,31 +28,33 @@ _SAME = (
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """What to generate and return. Choice i belongs to prompt i // n."""
+    """The requests of a body. Choice i belongs to prompt i // n."""
 
-    base: inference_pb2.GenerateRequest  # the request of a chat; else of each prompt, without it
-    prompts: Sequence[str | Sequence[int]]  # none for a chat
+    base: inference_pb2.GenerateRequest  # without the prompt, unless it is a chat
+    prompts: Sequence[str | Sequence[int]]  # empty for a chat
     options: api.GenerateOptions
-    n: int  # choices that are run for each prompt, of which
-    kept: int  # so many are returned: the likeliest
-    logprobs: int | None  # how many alternatives are shown; None: nothing of it
-    max_tokens_given: bool  # by the caller; a default is cut to what the context leaves
-    fields: Mapping[str, str]  # what the router's fields are called in this body
-    prompt_logprobs: int | None = None  # of each prompt's first choice
-    echoes: Sequence[str | Sequence[int]] = ()  # by prompt; what its text begins with
+    n: int  # choices run for each prompt
+    kept: int  # choices returned for each prompt: the likeliest
+    logprobs: int | None  # number of alternatives returned; None: no log-probabilities
+    max_tokens_given: bool  # False: a default, which is cut to what the context leaves
+    fields: Mapping[str, str]  # the body's field names, by those of the router
+    prompt_logprobs: int | None = (
+        None  # alternatives requested from the router, with the first choice
+    )
+    echoes: Sequence[str | Sequence[int]] = ()  # prompts that outputs begin with
 
     @property
     def num_prompts(self) -> int:
-        """How many there are, a chat being one."""
+        """Number of prompts; a chat counts as one."""
         return len(self.prompts) or 1
 
     def request(self, index: int, number: int = 0) -> inference_pb2.GenerateRequest:
-        """The request for choice `number` of a prompt, until the next call.
+        """The request for choice `number` of a prompt; the next call changes the message.
 
-        All have one message: a copy for each would take a thousand times the body's size.
+        Copies for all choices would take a thousand times the body's size.
         """
         base = self.base
-        if number:  # its prompt is known, and its log-probabilities are told once
+        if number:  # the prompt's log-probabilities are returned once
             base.sampling.ClearField("prompt_logprobs")
         elif self.prompts:
             prompt = self.prompts[index]
@@ -73,7 +75,10 @@ def base_request(
     output: common_pb2.StructuredOutput | None,
     echoed: int | None = None,
 ) -> inference_pb2.GenerateRequest:
-    """All but the prompt, of which log-probabilities with `echoed` alternatives are echoed."""
+    """Builds a request without its prompt.
+
+    `echoed`: number of alternatives for the echoed prompt; None without log-probabilities.
+    """
     if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
         raise InvalidRequest("seed must be an integer of 64 bits", "seed")
     sampling = common_pb2.SamplingParams(
@@ -83,7 +88,7 @@ def base_request(
         logprobs=logprobs,
         prompt_logprobs=computed_prompt_logprobs(body, echoed),
         structured_output=output,
-        **{name: getattr(body, name) for name in _SAME},
+        **{name: getattr(body, name) for name in _SAMPLING_FIELDS},
     )
     request = inference_pb2.GenerateRequest(
         model=body.model or "",
@@ -136,41 +141,48 @@ def _openai_form(asked: api.ResponseFormat | None) -> tuple[str, Any]:
 
 
 def computed_prompt_logprobs(body: api.GenerateOptions, echoed: int | None) -> int | None:
-    """How many alternatives at each position of a prompt are computed; None: nothing of it."""
-    told = [top for top in (body.prompt_logprobs, echoed) if top is not None]
-    return max(told, default=None)
+    """Number of alternatives to compute for each prompt token; None: no log-probabilities."""
+    wanted = [top for top in (body.prompt_logprobs, echoed) if top is not None]
+    return max(wanted, default=None)
 
 
 def check_prompt_alone(body: api.GenerateOptions, field: str) -> None:
-    """Raises InvalidRequest where no token is wanted and nothing would be told of the prompt."""
+    """Raises InvalidRequest for a request without output that would return nothing."""
     if body.prompt_logprobs is None:
         raise InvalidRequest(f"{field} must be at least 1 without echo or prompt_logprobs", field)
 
 
 def check_choices(body: api.GenerateOptions, n: int, prompts: int, size: int) -> None:
-    """`size` is of all prompts, in characters or token ids."""
+    """Checks limits of choices, and options of streams.
+
+    `size`: characters or token ids of all prompts.
+    """
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest(
-            "prompt_logprobs are not streamed: leave stream out", "prompt_logprobs"
+            "prompt_logprobs cannot be streamed: leave stream out", "prompt_logprobs"
         )
     if prompts * n > MAX_CHOICES:
-        raise InvalidRequest(f"prompts times n may be {MAX_CHOICES} at most", "n")
+        raise InvalidRequest(f"the number of prompts times n may be at most {MAX_CHOICES}", "n")
     if n > 1 and size * n > MAX_CHOICES_SIZE:
         raise InvalidRequest(
-            f"n times the prompts' length may be {MAX_CHOICES_SIZE} characters or token ids at "
-            f"most, not {n} times {size}",
+            f"n times the prompts' length may be at most {MAX_CHOICES_SIZE} characters or token "
+            f"ids, not {n} times {size}",
             "n",
         )
-    told = body.stream_options
-    if told and not body.stream:
+    stream_options = body.stream_options
+    if stream_options and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
-    if told and told.continuous_usage_stats and not told.include_usage:
+    if (
+        stream_options
+        and stream_options.continuous_usage_stats
+        and not stream_options.include_usage
+    ):
         name = "stream_options.continuous_usage_stats"
         raise InvalidRequest(f"{name} needs include_usage to be true", name)
 
 
 def priority_of(value: str | int | None) -> common_pb2.Priority:
-    """As the API has it: a name, or a number of which lower ones go first."""
+    """The priority for a name, or for vLLM's number, where lower ones go first."""
     if isinstance(value, str):
         return PRIORITIES[value]
     if not value:

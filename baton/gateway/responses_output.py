@@ -1,4 +1,4 @@
-"""Answers of OpenAI's Responses API: an output as items, whole or as typed events."""
+"""Answers of OpenAI's Responses API: output items, whole or as typed events."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class OutputText(Struct, tag="output_text"):
 
 
 class ReasoningText(Struct, tag="reasoning_text"):
-    """What the model thought."""
+    """The text of reasoning."""
 
     text: str = ""
 
 
 class ReasoningItem(Struct, tag="reasoning", kw_only=True):
-    """What the model thought before it answered."""
+    """Reasoning before an answer."""
 
     id: str
     status: ItemStatus = "in_progress"
@@ -56,7 +56,7 @@ class ReasoningItem(Struct, tag="reasoning", kw_only=True):
 
 
 class MessageItem(Struct, tag="message", kw_only=True):
-    """What the model said."""
+    """An answer."""
 
     id: str
     status: ItemStatus = "in_progress"
@@ -65,7 +65,7 @@ class MessageItem(Struct, tag="message", kw_only=True):
 
 
 class FunctionCallItem(Struct, tag="function_call", kw_only=True):
-    """A function that is called, with its arguments in JSON."""
+    """A function call with its arguments in JSON."""
 
     id: str
     status: ItemStatus = "in_progress"
@@ -78,20 +78,20 @@ Item = ReasoningItem | MessageItem | FunctionCallItem
 
 
 class InputTokensDetails(Struct):
-    """How much of the input was cached; what was written to the cache is not counted."""
+    """Cached tokens of the input; tokens written to the cache are not counted."""
 
     cached_tokens: api.Count
     cache_write_tokens: api.Count = 0
 
 
 class OutputTokensDetails(Struct):
-    """How much of the output was reasoning."""
+    """Reasoning tokens of the output."""
 
     reasoning_tokens: api.Count
 
 
 class ResponseUsage(Struct):
-    """Tokens of a response."""
+    """Token counts of a response."""
 
     input_tokens: api.Count
     input_tokens_details: InputTokensDetails
@@ -102,13 +102,13 @@ class ResponseUsage(Struct):
 
 
 class IncompleteDetails(Struct):
-    """Why an output was cut."""
+    """Why an output is incomplete."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
 class ResponseError(Struct):
-    """Why a stream failed behind its beginning; `code` is one of OpenAI's."""
+    """Why a stream failed after it had started; `code` is one of OpenAI's."""
 
     code: FailureCode
     message: str
@@ -117,7 +117,7 @@ class ResponseError(Struct):
 
 
 class Response(Struct, kw_only=True):
-    """The answer, with the settings that it was asked for with."""
+    """The answer, with the settings of its request."""
 
     id: str
     object: Literal["response"] = "response"
@@ -145,14 +145,14 @@ class Response(Struct, kw_only=True):
     truncation: Literal["disabled"] = "disabled"
 
 
-# By the kind of an item: the prefix of its id, and of its events' names.
+# Prefixes of ids, and of names of events, by the class of the item.
 _PREFIXES = {ReasoningItem: "rs", MessageItem: "msg", FunctionCallItem: "fc"}
 _EVENTS = {
     ReasoningItem: "response.reasoning_text",
     MessageItem: "response.output_text",
     FunctionCallItem: "response.function_call_arguments",
 }
-# OpenAI's codes of failures, by status; all others are the server's.
+# OpenAI's codes of failures by status; others are "server_error".
 _CODES: dict[int, FailureCode] = {
     429: "rate_limit_exceeded",
     400: "invalid_prompt",
@@ -163,7 +163,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass
 class ResponseGeneration(Generation):
-    """A response under way."""
+    """A request to /v1/responses."""
 
     _num_events: int = field(default=0, init=False)
 
@@ -179,7 +179,7 @@ class ResponseGeneration(Generation):
     async def answer(self) -> bytes:
         return _encode(self._ended())
 
-    def forget(self) -> None:
+    def release(self) -> None:
         del self._output
 
     def last_event(self, failure: Failure | None) -> bytes:
@@ -190,7 +190,7 @@ class ResponseGeneration(Generation):
         code: FailureCode = _CODES.get(failure.status, "server_error")
         if error.code == CONTEXT_OVERFLOW:
             code = "context_length_exceeded"
-        if not self._num_events:  # only comments were sent
+        if not self._num_events:  # nothing but comments was sent
             return self._event("error", code=code, message=error.message, param=error.param)
         failed = ResponseError(code, error.message, error.type, error.param)
         done = [item for item in self._output.items if item.status == "completed"]
@@ -199,12 +199,12 @@ class ResponseGeneration(Generation):
 
     def _emit(self, kind: str, **members: Any) -> None:
         events = self._events(kind, **members)
-        if "delta" not in members:  # it repeats texts as long as what was asked and answered
+        if "delta" not in members:  # such events repeat whole texts of request and answer
             self.unread.allow(len(events))
         self.send(events)
 
     def _events(self, kind: str, **members: Any) -> bytes:
-        """An event, and before the first one those that begin a response."""
+        """Encodes an event; those that begin a response precede the first one."""
         begin = b""
         if not self._num_events:
             for first in ("response.created", "response.in_progress"):
@@ -258,12 +258,12 @@ class ResponseGeneration(Generation):
 
 
 def _ignore(kind: str, **members: Any) -> None:
-    """For an answer that is sent whole."""
+    """The `emit` of an answer that is not streamed."""
 
 
 @dataclass(eq=False)
 class ItemsOutput:
-    """An output as items, a `router.output.sink.Sink`. Each step is told as an event."""
+    """The sink that collects output in items, and emits an event for each change."""
 
     on_start: Callable[[inference_pb2.Started], None]
     emit: Emit
@@ -272,25 +272,25 @@ class ItemsOutput:
         self.items: list[Item] = []
         self.end = inference_pb2.Finish()
         self._id = ""
-        self._open: Item | None = None  # the last item, while more of it may come
-        self._pieces: list[str] = []  # of its text
-        self._place: dict[str, Any] = {}  # what events of it have in common,
-        self._text_place: dict[str, Any] = {}  # and those of its text
-        self._delta = ""  # the type of those with a piece
+        self._open: Item | None = None  # the last item, until it is complete
+        self._pieces: list[str] = []  # text of the open item
+        self._item_members: dict[str, Any] = {}  # common members of its events
+        self._text_members: dict[str, Any] = {}  # common members of events with its text
+        self._delta = ""  # type of events with a piece of text
 
     def start(self, started: inference_pb2.Started) -> None:
         self._id = started.request_id
         self.on_start(started)
 
     def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
-        """Not asked for."""
+        """Never called: this API has no log-probabilities of prompts."""
 
     def put(self, piece: Piece) -> None:
         text, reason = piece.text, piece.finish_reason
         reasoning, calls = piece.parsed or ParsedOutput()
         if reasoning:
             self._add(ReasoningItem, reasoning)
-        if calls and not calls[0].id:  # the rest of the open call, which text would end
+        if calls and not calls[0].id:  # continues the open call, which text would end
             self._extend(calls[0].arguments)
             calls = calls[1:]
         if text:
@@ -309,7 +309,7 @@ class ItemsOutput:
 
     def _finish(self, reason: common_pb2.FinishReason) -> None:
         cut = reason == common_pb2.FINISH_REASON_LENGTH
-        # An output that ends by itself has an answer, though it may be empty.
+        # An output that is not cut has an answer, which may be empty.
         if not cut and (self._open is None or isinstance(self._open, ReasoningItem)):
             self._begin(MessageItem(id=self._new_id(MessageItem)))
         self._close("incomplete" if cut else "completed")
@@ -324,22 +324,22 @@ class ItemsOutput:
 
     def _extend(self, text: str) -> None:
         self._pieces.append(text)
-        self.emit(self._delta, **self._text_place, delta=text)
+        self.emit(self._delta, **self._text_members, delta=text)
 
     def _begin(self, item: Item) -> None:
         self._close("completed")
         self._open = item
-        self._place = {"item_id": item.id, "output_index": len(self.items)}
-        self._text_place = self._place
+        self._item_members = {"item_id": item.id, "output_index": len(self.items)}
+        self._text_members = self._item_members
         self._delta = f"{_EVENTS[type(item)]}.delta"
         self.items.append(item)
         self.emit("response.output_item.added", output_index=len(self.items) - 1, item=item)
         if not isinstance(item, FunctionCallItem):
-            self._place = self._text_place = {**self._place, "content_index": 0}
+            self._item_members = self._text_members = {**self._item_members, "content_index": 0}
             part: OutputText | ReasoningText = ReasoningText()
             if isinstance(item, MessageItem):
-                part, self._text_place = OutputText(), {**self._place, "logprobs": []}
-            self.emit("response.content_part.added", **self._place, part=part)
+                part, self._text_members = OutputText(), {**self._item_members, "logprobs": []}
+            self.emit("response.content_part.added", **self._item_members, part=part)
 
     def _close(self, status: ItemStatus) -> None:
         item, text = self._open, "".join(self._pieces)
@@ -349,13 +349,13 @@ class ItemsOutput:
         done = f"{_EVENTS[type(item)]}.done"
         if isinstance(item, FunctionCallItem):
             item.arguments = text
-            self.emit(done, **self._place, name=item.name, arguments=text)
+            self.emit(done, **self._item_members, name=item.name, arguments=text)
         else:
             if isinstance(item, MessageItem):
                 item.content = [OutputText(text)]
             else:
                 item.content = [ReasoningText(text)]
-            self.emit(done, **self._text_place, text=text)
-            self.emit("response.content_part.done", **self._place, part=item.content[0])
+            self.emit(done, **self._text_members, text=text)
+            self.emit("response.content_part.done", **self._item_members, part=item.content[0])
         self.emit("response.output_item.done", output_index=len(self.items) - 1, item=item)
         self._open, self._pieces = None, []

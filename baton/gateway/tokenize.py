@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, as vLLM has them."""
+"""/tokenize and /detokenize, as in vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.generation_service import Caller, GenerationService
 
 
 def parse_tokenize(text: bytes) -> tuple[inference_pb2.TokenizeRequest, bool]:
-    """A body of /tokenize, and whether it asks for the tokens' texts."""
+    """Parses a body of /tokenize; True if it asks for the tokens' texts."""
     body = api.decode(api.TokenizeRequest, text)
     if (body.prompt is None) is (body.messages is None):
         raise InvalidRequest("give either prompt or messages", "prompt")
@@ -50,16 +50,16 @@ async def tokenize(
 
 
 def parse_detokenize(text: bytes) -> api.DetokenizeRequest:
-    """A body of /detokenize."""
+    """Parses a body of /detokenize."""
     return api.decode(api.DetokenizeRequest, text)
 
 
 async def detokenize(
     service: GenerationService,
-    asked: api.DetokenizeRequest,
+    body: api.DetokenizeRequest,
     caller: Caller,
     exchange: HttpExchange,
 ) -> None:
     """Answers with the text of token ids."""
-    text = await service.detokenize(asked.model or "", asked.tokens, caller)
+    text = await service.detokenize(body.model or "", body.tokens, caller)
     exchange.answer(200, msgspec.json.encode(api.Detokenized(text)))

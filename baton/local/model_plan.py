@@ -18,7 +18,7 @@ from baton.engine.backends import unsupported
 from baton.engine.backends.cpu import backend as cpu
 from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import refused
-from baton.engine.backends.gpu.cuda_graphs import count_graphs
+from baton.engine.backends.gpu.cuda_graphs import shapes_of
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.build import choose_dtype, device_of, kv_dtype_of, longest_context
 from baton.engine.checkpoint.tensors import ELEMENT_BYTES, stored_tensors
@@ -91,7 +91,8 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
         yield _host_memory(settings, config, dtype, weights, layout.num_bytes + step)
         return
     free, total = gpu.free_and_total()
-    graphs = memory.graphs_reserve(step, count_graphs(settings, context), config.num_layers)
+    graphs = len(shapes_of(settings, context))
+    graphs = memory.graphs_reserve(step, graphs, config.num_layers)
     each = -(-weights // ranks)
     usage = memory.MemoryProfile(total, free - each, each, step, graphs)
     shard = own.config(config)  # with the heads whose KV a GPU holds

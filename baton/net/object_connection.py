@@ -51,11 +51,7 @@ class ObjectConnection:
 
     def send(self, message: Any) -> None:
         """Raises OSError, TypeError for what is not in the table."""
-        self.send_encoded(self.encode(message))
-
-    def send_encoded(self, data: bytes) -> None:
-        """Sends what `encode` made, as for several connections. Raises OSError."""
-        self.socket.sendall(data)
+        self.socket.sendall(self.encode(message))
 
     def encode(self, message: Any) -> bytes:
         """A message as bytes. Raises TypeError for what is not in the table."""
@@ -140,7 +136,7 @@ def broadcast(connections: Iterable[ObjectConnection], message: Any) -> None:
     data: bytes | None = None
     for connection in connections:
         data = data or connection.encode(message)
-        connection.send_encoded(data)
+        connection.socket.sendall(data)
 
 
 def _receive(connected: socket.socket, size: int) -> bytearray:

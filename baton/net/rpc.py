@@ -45,8 +45,6 @@ SEND_S = 10.0  # for a caller to take what is left of its output, and the status
 LONGEST_CALL_S = 3600.0
 
 OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -90,6 +88,14 @@ def max_request_bytes(max_context: int) -> int:
     """Largest request that is read, in any protocol; `max_context` 0 is not known."""
     most = max_context * _REQUEST_BYTES_PER_TOKEN or MAX_MESSAGE_BYTES
     return min(max(most, _MIN_REQUEST_BYTES), MAX_MESSAGE_BYTES)
+
+
+def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        *OPTIONS,
+    ]
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
@@ -137,6 +143,7 @@ def server(
     shared: bool = False,
     max_request_bytes: Callable[[], int] = lambda: MAX_MESSAGE_BYTES,
     reconnect_s: float = 0.0,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Server:
     """An asyncio server with our options, for which no port is open yet.
 
@@ -147,9 +154,10 @@ def server(
 
     `reconnect_s`: age of a connection from which on its client opens another one for new calls,
     perhaps to another process behind the same address; those that run on it may end there. 0: none.
+    max_message_bytes: limit of a message of a stream, for handlers that parse bytes themselves.
     """
     options = [
-        *OPTIONS,
+        *_options(max_message_bytes),
         ("grpc.so_reuseport", int(shared)),
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
         ("grpc.max_concurrent_streams", MAX_CALLS_OF_A_CONNECTION),
@@ -286,7 +294,7 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def take(requests: Any, context: Any) -> Any:
             self._authorize(method, context)
             if handler.request_streaming:
-                return all_parsed(requests)
+                return all_parsed(requests) if handler.request_deserializer else requests
             try:
                 async with asyncio.timeout(RECEIVE_S):
                     return parsed(await anext(aiter(requests)))
@@ -337,15 +345,20 @@ def channel(
     credentials: grpc.ChannelCredentials | None = None,
     kind: Any = grpc.aio,
     role: str = "",
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    shared: bool = True,
 ) -> Any:
     """A channel with our options, of asyncio or `kind` grpc, with this process's credentials.
 
     What is called must be the cluster's process of that `role`; without one, the address's host.
     Such a channel has a connection of its own, which any process at that address may get. One to a
-    role stays connected, also while nothing is called.
+    role stays connected, also while nothing is called; it shares its connection with others of this
+    process unless it is not `shared`.
     """
     credentials = credentials or tls.current().of_client()
-    options = [_NEVER_IDLE if role else ("grpc.use_local_subchannel_pool", 1), *OPTIONS]
+    options = [*([_NEVER_IDLE] if role else []), *_options(max_message_bytes)]
+    if not (role and shared):
+        options.append(("grpc.use_local_subchannel_pool", 1))
     if credentials is None:
         return kind.insecure_channel(address, options=options)
     name = f"{role}.{tls.DOMAIN}" if role else tls.current().server_name

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import ssl
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -33,6 +33,7 @@ _FOR_CALLERS = ("/baton.v1.InferenceService/", "/grpc.health.v1.Health/")
 _WORKERS = frozenset({"prefill", "decode"})
 # Who may call what on a worker: methods, services, and everybody who has a certificate.
 _CALLERS = {
+    "/baton.v1.DispatchService/": frozenset({"router"}),
     "/baton.v1.HandoffService/": _WORKERS,
     "/baton.v1.WorkerService/Drain": frozenset({"admin"}),
 }
@@ -208,24 +209,9 @@ def is_loopback(host: str) -> bool:
 
 def roles_of(auth_context: Any) -> frozenset[str]:
     """The roles that a caller's certificate names; none without a certificate."""
-    return _roles(name.decode("utf-8", "replace") for name in auth_context.get(_SAN, ()))
-
-
-def _roles(names: Iterable[str]) -> frozenset[str]:
+    names = [name.decode("utf-8", "replace") for name in auth_context.get(_SAN, ())]
     suffix = f".{DOMAIN}"
     return frozenset(n.removesuffix(suffix) for n in names if n.endswith(suffix)) & set(ROLES)
-
-
-def why_no_router(certificate: Mapping[str, Any] | None) -> str:
-    """Why this caller, by its certificate as `ssl` has it, is no router; empty where it is one.
-
-    Ports that do not ask for certificates take everybody.
-    """
-    if _process.client_ca_file is None:
-        return ""
-    names = (certificate or {}).get("subjectAltName", ())
-    roles = _roles(name for kind, name in names if kind == "DNS")
-    return "" if "router" in roles else f"this port is for router only, and this is {_who(roles)}"
 
 
 def _who(roles: frozenset[str]) -> str:

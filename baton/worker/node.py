@@ -32,6 +32,7 @@ from baton.engine.step_report import StepReport
 from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
 from baton.generation.structured_output import GrammarCompiler
 from baton.net import rpc
+from baton.net.message_stream import MAX_MESSAGE_BYTES
 from baton.net.metrics_server import serving
 from baton.net.server import EventLoop, Health, bind, settle
 from baton.registry import EtcdRegistration, EtcdRegistry, Membership
@@ -43,10 +44,10 @@ from baton.text import text_fingerprint
 from baton.v1 import common_pb2, worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage
 from baton.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
-from baton.worker import hardware, rank_hosts
+from baton.worker import dispatch_service, hardware, rank_hosts
+from baton.worker.dispatch_service import DispatchService, RouterStream
 from baton.worker.messages import ModelLimits
 from baton.worker.metrics import LoadTracker, WorkerMetrics
-from baton.worker.router_port import RouterConnection, RouterPort
 from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
@@ -92,7 +93,7 @@ class Node(WorkerServiceServicer, ABC):
         self._stepped = asyncio.Event()
         self._failure: Exception | None = None  # that no request here can survive
         self._health = Health()
-        self._port = RouterPort(self)
+        self._dispatch = DispatchService(self)
 
     @abstractmethod
     def begin(self, loaded: Loaded, pools: list[RankPool], usable: list[Transport]) -> None:
@@ -103,11 +104,11 @@ class Node(WorkerServiceServicer, ABC):
         """Adds its own services to a server; their full names."""
 
     @abstractmethod
-    def dispatch(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
+    def dispatch(self, router: RouterStream, message: RouterMessage) -> Iterator[None]:
         """Does what a router asks for, a part at a step."""
 
     @abstractmethod
-    def lost(self, router: RouterConnection) -> None:
+    def lost(self, router: RouterStream) -> None:
         """A router's connection has ended: frees what runs for it."""
 
     @abstractmethod
@@ -135,13 +136,12 @@ class Node(WorkerServiceServicer, ABC):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        server, address = bind(self.config.host, self.config.port)
+        server, address = bind(
+            self.config.host, self.config.port, max_message_bytes=MAX_MESSAGE_BYTES
+        )
         self.record.address = self.config.advertise or address
         host, _ = split_address(self.record.address)
-        wanted = self.config.host.strip("[]"), self.config.router_port
-        self.record.router_address = f"{host}:{self._port.listen(*wanted)}"
         async with (
-            contextlib.aclosing(self._port),
             self._health.probed(self.config.host, self.config.health_port),
             self._registry.register(self.record) as registration,
             self._registry.watch() as self._members,
@@ -198,7 +198,7 @@ class Node(WorkerServiceServicer, ABC):
         """Largest message of a router: what callers may send, and what it becomes."""
         return _BYTES_OF_A_REQUEST * rpc.max_request_bytes(self.limits.max_context)
 
-    def take(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
+    def take(self, router: RouterStream, message: RouterMessage) -> Iterator[None]:
         """Handles a router's message, a part at a step."""
         for trace_id in message.keep_traces:
             self.telemetry.keep(trace_id)
@@ -273,9 +273,10 @@ class Node(WorkerServiceServicer, ABC):
 
     async def _serve(self, server: grpc.aio.Server, registration: EtcdRegistration) -> None:
         add_WorkerServiceServicer_to_server(self, server)
-        self._health.add_to(server, [*self.add_to(server), "baton.v1.WorkerService"])
+        self._dispatch.add_to(server)
+        services = [*self.add_to(server), "baton.v1.WorkerService", dispatch_service.NAME]
+        self._health.add_to(server, services)
         await server.start()
-        await self._port.open()
         settle()
         load = await asyncio.wrap_future(self.engine.load())
         self.load_tracker.load.CopyFrom(worker_pb2.Load(**vars(load)))
@@ -320,7 +321,7 @@ class Node(WorkerServiceServicer, ABC):
         except TimeoutError:
             log.error("a step or a transfer does not end: leaving without it")
         finally:
-            await self._port.aclose()
+            await self._dispatch.aclose()
             self._drained.set()
 
     async def _watch_for_stalls(self) -> None:

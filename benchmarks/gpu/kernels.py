@@ -30,9 +30,10 @@ from torch.nn.attention.bias import causal_lower_right
 
 from baton.engine.backends.gpu.linear import GpuWeight, prepare
 from baton.engine.kernels.torch.row_quantization import FP8
-from baton.engine.kernels.triton import launch_configs, precompile, timing, tuning
-from baton.engine.kernels.triton.kernel_spec import Key, error_of, small, specs_in, text_of
+from baton.engine.kernels.triton import launch_configs, timing, tuning
+from baton.engine.kernels.triton.check import Target, compile_target, compilers, results_until
 from baton.engine.kernels.triton.row_quantization import QuantizedRows, quantize_rows
+from baton.engine.kernels.triton.specs import Key, error_of, small, specs_in, text_of
 from baton.engine.quantization.fp8 import Fp8BlockWeight
 from baton.engine.quantization.int4 import Int4Weight
 from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
@@ -156,17 +157,17 @@ def _clocks(part: Part) -> Cells:
 
 
 def _pool(part: Part) -> AbstractContextManager[Pool]:
-    return precompile.compilers(part.sized(0, 1))
+    return compilers(part.sized(0, 1))
 
 
 def _compiled(part: Part, launches: Sequence[tuple[str, Key]]) -> Cells:
     """Compiles launches ahead, within a share of the time. Raises ValueError if one fails."""
     began, complaints, done = time.monotonic(), list[str](), 0
-    targets = [precompile.Target(*launch, part.capability, None, _BLOCKS) for launch in launches]
+    targets = [Target(*launch, part.capability, None, _BLOCKS) for launch in launches]
     with _pool(part) as pool:
-        results = pool.imap_unordered(precompile.compile_target, targets)
+        results = pool.imap_unordered(compile_target, targets)
         end = began + _COMPILING * part.left
-        for done, complaint in enumerate(precompile.results_until(end, results), 1):
+        for done, complaint in enumerate(results_until(end, results), 1):
             complaints += [complaint] if complaint else []
             if done % 50 == 0 or done == len(targets):
                 progress = f"{done} of {len(targets)}"
@@ -359,7 +360,7 @@ def _products(part: Part) -> Iterator[Case]:
     if part.cuda:
         end = time.monotonic() + _COMPILING * part.left
         with _pool(part) as pool:
-            list(precompile.results_until(end, pool.imap_unordered(launched_once, work)))
+            list(results_until(end, pool.imap_unordered(launched_once, work)))
     for _, name, shape, rows in work:
         yield f"{name}, {shape[0]} x {shape[1]}", partial(_product, part, name, shape, rows)
 

@@ -28,7 +28,7 @@ from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.step_report import StepReport
 from baton.generation.sampling_params import SamplingParams
-from baton.net.connection import framed
+from baton.net.message_stream import serialized
 from baton.tables import align
 from baton.telemetry import propagation, tracing
 from baton.v1.dispatch_pb2 import WorkerMessage
@@ -133,7 +133,7 @@ class _Router:
 
     def sent(self) -> bytes:
         message, self.outgoing = self.outgoing, WorkerMessage()
-        return framed(message)
+        return serialized(message)
 
 
 def worker_ms(batch: int) -> float:
@@ -151,7 +151,7 @@ def worker_ms(batch: int) -> float:
         spans = DecodeSpans(tracer, propagation.extract([]))
         connection: Any = router
         events = EventStream(connection, seq_id)
-        handoff = Handoff(seq_id, sequence, _CONTEXT, _BLOCK, None, events, spans, State.RUNNING)
+        handoff = Handoff(seq_id, sequence, _BLOCK, None, events, spans, State.RUNNING)
         handoffs._handoffs[seq_id] = handoff
     began = 0.0
     for number, report in enumerate(reports):

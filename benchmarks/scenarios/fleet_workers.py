@@ -2,7 +2,7 @@
 
     python benchmarks/scenarios/fleet_workers.py 500 decode-worker --config …
 
-What a router and etcd see of them is real: for each worker a port of its own for routers, a record
+What a router and etcd see of them is real: for each worker a gRPC server of its own, a record
 under a lease of its own, load reports and heartbeats as often as workers send them, and a message
 for each step. A step is a timer (`--simulate`), KV is counted but not moved, and decode
 starts a sequence by the clock instead of a Commit. A first token is the time at which it is sent:
@@ -30,20 +30,20 @@ from prometheus_client import generate_latest
 
 from baton.cli import main
 from baton.config import SimulatedSpeed, WorkerConfig, host_id, model_path, new_incarnation
-from baton.net.connection import MAX_FRAME_BYTES
+from baton.net.message_stream import MAX_MESSAGE_BYTES
 from baton.net.metrics_server import serving
-from baton.net.server import EventLoop, measure_lag, settle
+from baton.net.server import EventLoop, bind, measure_lag, settle
 from baton.registry import EtcdRegistry
 from baton.telemetry.metrics.recorder import Gaps
 from baton.telemetry.metrics.table import of
 from baton.text import text_fingerprint
 from baton.v1 import common_pb2, prefill_pb2, worker_pb2
 from baton.v1.decode_pb2 import ReserveRequest
-from baton.v1.dispatch_pb2 import RouterMessage
+from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from baton.v1.prefill_pb2 import PrefillRequest
 from baton.worker import node
+from baton.worker.dispatch_service import DispatchService, RouterStream
 from baton.worker.metrics import LoadTracker
-from baton.worker.router_port import RouterConnection, RouterPort
 
 _BLOCK, _BLOCKS, _MAX_BATCH, _CONTEXT = 16, 4096, 64, 65536
 _TOKEN_BYTES = 131072
@@ -68,23 +68,22 @@ SENT: Counter[str] = Counter()  # messages, by kind
 LAG = Gaps(of("router")["baton.event_loop.lag"])
 
 
-class Router(RouterConnection):
-    """A router, and the count of what it is sent."""
+class Router(RouterStream):
+    """A router's stream that counts the messages it sends."""
 
-    def flush(self) -> None:
-        message = self.outgoing
+    def complete(self, message: WorkerMessage) -> None:
+        super().complete(message)
         kinds = {"step": message.events, "prefill message": message.prefill}
         kind = next((kind for kind, of in kinds.items() if of), "")
         kind = kind or ("load report" if message.HasField("report") else "")
         SENT[kind or ("heartbeat" if not message.ByteSize() else "answer")] += 1
-        super().flush()
 
 
 class Worker(ABC):
     """One worker; its role is a subclass."""
 
     role: common_pb2.WorkerRole
-    max_message_bytes = MAX_FRAME_BYTES
+    max_message_bytes = MAX_MESSAGE_BYTES
 
     def __init__(self, name: str, fingerprint: str, config: WorkerConfig) -> None:
         self.speed = SimulatedSpeed.parse(config.engine.simulate)
@@ -94,13 +93,13 @@ class Worker(ABC):
         self.load.prefill_tokens_per_s = self.speed.prefill_tokens_per_s
         self.load.chunk_tokens = int(0.06 * self.speed.prefill_tokens_per_s)
         self.load.step_ms = self.speed.step_s(0, 1) * 1e3
-        self.port = RouterPort(self, Router)
-        address = f"{config.host}:{self.port.listen(config.host, 0)}"
+        self.server, address = bind(config.host, 0)
+        self.dispatch = DispatchService(self, Router)
+        self.dispatch.add_to(self.server)
         self.record = common_pb2.WorkerRecord(
             incarnation=new_incarnation(name),
             role=self.role,
             address=address,
-            router_address=address,
             host_id=host_id(),
             pid=os.getpid(),
             state=common_pb2.WORKER_STATE_READY,
@@ -124,10 +123,10 @@ class Worker(ABC):
         return worker_pb2.LoadReport(load=self.load, state=self.record.state)
 
     @abstractmethod
-    def take(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
+    def take(self, router: RouterStream, message: RouterMessage) -> Iterator[None]:
         """Does what a router asks for."""
 
-    def lost(self, router: RouterConnection) -> None:  # noqa: B027 - the run is over
+    def lost(self, router: RouterStream) -> None:  # noqa: B027 - the run is over
         """Nothing is freed."""
 
     def hold(self, blocks: int) -> None:
@@ -145,7 +144,7 @@ class PrefillWorker(Worker):
         super().__init__(*args)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def take(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
+    def take(self, router: RouterStream, message: RouterMessage) -> Iterator[None]:
         for request in message.prefill:
             handoff_id = request.sequence.handoff_id
             self._tasks[handoff_id] = asyncio.create_task(self._prefill(router, request))
@@ -154,7 +153,7 @@ class PrefillWorker(Worker):
                 task.cancel()
         yield
 
-    async def _prefill(self, router: RouterConnection, request: PrefillRequest) -> None:
+    async def _prefill(self, router: RouterStream, request: PrefillRequest) -> None:
         handoff_id = request.sequence.handoff_id
         loop, tokens = asyncio.get_running_loop(), len(request.sequence.token_ids)
         blocks = math.ceil(tokens / _BLOCK)
@@ -186,7 +185,7 @@ class PrefillWorker(Worker):
 
 @dataclass
 class _Sequence:
-    router: RouterConnection
+    router: RouterStream
     num_blocks: int
     starts_at: float  # by the loop's clock
     left: int  # tokens to generate
@@ -200,14 +199,14 @@ class DecodeWorker(Worker):
         self._sequences: dict[str, _Sequence] = {}
         self._engine: asyncio.Task[None] | None = None
 
-    def take(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
+    def take(self, router: RouterStream, message: RouterMessage) -> Iterator[None]:
         for request in message.reserve:
             self._reserve(router, request)
         for handoff_id in message.cancel:
             self._end(handoff_id)
         yield
 
-    def _reserve(self, router: RouterConnection, request: ReserveRequest) -> None:
+    def _reserve(self, router: RouterStream, request: ReserveRequest) -> None:
         spec = request.sequence
         tokens, new = len(spec.token_ids), spec.sampling.max_tokens
         started = tokens <= request.local_prefill_max_tokens
@@ -270,12 +269,13 @@ async def _run(number: int, config: WorkerConfig) -> int:
     gate = asyncio.Semaphore(_AT_A_TIME)
 
     async def serve(worker: Worker) -> None:
-        await worker.port.open()
+        await worker.server.start()
         async with contextlib.AsyncExitStack() as registered:
             async with gate:
                 await registered.enter_async_context(registry.register(worker.record))
             await stop.wait()
-        await worker.port.aclose()
+        await worker.dispatch.aclose()
+        await worker.server.stop(None)
 
     def page(accept: str) -> tuple[str, bytes]:
         lines = [f'sent_total{{kind="{kind}"}} {count}\n' for kind, count in SENT.items()]

@@ -332,6 +332,6 @@ _CASES = [
     for use in ("gather", "scatter", "copy", "checksum")
     for pool in _POOLS
 ]
-# The fields of `KernelSpec` in baton.engine.kernels.triton.kernel_spec: kvtransfer must not import
+# The fields of `KernelSpec` in baton.engine.kernels.triton.specs: kvtransfer must not import
 # the engine.
 SPECS = (SimpleNamespace(name="move_blocks", trial=_trial, cases=_CASES, configs=None, shapes=()),)

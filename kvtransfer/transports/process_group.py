@@ -32,14 +32,7 @@ from torch import distributed
 
 from baton.cuda import NCCL_ENVIRONMENT, nccl_version
 from baton.errors import TransferFailed
-from baton.rendezvous import (
-    Place,
-    Rendezvous,
-    at_least_1ms,
-    gloo_group,
-    nccl_group,
-    open_store,
-)
+from baton.rendezvous import Place, Rendezvous, at_least_1ms, gloo_group, nccl_group, open_store
 from baton.v1 import common_pb2
 from kvtransfer.copier import Copier, copier
 from kvtransfer.deadline import Deadline

@@ -178,8 +178,6 @@ class Fleet:
                 f"its tokenizer ({record.text_fingerprint[:12]}) is not the router's "
                 f"({self._text_fingerprint[:12]}): start both with the same model"
             )
-        elif not record.router_address:
-            mismatch = "it has no port for routers: its version is another than the router's"
         return Member(
             record,
             self._router_id,

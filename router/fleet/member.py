@@ -7,10 +7,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from typing import Any
 
 from baton.errors import BatonError, Stale, Unavailable
-from baton.net.connection import MessageConnection, connect, error_of
+from baton.net import rpc
+from baton.net.failures import error_of
+from baton.net.message_stream import MAX_MESSAGE_BYTES, MessageStream
 from baton.registry.membership import ROLES
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
@@ -24,22 +26,11 @@ log = logging.getLogger(__name__)
 Event = (
     decode_pb2.ReserveResponse | decode_pb2.SequenceEvent | prefill_pb2.PrefillResponse | BatonError
 )
+_Connection = MessageStream[WorkerMessage, RouterMessage]
 _CONNECT_TIMEOUT_S = 2.0
 _QUARANTINED = "QUARANTINED"
 _MOST_TOGETHER_BYTES = 16 << 10  # in a message; more begin another one
-_ALIVE_S = 5.0  # between two messages that say that this router is there
-
-
-class _Connection(MessageConnection[WorkerMessage, RouterMessage]):
-    received, sent = WorkerMessage, RouterMessage
-
-    def __init__(self, take: Callable[[_Connection, WorkerMessage], None]) -> None:
-        super().__init__()
-        self.answered = False
-        self._take = take
-
-    def take(self, message: WorkerMessage) -> None:
-        self._take(self, message)
+_CONNECT = "/baton.v1.DispatchService/Connect"
 
 
 class Member:
@@ -83,7 +74,6 @@ class Member:
         self._replaced = ""  # by which process
         self._stalled = ""  # why
         self._subscribers: dict[str, Callable[[Event], None]] = {}
-        self._ticks = 0
         self._connection: _Connection | None = None  # once the worker has answered on it
         self.update(record)
         self._stream: HeartbeatStream | None = None  # none where it is not followed
@@ -143,7 +133,7 @@ class Member:
         """
         if self._connection is not None:
             if self._connection.outgoing.ByteSize() > _MOST_TOGETHER_BYTES:
-                self._connection.flush()
+                self._connection.seal()
             return self._connection.outgoing
         if self._closed:
             raise Unavailable(f"worker {self._name} has left")
@@ -184,9 +174,6 @@ class Member:
             self._fail_all(f"worker {self._name} is lost: {stream.why}")
         elif self._stalled:
             self._fail_all(f"worker {self._name} is stalled: {self._stalled}")
-        self._ticks += 1
-        if self._ticks % self._liveness.ticks_in(_ALIVE_S) == 0 and self._connection is not None:
-            _ = self._connection.outgoing
 
     async def close(self, reason: str) -> None:
         """The worker is gone: all subscribers get the error."""
@@ -222,31 +209,49 @@ class Member:
         return READY, ""
 
     async def _follow(self, stream: HeartbeatStream) -> None:
-        """One connection, from its beginning to its end. Raises why it has ended."""
-        connection = _Connection(partial(self._take, stream))
-        connecting = self.record.router_address, ROLES[self.record.role], _CONNECT_TIMEOUT_S
-        await connect(connection, *connecting)
-        hello = connection.outgoing.hello
-        hello.router_id, hello.heartbeat_ms = self._router_id, self._liveness.heartbeat_ms
+        """One stream, from its beginning to its end. Raises why it has ended."""
+        channel = rpc.channel(
+            self.record.address,
+            role=ROLES[self.record.role],
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            shared=False,
+        )
+        metadata = (
+            ("baton-router-id", self._router_id),
+            ("baton-heartbeat-ms", str(self._liveness.heartbeat_ms)),
+        )
+        call = channel.stream_stream(_CONNECT)(metadata=metadata)
         try:
-            await asyncio.shield(connection.closed)
+            with rpc.translated():
+                await _connected(call, self.record.address)
+                connection = _Connection(call, WorkerMessage, RouterMessage)
+                await connection.run(self._take_all(stream, connection))
         finally:
             self._connection = None
-            connection.close(at_once=not stream.alive)
+            call.cancel()
+            await channel.close(None)
 
-    def _take(
-        self, stream: HeartbeatStream, connection: _Connection, message: WorkerMessage
-    ) -> None:
-        """Handles a worker's message; raises what ends the connection."""
-        if not connection.answered:
-            self._begin(stream, connection, message)
-        elif not stream.alive:
+    async def _take_all(self, stream: HeartbeatStream, connection: _Connection) -> None:
+        answered = False
+        async for message in connection.messages():
+            if answered:
+                self._take(stream, message)
+            else:
+                self._begin(stream, connection, message)
+                answered = True
+
+    def _take(self, stream: HeartbeatStream, message: WorkerMessage) -> None:
+        """Handles a worker's message."""
+        if not stream.alive:
             return  # it was silent for too long, and is not listened to any more
-        elif stream.silent_ticks >= self._liveness.lost_ticks // 2:
+        if stream.silent_ticks >= self._liveness.lost_ticks // 2:
             with self._announcing_change():
                 stream.heard()
         else:
             stream.heard()
+        self._handle(message)
+
+    def _handle(self, message: WorkerMessage) -> None:
         if message.HasField("report"):
             self._take_report(message.report)
         for reserved in message.reserved:
@@ -265,15 +270,13 @@ class Member:
     ) -> None:
         """The worker has answered. Raises Stale when another process has taken its address."""
         if (found := message.incarnation) != self._name:
-            for failure in message.failures:
-                raise error_of(failure)
             self._replaced = f"another process, {found}, has taken the place of {self._name}"
             self._fail_all(self._replaced)
             raise Stale(self._replaced)
         with self._announcing_change():
             stream.opened()
-        connection.answered = True
         self._connection = connection
+        self._handle(message)
 
     @contextlib.contextmanager
     def _announcing_change(self) -> Iterator[None]:
@@ -309,3 +312,12 @@ class Member:
             deliver(Unavailable(reason))
         self._subscribers.clear()
         self._touched.add(self._name)
+
+
+async def _connected(call: Any, address: str) -> None:
+    """Raises Unavailable where connecting fails or takes too long."""
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            await call.wait_for_connection()
+    except TimeoutError:
+        raise Unavailable(f"cannot connect to {address}: no answer") from None

@@ -81,12 +81,10 @@ class Harness:
         receiver = await enter(OtlpReceiver(self._store))
         extra_args = {}
         for role, number in itertools.product(("prefill", "decode"), range(self.workers)):
-            name, port, routers = f"{role}-{number}", ports.free(), ports.free()
-            # Routers find their port at the host that is advertised: not the worker's own.
-            proxy = Proxy(port, self._name_of, host="127.0.0.2", same=(routers,))
+            name, port = f"{role}-{number}", ports.free()
+            proxy = Proxy(port, self._name_of)
             self._proxies[name] = await enter(proxy)
-            extra_args[name] = ["--port", str(port), "--router-port", str(routers)]
-            extra_args[name] += ["--advertise", proxy.address]
+            extra_args[name] = ["--port", str(port), "--advertise", proxy.address]
         config = ClusterConfig(
             engine=ENGINE,
             prefill=self.workers,

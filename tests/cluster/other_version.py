@@ -20,7 +20,7 @@ import grpc
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
-from baton.net import connection
+from baton.net import message_stream
 
 # Field 1999 of type string: its key, length and value.
 _UNKNOWN = b"\xfa\x7c\x05newer"
@@ -87,13 +87,13 @@ def install(kind: str) -> None:
     for shape in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
         _wrap(grpc, f"{shape}_rpc_method_handler", "response_serializer", speaking)
         _wrap(grpc.aio._channel.Channel, shape, "request_serializer", speaking)
-    framed = connection.framed
+    serialized = message_stream.serialized
 
-    def framed_message(message: Any) -> bytes:
+    def serialized_message(message: Any) -> bytes:
         says(message)
-        return framed(changed(message, kind))
+        return serialized(changed(message, kind))
 
-    connection.framed = framed_message
+    message_stream.serialized = serialized_message
     to_json = json_format.MessageToJson
 
     def record(message: Any, **options: Any) -> str:

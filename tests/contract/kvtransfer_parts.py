@@ -256,34 +256,6 @@ class Spans:
         pass
 
 
-class Table(Handoffs):
-    """Is checked after each operation; `asked` is set by the first message of a sender."""
-
-    def __init__(self, engine, **options):
-        limits = ModelLimits(1000, 64, BLOCK_SIZE)
-        super().__init__(engine, limits, None, 600.0, **options)
-        self.asked = asyncio.Event()
-
-    async def ready(self, request, link):
-        self.asked.set()
-        try:
-            return await super().ready(request, link)
-        finally:
-            self.check()
-
-    async def commit(self, request, link):
-        try:
-            return await super().commit(request, link)
-        finally:
-            self.check()
-
-    async def abort(self, request):
-        try:
-            return await super().abort(request)
-        finally:
-            self.check()
-
-
 async def answer(service, name, request):
     """To one call without gRPC; raises."""
     return await getattr(HandoffService, name)(service, request)
@@ -293,7 +265,12 @@ def acting(name):
     async def served(service, request):
         if inspect.isawaitable(waits := service.acts.get(name, bool)(request)):
             await waits
-        return await answer(service, name, request)
+        try:
+            return await answer(service, name, request)
+        finally:
+            service.handoffs.check()
+            if name == "ready":
+                service.asked.set()
 
     return served
 
@@ -301,7 +278,7 @@ def acting(name):
 class Service(HandoffService):
     """Calls `acts[name](request)`, which may raise or wait, before it serves that call."""
 
-    offer, commit, abort = map(acting, ("offer", "commit", "abort"))
+    offer, ready, commit, abort = map(acting, ("offer", "ready", "commit", "abort"))
 
 
 class Decode:
@@ -319,13 +296,15 @@ class Decode:
         seen = see(self.pools, transport) if see else self.pools
         self.router = SimpleNamespace(outgoing=WorkerMessage(), failed=lambda *_: None)
         self.engine, self.reasons = Engine(), {}
-        self.handoffs = Table(self.engine, verify_timeout_s=timeout_s)
+        limits = ModelLimits(1000, 64, BLOCK_SIZE)
+        self.handoffs = Handoffs(self.engine, limits, None, 600.0, timeout_s)
         self.links = IncomingLinks(
             seen, self.record, kinds, find, self.handoffs, timeout_s=timeout_s
         )
         self.service = Service(self.handoffs, self.links)
         self.server = rpc.server()
-        self.service.acts = self.before = {}
+        self.service.acts, self.service.asked = {}, asyncio.Event()
+        self.before = self.service.acts
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self.service, self.server)
 
     async def __aenter__(self):
@@ -354,7 +333,7 @@ class Decode:
 
     async def asked(self):
         """Returns when a handoff's first message has been taken in."""
-        await asyncio.wait_for(self.handoffs.asked.wait(), WAIT_S)
+        await asyncio.wait_for(self.service.asked.wait(), WAIT_S)
 
     async def freed(self):
         """Returns when blocks have come back."""

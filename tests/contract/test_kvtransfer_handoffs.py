@@ -89,7 +89,7 @@ async def test_handoffs_over_one_link(join, name):
     )
     assert {f"h{n}" for n in range(10)} < decode.committed_tokens.keys()
 
-    decode.handoffs.asked.clear()
+    decode.service.asked.clear()
     with pytest.raises(RuntimeError, match="cancelled"):
         async with prefill.opened(decode, 8, 1, 2) as handoff:
             handoff.send(slots(4, 1))
@@ -333,7 +333,7 @@ async def test_an_ended_handoff_takes_no_more_chunks_and_a_deadline_ends_one_tha
             handoff.send(slots(5, 1))
     with pytest.raises(errors.Cancelled):
         handoff.send(slots(4, 1))
-    assert decode.reasons == {"h": "not committed"} or not decode.handoffs.asked.is_set()
+    assert decode.reasons == {"h": "not committed"} or not decode.service.asked.is_set()
     async with prefill.opened(decode, 8, 1, 2, timeout_s=0.3) as handoff:
         handoff.send(slots(4, 1))
         with pytest.raises(errors.DeadlineExceeded):
@@ -409,7 +409,7 @@ async def test_least_recently_used_link_is_closed(name):
             await prefill.hand_over(decode.reserve(f"h{n}", 4, 1), f"h{n}", slots(4, 1))
         assert [pair.decode for pair in prefill.links.status()] == ["a", "c"]
         for decode in (a, c):
-            decode.handoffs.asked.clear()
+            decode.service.asked.clear()
         async with (
             prefill.open(a.reserve("x", 8, 1, 2), "x", 8, 5.0) as one,
             prefill.open(c.reserve("y", 8, 1, 2), "y", 8, 5.0) as two,

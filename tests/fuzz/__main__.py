@@ -99,7 +99,6 @@ RPCS: dict[str, dict[str, Any]] = {
 # What a router sends to a worker, a connection each.
 ROUTER_MESSAGES = [
     dispatch_pb2.RouterMessage(
-        hello=dispatch_pb2.Hello(router_id="r", heartbeat_ms=50),
         reserve=[decode_pb2.ReserveRequest(sequence=SEQUENCE)],
         prefill=[
             prefill_pb2.PrefillRequest(
@@ -238,23 +237,24 @@ class Fuzz:
                     self.tried[method.partition("/")[0]] += 1
 
     async def router_messages(self, address: str) -> None:
-        """Frames to a worker's port for routers, which answers or hangs up; then half of one."""
-        host, _, port = address.rpartition(":")
+        """Bytes to a worker on a stream, which answers and goes on, or ends with a status."""
         mutator = self.mutator([m.SerializeToString() for m in ROUTER_MESSAGES])
-        while self.goes_on:
-            data = mutator.next()
-            reader, writer = await asyncio.open_connection(host, int(port))
-            try:
-                writer.write(len(data).to_bytes(4, "big") + data + b"\0\0")
-                async with asyncio.timeout(15):
-                    await reader.read(1 << 16)
-            except TimeoutError:
-                self.found("router messages", data, "neither an answer nor an end")
-            except OSError:
-                pass  # it hung up while we were writing
-            finally:
-                writer.transport.abort()
-            self.tried["router messages"] += 1
+        async with rpc.channel(address) as channel:
+            while self.goes_on:
+                data = mutator.next()
+                call = channel.stream_stream("/baton.v1.DispatchService/Connect")(timeout=15)
+                try:
+                    await call.write(data)
+                    await call.read()
+                    await call.done_writing()
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+                except grpc.RpcError as error:
+                    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                        self.found("router messages", data, "neither an answer nor an end")
+                    elif error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                        self.found("router messages", data, f"{error.code()}: {error.details()}")
+                self.tried["router messages"] += 1
 
     async def health(self, address: str, delays_s: list[float]) -> None:
         """How long a router takes to answer while all this goes on."""
@@ -301,7 +301,7 @@ async def run(seed: int, seconds: float) -> Fuzz:
                         methods = {**RPCS["worker"], **RPCS[role]}
                         record = records[process.pid]
                         group.create_task(fuzz.rpcs(record.address, methods))
-                        group.create_task(fuzz.router_messages(record.router_address))
+                        group.create_task(fuzz.router_messages(record.address))
             if not sizes:
                 sizes = {name: p.memory_info().rss for name, p in processes.items()}
                 fuzz._until = time.monotonic() + seconds / 2

@@ -56,24 +56,16 @@ class Backend:
         return self.shard_model(path, config, dtype)
 
     def shard_model(
-        self,
-        path: Path,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        shard: Shard = WHOLE,
+        self, path: Path, config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE,
         exchange: Exchange | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Loads the model, or one rank's part of it; exchange: with the other ranks."""
         raise NotImplementedError
 
     def layout(
-        self,
-        model: Any,
-        sampler: Sampler,
-        config: ModelConfig,
-        kv_dtype: torch.dtype,
+        self, model: Any, sampler: Sampler, config: ModelConfig, kv_dtype: torch.dtype,
         asked: KvLayout | None,
-    ) -> KvLayout:
+    ) -> KvLayout:  # fmt: skip
         """The layout of the KV pool that is asked for, or of the largest that fits. Raises
         ConfigError."""
         assert asked is not None, "without one, the backend's `kv_bytes` are asked for"

@@ -1,7 +1,4 @@
-"""A configuration file's keys, read with checks: every error names file, key, value and remedy.
-
-Torch-free.
-"""
+"""Reads the keys of a configuration file with checks. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,18 +8,18 @@ from typing import Any, NamedTuple
 
 from baton.errors import CheckpointError, quoted
 
-MAX_SIZE = 1 << 24  # of anything counted; the largest in use are contexts and vocabularies
+MAX_SIZE = 1 << 24  # of any count; contexts and vocabularies are the largest
 
 
 class Check(NamedTuple):
-    """What a value may be: in code, and in words."""
+    """A condition on a value, and its description for errors."""
 
     holds: Callable[[Any], bool]
     supported: str
 
 
 def whole(least: int, most: int) -> Check:
-    """A whole number within."""
+    """An integer from `least` to `most`."""
     return Check(
         lambda value: type(value) is int and least <= value <= most,
         f"a whole number from {least} to {most}",
@@ -30,7 +27,7 @@ def whole(least: int, most: int) -> Check:
 
 
 def one_of(*values: object) -> Check:
-    """One of these."""
+    """Any of these values."""
     return Check(lambda value: value in values, ", ".join(map(str, values)))
 
 
@@ -50,20 +47,23 @@ OBJECT = Check(lambda value: isinstance(value, dict), "an object")
 
 
 class Fields(NamedTuple):
-    """A config file's keys, read with checks; every error names file, key and value."""
+    """The keys of a configuration file, or of an object in it.
+
+    prefix: of keys in errors · remedy: what to do, appended to errors.
+    """
 
     file: Path
     values: dict[str, Any]
-    prefix: str = ""  # of the keys of an object inside
-    remedy: str = ""  # behind what is supported
+    prefix: str = ""
+    remedy: str = ""
 
     def error(self, key: str, value: object, supported: str) -> CheckpointError:
-        """What is wrong with a key's value."""
+        """The error of an unsupported value; names file, key, value and remedy."""
         found = f"{self.prefix}{key} is {quoted(value)}"
         return CheckpointError(f"{self.file}: {found}; supported: {supported}{self.remedy}")
 
     def read(self, key: str, check: Check, default: object = None) -> Any:
-        """The value; the default where the key is absent or null, which mean the same."""
+        """The value of a key, or the default where it is absent or null. Raises CheckpointError."""
         value = self.values.get(key)
         value = default if value is None else value
         if not check.holds(value):
@@ -71,6 +71,6 @@ class Fields(NamedTuple):
         return value
 
     def inside(self, key: str, remedy: str = "") -> Fields:
-        """The object that a key has; an empty one where it is absent."""
+        """The object of a key; an empty one where it is absent."""
         values = self.read(key, OBJECT, {})
         return Fields(self.file, values, f"{self.prefix}{key}.", remedy or self.remedy)

@@ -1,7 +1,6 @@
-"""A model directory's files: which there are, what their headers promise, what identifies them.
+"""The safetensors files of a model directory: their headers, and the model's fingerprint.
 
-Reads safetensors headers and JSON only and never imports torch. Every error is a CheckpointError
-that names the file, and the tensor if there is one.
+Reads headers and JSON only; torch-free. Errors name the file, and the tensor if there is one.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LORA_CONFIG = "adapter_config.json"  # PEFT's names
 LORA_FILE = "adapter_model.safetensors"
-MAX_TEXT = 256  # of names and reasons that come from files, as errors show them
+MAX_TEXT = 256  # longest name or reason from a file that an error shows
 # safetensors' names.
 FLOATS = ("F32", "F16", "BF16", "F64")
 ELEMENT_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1,
 }  # fmt: skip
 
-# The fingerprint reads this much of a file's data at this many places.
+# The fingerprint reads SAMPLE_BYTES of a file's data at SAMPLES_PER_FILE places.
 SAMPLE_BYTES = 4096
 SAMPLES_PER_FILE = 64
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies and what its file's header says of it."""
+    """The place of a tensor, and its type and shape by the file's header."""
 
     name: str
     file: Path
@@ -49,7 +48,7 @@ class StoredTensor:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises CheckpointError when it is missing or is not one."""
+    """Reads a JSON file with an object. Raises CheckpointError."""
     try:
         return parse_json(file, read_bytes(file, MAX_JSON_BYTES))
     except FileNotFoundError as error:
@@ -57,10 +56,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def stored_tensors(directory: Path, is_tied: bool = False) -> dict[str, StoredTensor]:
-    """Every tensor of the model in `directory`, by name, after its files' headers were checked.
+    """All tensors of the model in `directory`, by name. Raises CheckpointError.
 
-    Embedding models are stored without the "model." that others' names begin with: it is added.
-    A tied model may be stored with its output layer alone: that is the embedding.
+    The prefix "model." is added where embedding models lack it. A tied model that is stored with
+    its output layer only has that as its embedding.
     """
     if (directory / SINGLE_FILE).is_file():
         return _named(file_tensors(directory / SINGLE_FILE), is_tied)
@@ -107,9 +106,9 @@ def _sharded_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def file_tensors(file: Path) -> dict[str, StoredTensor]:
-    """Every tensor of one file, by name; raises CheckpointError."""
+    """All tensors of a file, by name. Raises CheckpointError."""
     try:
-        with open_regular(file):  # a pipe, say, would never open
+        with open_regular(file):  # refuses pipes, which would block
             pass
         with safe_open(file, framework="numpy") as opened:  # checks sizes, offsets and the header
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -127,12 +126,11 @@ def file_tensors(file: Path) -> dict[str, StoredTensor]:
 
 
 def fingerprint(path: Path, random_seed: int | None = None, lora: Path | None = None) -> str:
-    """A hex digest that two workers share exactly when they serve the same model.
+    """A hex digest that is equal on two workers if and only if they serve the same model.
 
-    `path` is a model directory or a bare config file; `random_seed` stands for the weights where
-    they are random; `lora` is the directory of an adapter. Reads configs, tokenizer, safetensors
-    headers, sizes, and samples of the data (fine-tuned siblings differ nowhere else): milliseconds
-    for a model of any size.
+    path: a model directory or a config file · random_seed: of random weights · lora: an adapter's
+    directory. Reads configs, tokenizer, safetensors headers, sizes, and samples of the data, in
+    which alone fine-tuned siblings differ: milliseconds for a model of any size.
     """
     digest = hashlib.sha256()
     files = [path]

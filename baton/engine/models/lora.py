@@ -1,8 +1,8 @@
-"""A LoRA adapter in PEFT's format, added to a model's matrices as they are read.
+"""LoRA adapters in PEFT's format, merged into a model's matrices as they are read.
 
-Each adapted matrix becomes `W + scale * B @ A` before anything else is done to it, so a step costs
-what it costs without, and every kernel and weight format does. What a sum of two small matrices
-does not say (DoRA, trained embeddings or biases) is refused by name.
+Each adapted matrix becomes `W + scale * B @ A` before it is quantised or packed, so steps cost no
+more than without, and all kernels and formats work. Adapters that are not such a sum (DoRA, trained
+embeddings or biases) are refused by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton.errors import CheckpointError
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 _REMEDY = "; merge it with PEFT: model.merge_and_unload().save_pretrained(DIR)"
-# Keys that make it more than W + scale * B @ A, and the values with which they do not.
+# Keys of other kinds of adapters, and the values with which they have no effect.
 _PLAIN: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
     "use_dora": (False,),
@@ -44,7 +44,7 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "alora_invocation_tokens": ([],),
     "use_bdlora": ([],),
     "arrow_config": ([],),
-    # Others ("pissa", "olora", "corda", "loftq") are sums with another base than the checkpoint's.
+    # Others ("pissa", "olora", "corda", "loftq") change the base weights.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
     "kasa_config": ([],),
 }
@@ -52,14 +52,14 @@ _PLAIN: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """The file with its matrices, and the scale of each matrix of the model that it adapts."""
+    """An adapter. scales: by the name of the model's matrix."""
 
     file: Path
     scales: Mapping[str, float]
 
     @classmethod
     def load(cls, path: Path, matrices: Mapping[str, tuple[int, ...]]) -> LoraAdapter:
-        """An adapter's directory, for a model whose dense matrices have these names and shapes.
+        """Loads an adapter's directory. matrices: shapes of the model's dense matrices, by name.
 
         Raises CheckpointError naming the file, and the key or tensor that is wrong.
         """
@@ -76,7 +76,7 @@ class LoraAdapter:
         return cls(file, _scales(fields, ranks))
 
     def adapted(self, name: str, matrix: Tensor) -> Tensor:
-        """The model's matrix `[out, in]` of that name: float32 if it is adapted, else itself."""
+        """The matrix `[out, in]` with the adapter's update, in float32; itself without one."""
         if name not in self.scales:
             return matrix
         with safe_open(self.file, framework="pt", device="cpu") as opened:
@@ -90,7 +90,7 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def _target(file: Path, name: str) -> str:
-    """The model's matrix that a tensor of the file is for."""
+    """The model's matrix that a tensor of the adapter belongs to."""
     for half in _HALVES:
         if name.startswith(_PREFIX) and name.endswith(half):
             return name.removeprefix(_PREFIX).removesuffix(half) + ".weight"
@@ -124,7 +124,7 @@ def _rank(
 
 
 def _scales(fields: Fields, ranks: Mapping[str, int]) -> dict[str, float]:
-    """`alpha / rank` of each, or what `alpha_pattern` and `use_rslora` make of it."""
+    """The scale of each matrix: alpha / rank, changed by `alpha_pattern` and `use_rslora`."""
     alpha = fields.read("lora_alpha", NOT_NEGATIVE, 8)
     is_stabilized = fields.read("use_rslora", BOOLEAN, False)
     own = fields.inside("alpha_pattern")

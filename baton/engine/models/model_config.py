@@ -1,8 +1,8 @@
-"""What a model is: its config.json, read once, checked, and made uniform.
+"""A model's configuration: config.json, checked and in one form for all architectures.
 
-Supported are the architectures of `baton.engine.models.architectures`, as Hugging Face transformers
-writes them (before and since version 5). Whatever would change the computation in a way that
-`baton.engine.models.decoder` does not follow is refused here, by name. Torch-free.
+Supports the architectures of `baton.engine.models.architectures`, as written by Hugging Face
+transformers 4 and 5. Settings that `baton.engine.models.decoder` does not implement are refused by
+name. Torch-free.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _ACTIVATIONS: dict[str, Activation] = {
 class ExpertsConfig:
     """A mixture of experts in place of the MLP.
 
-    count: experts, of which each token takes `per_token` · size: of an expert's inner layer ·
-    normed: the taken ones' weights add up to 1 · layers: which have experts, others an MLP ·
-    shared_size: of the inner layer of an expert that all tokens take besides; 0: there is none ·
-    mxfp4: the checkpoint has them in MXFP4.
+    count: number of experts · per_token: number that a token takes · size: intermediate size of an
+    expert · normed: whether shares of the taken experts add up to 1 · layers: whether each layer
+    has experts, or an MLP · shared_size: intermediate size of the expert that all tokens take; 0:
+    none · mxfp4: whether the checkpoint has experts in MXFP4.
     """
 
     count: int
@@ -64,7 +64,7 @@ class ExpertsConfig:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """`(layers with experts, experts)`: the shape of what is counted of them."""
+        """`(layers with experts, experts)`: the shape of `expert_tokens`."""
         return sum(self.layers), self.count
 
 
@@ -72,8 +72,8 @@ class ExpertsConfig:
 class ModelConfig:
     """A decoder-only transformer; sizes count elements, contexts and windows count tokens.
 
-    `windows` has, for each layer, how many tokens a token sees, itself included, or None for all;
-    `ropes` how the layer turns queries and keys, or None where it does not.
+    windows: for each layer, the number of tokens that a token attends to, itself included, or None
+    for all · ropes: the rotary embedding of each layer, or None.
     """
 
     architecture: str
@@ -94,13 +94,13 @@ class ModelConfig:
     max_context: int
     eos_token_ids: tuple[int, ...]
     dtype: str
-    score_scale: float  # of products of queries and keys
+    score_scale: float  # of attention scores
     activation: Activation = "silu"
-    attention_softcap: float = 0.0  # scaled products s become c * tanh(s / c); 0: they stay
-    logit_softcap: float = 0.0  # the same of logits
+    attention_softcap: float = 0.0  # scores s become c * tanh(s / c); 0: off
+    logit_softcap: float = 0.0  # as `attention_softcap`, of logits
     logit_scale: float = 1.0
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what attention and MLP add
+    residual_scale: float = 1.0  # of the outputs of attention and MLP
     experts: ExpertsConfig | None = None
     quantization: QuantizationConfig | None = None
 
@@ -177,15 +177,15 @@ class ModelConfig:
 
     @property
     def arch(self) -> Architecture:
-        """How its architecture differs from Llama's."""
+        """The architecture's differences from Llama."""
         return ARCHITECTURES[self.architecture]
 
     @property
     def head_order(self) -> list[int] | None:
-        """Where each element of a head of queries and keys lies in the checkpoint; None: there.
+        """The checkpoint's index of each element of a query or key head; None: the same.
 
-        Elements that turn together are put half a head apart, and those that do not turn behind the
-        turned ones of each half, so that every model is turned alike.
+        The decoder has a rotated pair half a head apart, and in each half the elements that are not
+        rotated last.
         """
         rope = next((rope for rope in self.ropes if rope is not None), None)
         size = self.head_size if rope is None else rope.size or self.head_size
@@ -242,7 +242,7 @@ def _activation(fields: Fields, arch: Architecture) -> Activation:
 
 
 def _rotated(fields: Fields, arch: Architecture, num_layers: int) -> tuple[bool, ...]:
-    """Of each layer: whether it turns queries and keys."""
+    """Whether each layer has rotary embedding."""
     if "no_rope_layers" not in arch.defaults:
         return (True,) * num_layers
     interval = fields.read("no_rope_layer_interval", COUNT)
@@ -257,7 +257,7 @@ def _rotated(fields: Fields, arch: Architecture, num_layers: int) -> tuple[bool,
 def _windows(
     fields: Fields, arch: Architecture, rotated: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
-    """Of each layer."""
+    """The attention window of each layer."""
     count, kind = len(rotated), arch.windows
     key = "use_sliding_window"
     is_on = key not in arch.defaults or fields.read(key, BOOLEAN, False)
@@ -275,7 +275,7 @@ def _windows(
         period = fields.read("sliding_window_pattern", COUNT, kind)
         slides = [(index + 1) % period != 0 for index in range(count)]
     elif kind == "unrotated":
-        slides = [not turns for turns in rotated]
+        slides = [not rotates for rotates in rotated]
     elif kind in ("from", "alternate"):
         first = fields.read("max_window_layers", whole(0, MAX_SIZE))
         slides = [index >= first for index in range(count)]
@@ -313,7 +313,7 @@ def _experts(fields: Fields, arch: Architecture, num_layers: int) -> ExpertsConf
 
 
 def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
-    """Tokens that end a text: those of generation_config.json, else those of config.json."""
+    """End-of-sequence tokens: of generation_config.json, else of config.json."""
     sources = [fields]
     generation = fields.file.with_name("generation_config.json")
     if fields.file.name == "config.json" and generation.is_file():

@@ -1,10 +1,10 @@
-"""What one rank of a tensor-parallel worker holds of a model.
+"""One rank's part of a model under tensor and expert parallelism.
 
-Query, key, value, gate and up projections, embedding and output layer are cut by outputs; what
-takes their results in, by inputs, so that the ranks' results add up (Shoeybi et al., "Megatron-LM",
-2019). Norms are on every rank, and so is a KV head that several ranks' queries read. Of a mixture's
-experts each rank has a part of every one, or, with expert parallelism, some whole ones: all ranks
-route all rows, and what a rank's experts make of them is added up with the rest.
+Query, key, value, gate and up projections, embedding and output layer are split by outputs; the
+projections that read their results are split by inputs, so that the ranks' results add up (Shoeybi
+et al., "Megatron-LM", 2019). Norms are replicated, and so is a KV head that several ranks' queries
+read. Each rank has a part of every expert or, with expert parallelism, some entire experts; all
+ranks route all rows.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ BY_INPUTS = ("o", "down")
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` ranks. expert_parallel: it has whole experts."""
+    """One of `count` ranks. expert_parallel: experts are not split but distributed."""
 
     rank: int = 0
     count: int = 1
     expert_parallel: bool = False
 
     def settings(self, settings: EngineConfig) -> EngineConfig:
-        """With a rank's share of the worker's threads and cores."""
+        """Settings with the rank's share of the worker's threads and cores."""
         if self.count == 1:
             return settings
         cpus = settings.cpus
@@ -42,7 +42,7 @@ class Shard:
         return replace(settings, cpus=cpus, threads=max(1, threads))
 
     def check(self, config: ModelConfig) -> None:
-        """Raises ConfigError for a model that cannot be cut so."""
+        """Raises ConfigError for a model that cannot be split among these ranks."""
         ranks, experts = self.count, config.experts
         sizes = {"num_attention_heads": config.num_heads}
         if experts is None or not all(experts.layers):
@@ -73,21 +73,21 @@ class Shard:
         return kv_heads_of(self.rank, self.count, config.num_kv_heads)
 
     def tokens(self, config: ModelConfig) -> range:
-        """The part of the vocabulary whose embeddings and scores are here."""
+        """The tokens whose embeddings and logits this rank has."""
         return self._part(config.vocab_size)
 
     def experts(self, config: ModelConfig) -> range:
-        """The experts of each layer that are here, whole or in part."""
+        """The experts that this rank has, entirely or in part."""
         count = config.experts.count if config.experts else 0
         return self._part(count) if self.expert_parallel else range(count)
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """What a rank computes, as a model: its heads; the vocabulary and other sizes are whole."""
+        """The model's configuration with this rank's heads; other sizes are the model's."""
         heads = len(self._part(config.num_heads))
         return replace(config, num_heads=heads, num_kv_heads=len(self.kv_heads(config)))
 
     def weight(self, config: ModelConfig, field: str, weight: LinearWeight) -> LinearWeight:
-        """This rank's part of a matrix of `Weights`, by its field."""
+        """This rank's part of the matrix of a field of `ModelWeights`."""
         if self.count == 1:
             return weight
         outputs, inputs = weight.shape
@@ -96,7 +96,7 @@ class Shard:
         return weight.take_outputs(self._outputs(config, field, outputs))
 
     def tensor(self, config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
-        """This rank's part of a norm or a bias; one that all would add is added by the first."""
+        """This rank's part of a norm or bias; a bias that all ranks add is zero but on rank 0."""
         is_of_heads = field == "sinks" or (
             field in ("q_norm", "k_norm") and config.arch.qk_norm == "row"
         )
@@ -128,7 +128,7 @@ class Shard:
                 parts = [part, range(half + part.start, half + part.stop)]
             case "embedding" | "lm_head":
                 parts = [self._part(outputs)]
-            case _:  # a router's, or a gate's: on every rank
+            case _:  # routers and shared gates are replicated
                 parts = [range(outputs)]
         return torch.cat([torch.arange(part.start, part.stop) for part in parts])
 

@@ -23,7 +23,7 @@ import torch
 import triton
 
 from baton.engine.kernels.triton import launch_configs, timing
-from baton.engine.kernels.triton.kernel_spec import text_of
+from baton.engine.kernels.triton.specs import text_of
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.tensor_names import num_parameters
 from benchmarks import child
@@ -463,7 +463,7 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "gpu", "--smoke", "--json", str(file),
-         "--only", "speed,tune,engine,steps,worker,cluster,serve"],
+         "--minutes", "60", "--only", "speed,tune,engine,steps,worker,cluster,serve"],
         capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip

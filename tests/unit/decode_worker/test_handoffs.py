@@ -2,7 +2,6 @@
 ends frees its blocks and informs its router."""
 
 import asyncio
-import contextlib
 import threading
 
 import pytest
@@ -16,7 +15,7 @@ from baton.errors import (
     TransferFailed,
     Unavailable,
 )
-from baton.net import connection
+from baton.net import message_stream
 from baton.v1 import common_pb2, handoff_pb2
 from baton.worker import node
 from decode_worker.handoff import State
@@ -146,7 +145,7 @@ async def test_a_router_that_cancels_while_the_engine_is_busy_leaves_nothing(dec
     for name, local in (("reserved", 0), ("started", 20)):
         entered = asked(decode, "reserve")
         answer = router.reserving(spec(name, prompt(20)), local)
-        router.connection.outgoing.cancel.append(name)  # in one message: behind the reservation
+        router.stream.outgoing.cancel.append(name)  # in one message: behind the reservation
         await asyncio.wait_for(entered.wait(), PATIENCE_S)
         await asyncio.wait_for(decode.node.idle(), PATIENCE_S)
     gate.set()
@@ -179,7 +178,7 @@ async def test_what_ends_while_its_grammar_is_compiled_leaves_nothing(decode, ro
         while "a" not in decode.node._handoffs._handoffs:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         if end == "lost":
-            other.connection.transport.abort()
+            other.call.cancel()
         elif end == "cancelled":
             await other.cancel("a")
         await asyncio.wait_for(decode.node.idle(), PATIENCE_S)
@@ -200,7 +199,7 @@ async def test_cancel_frees_in_any_state_but_nothing_of_another_router(decode, r
     await router.event("runs")
     await router.cancel("runs")  # at once: it would soon need more blocks than there are
     async with Router(decode, "other") as other:
-        other.connection.outgoing.cancel.extend("cd")
+        other.stream.outgoing.cancel.extend("cd")
         await other.reserve(spec("mine", prompt(20)))  # it has been read
         await other.cancel("mine")
     await router.cancel("unknown", "a", "a", "b")
@@ -274,47 +273,21 @@ async def test_a_connection_that_breaks_ends_its_routers_sequences_alone(decode)
 
 
 async def test_a_router_that_does_not_read_is_cut_off_and_its_sequences_end(decode, monkeypatch):
-    monkeypatch.setattr(connection, "MAX_UNREAD_BYTES", 0)
+    monkeypatch.setattr(message_stream, "MAX_UNSENT_BYTES", 8 << 20)
     async with Router(decode, "mute") as mute:
-        mute.connection.transport.pause_reading()
-        (served,) = decode.node._port.routers
+        (served,) = decode.node._dispatch.routers
         for name in "ab":
-            await asyncio.sleep(0)
-            mute.reserving(spec(name, prompt(20), max_tokens=100), local=20)
+            await mute.reserve(spec(name, prompt(20), max_tokens=100), local=20)
+        mute.reads.clear()
         async with asyncio.timeout(PATIENCE_S):
-            while not served.closed.done():
-                # As if a step had brought more than the connection takes.
+            while not served.ended.done():
+                # As if a step had more output than the router reads.
                 served.outgoing.events.add(abort_reason="x" * (1 << 20))
                 await asyncio.sleep(0.001)
         assert await decode.clean()
-        mute.connection.transport.resume_reading()
-        with pytest.raises(Unavailable):
+        mute.reads.set()
+        with pytest.raises(Unavailable, match="left unread"):
             await asyncio.wait_for(mute.ended, PATIENCE_S)
-
-
-@pytest.mark.parametrize(
-    ("sent", "why"),
-    [
-        (b"\x00\x00\x00\x02\xff\xff", "are no RouterMessage"),
-        (b"\x00\x00\x00\x00", "must have a hello"),
-        (b"GET / HTTP/1.1\r\n\r\n", "is too large"),
-    ],
-)
-async def test_what_is_no_router_is_hung_up_on(decode, router, sent, why):
-    address = decode.node.record.router_address
-    reader, writer = await asyncio.open_connection(*address.split(":"))
-    async with asyncio.timeout(PATIENCE_S):
-        while len(decode.node._port.routers) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        (other,) = [one for one in decode.node._port.routers if not one.name]
-        writer.write(sent)
-        with contextlib.suppress(ConnectionResetError):
-            assert await reader.read() == b""
-    writer.close()
-    with pytest.raises(InvalidRequest, match=why):
-        await other.closed
-    await router.reserve(spec("a", prompt(20)), local=20)
-    assert len(await router.tokens("a")) == 4
 
 
 async def test_a_dead_writers_blocks_come_back(decode, router):
@@ -335,7 +308,7 @@ async def test_an_abort_whose_sender_hangs_up_gives_the_blocks_back(decode, rout
     """As where the deadline passes for router and sender at once, and the engine is busy."""
     names = await granted(decode, router)
     gate, released = decode.hold_engine(), asked(decode, "release")
-    router.connection.outgoing.cancel.append("a")
+    router.stream.outgoing.cancel.append("a")
     await asyncio.wait_for(released.wait(), PATIENCE_S)
     request = handoff_pb2.AbortRequest(**names, resend=True)
     abort = asyncio.ensure_future(decode.handoff.call(request, PATIENCE_S))

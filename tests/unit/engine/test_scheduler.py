@@ -330,7 +330,7 @@ def test_step_times_are_learned_by_rows_and_proposed_tokens():
     learned = []
 
     class Watched(NgramProposer):
-        def took(self, *step):
+        def record_step(self, *step):
             learned.append(step)
 
     scheduler = speculating(proposer=Watched(2, MAX_CONTEXT))

@@ -130,7 +130,7 @@ class ScriptedRunner(StepRunner):
 class UsualCost(NgramProposer):
     """What is proposed does not depend on how fast this machine is."""
 
-    def took(self, rows, proposed, seconds):
+    def record_step(self, rows, proposed, seconds):
         pass
 
 
@@ -153,7 +153,7 @@ class GoodDraftModel(Proposer):
     def learn(self, sequence, sampled):
         assert list(sampled) == sequence.tokens[len(sequence.tokens) - len(sampled) :]
 
-    def took(self, rows, proposed, seconds):
+    def record_step(self, rows, proposed, seconds):
         pass
 
 

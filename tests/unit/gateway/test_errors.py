@@ -141,10 +141,10 @@ async def test_a_bad_field_is_refused_by_name_before_any_work(gateway):
 async def test_an_error_says_what_to_do(gateway):
     parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {}}]
     error = error_of(await gateway.chat(messages=[{"role": "user", "content": parts}]), 400)
-    assert "images are not supported" in error["message"]
+    assert "images, audio and files are not supported" in error["message"]
     for field in ({"functions": [{}]}, {"messages": [{"role": "u", "function_call": {}}]}):
         error = error_of(await gateway.chat(**field), 400)
-        assert "is not supported here: leave it out" in error["message"]
+        assert "is not supported: leave it out" in error["message"]
     error = error_of(await gateway.complete(max_tokens=30), 400)
     assert "max_tokens is 30" in error["message"] and "leaves 29" in error["message"]
     for prompt in (3, None, {}):

@@ -701,7 +701,7 @@ def test_what_is_no_host_name_is_refused(text):
 
 async def test_a_port_that_is_handed_over_answers_each_client_once_more(gateway_of, monkeypatch):
     """Two connections are idle, one has not asked yet, and one reads a stream that began before."""
-    monkeypatch.setattr(http_server, "LEAVE_S", 0.5)
+    monkeypatch.setattr(http_server, "LEAVE_S", 3.0)
     gateway = await gateway_of()
     where = "127.0.0.1", gateway.port
 

@@ -5,6 +5,7 @@ import shutil
 import ssl
 from functools import partial
 
+import grpc
 import httpx
 import pytest
 
@@ -12,17 +13,17 @@ from baton import cli
 from baton.errors import ConfigError, Unauthenticated, Unavailable
 from baton.local import certs
 from baton.net import rpc, tls
-from baton.net.connection import MessageConnection, connect
 from baton.net.metrics_server import serving
 from baton.net.server import Health, bind
 from baton.net.tls import Credentials, is_loopback, why_refused
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
+from baton.v1.dispatch_pb2 import WorkerMessage
+from baton.worker.dispatch_service import DispatchService
 from baton.worker.metrics import LoadTracker
-from baton.worker.router_port import RouterPort
 from tests.waiting import WAIT_S
 
 TIMEOUT_S = WAIT_S
+CONNECT = "/baton.v1.DispatchService/Connect"
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,7 @@ def test_which_calls_are_for_which_roles():
     assert not refused("/baton.v1.WorkerService/Drain")  # a port without certificates
     tls._process.client_ca_file = "ca.pem"
     for service, allowed in (
+        ("DispatchService/Connect", {"router"}),
         ("HandoffService/Control", {"prefill", "decode"}),
         ("WorkerService/Describe", set(tls.ROLES)),
         ("FleetService/GetStatus", set(tls.ROLES)),
@@ -134,7 +136,7 @@ def test_which_calls_are_for_which_roles():
 
 
 class Accepting:
-    """A worker, as its port for routers has it."""
+    """A worker, as its dispatch service has it."""
 
     incarnation = "d"
     max_message_bytes = 1 << 20
@@ -153,47 +155,34 @@ class Accepting:
         """Nothing runs here."""
 
 
-class Asking(MessageConnection):
-    """A router's end, or that of a stranger; `answer` is the first thing that comes."""
-
-    received, sent = WorkerMessage, RouterMessage
-
-    def __init__(self):
-        super().__init__()
-        self.answer = asyncio.get_running_loop().create_future()
-
-    def take(self, message):
-        if not self.answer.done():
-            self.answer.set_result(message)
-
-
-async def test_a_port_for_routers_takes_routers_alone(folder, tmp_path):
+async def test_a_workers_dispatch_service_is_for_routers_alone(folder, tmp_path):
     certs.write(tmp_path / "other", [])
     other = of(tmp_path / "other", "router")
-    worker, ours = Accepting(), of(folder, "decode", client_ca_file=folder / "ca.pem")
-    tls.use(ours)
-    port = RouterPort(worker)
-    address = f"127.0.0.1:{port.listen('127.0.0.1', 0)}"
-    await port.open()
+    tls.use(ours := of(folder, "decode", client_ca_file=folder / "ca.pem"))
+    worker = Accepting()
+    server, address = bind("127.0.0.1", 0)
+    service = DispatchService(worker)
+    service.add_to(server)
+    await server.start()
 
     async def answer(credentials, role="decode"):
+        """The first message of a stream on a connection of its own."""
         tls.use(credentials)
-        asking = Asking()
-        await connect(asking, address, role, TIMEOUT_S)
-        tls.use(ours)
-        asking.outgoing.hello.router_id = "r"
-        try:
-            ends = {asking.answer, asyncio.ensure_future(asyncio.shield(asking.closed))}
-            await asyncio.wait(ends, timeout=TIMEOUT_S, return_when="FIRST_COMPLETED")
-            return asking.answer.result() if asking.answer.done() else await asking.closed
-        finally:
-            asking.close(at_once=True)
+        async with rpc.channel(address, role=role, shared=False) as channel:
+            tls.use(ours)
+            with rpc.translated():
+                call = channel.stream_stream(CONNECT)(timeout=TIMEOUT_S)
+                await call.write(b"")
+                first = WorkerMessage.FromString(await call.read())
+                await call.done_writing()
+                assert await call.read() is grpc.aio.EOF
+                return first
 
     assert (await answer(of(folder, "router"))).incarnation == "d"
     assert worker.taken == 1
     for role in ("prefill", "decode", "admin"):
-        (failure,) = (await answer(of(folder, role))).failures
-        assert failure.text == f"this port is for router only, and this is {role}"
+        with pytest.raises(Unauthenticated, match=f"for router only, and this is {role}"):
+            await answer(of(folder, role))
     for stranger in (
         Credentials(ca_file=folder / "ca.pem"),
         Credentials(other.cert_file, other.key_file, folder / "ca.pem"),
@@ -201,10 +190,11 @@ async def test_a_port_for_routers_takes_routers_alone(folder, tmp_path):
     ):
         with pytest.raises(Unavailable):
             await answer(stranger)
-    with pytest.raises(Unavailable, match="cannot connect"):
+    with pytest.raises(Unavailable):
         await answer(of(folder, "router"), "prefill")  # not taken for another role's
     assert worker.taken == 1
-    await port.aclose()
+    await service.aclose()
+    await server.stop(None)
 
 
 async def test_new_certificates_are_taken_up_and_broken_ones_are_not(worker, folder, caplog):

@@ -233,7 +233,7 @@ async def test_what_ends_while_its_grammar_is_compiled_runs_no_chunk(pair, end):
             with pytest.raises(DeadlineExceeded):
                 await messages(call)
         elif end == "lost":
-            other.connection.transport.abort()
+            other.call.cancel()
         else:
             call.cancel()
         await asyncio.wait_for(pair.prefill.node.idle(), PATIENCE_S)

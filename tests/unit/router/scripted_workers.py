@@ -15,9 +15,10 @@ from opentelemetry.context import Context
 from baton.config import RouterLimits
 from baton.errors import Unavailable
 from baton.generation.sampling_params import SamplingParams
+from baton.net.server import bind
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
+from baton.worker.dispatch_service import DispatchService, RouterStream
 from baton.worker.metrics import LoadTracker
-from baton.worker.router_port import RouterConnection, RouterPort
 from router.dispatch.dispatch import Dispatch
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
@@ -67,16 +68,21 @@ def committed(num_bytes=1000):
     return prefill_pb2.PrefillResponse(committed=message)
 
 
-class Connection(RouterConnection):
+class Stream(RouterStream):
     """Sends nothing while its worker is still."""
 
-    def connection_made(self, transport):
-        super().connection_made(transport)
-        self._port.worker.connected.put_nowait(None)
+    def __init__(self, worker, context):
+        super().__init__(worker, context)
+        self._context = context
+        self._raw = self
+        worker.connected.put_nowait(None)
 
-    def flush(self):
-        if not self._port.worker.is_still:
-            super().flush()
+    async def read(self):
+        return await self._context.read()
+
+    async def write(self, data):
+        await self._worker.awake.wait()
+        await self._context.write(data)
 
 
 class Worker:
@@ -107,38 +113,33 @@ class Worker:
         self.broken = asyncio.Queue()  # names of routers whose connections have ended
         self.kept = []  # trace ids
         self.tasks = {}  # by router and handoff id
-        self.is_still = False
+        self.awake = asyncio.Event()
+        self.awake.set()
         self.max_message_bytes = 1 << 20
-        self.port = None
 
     @property
     def routers(self):
-        """Those that have said hello."""
-        return [router for router in self.port.routers if router.name]
+        return self.service.routers
 
     async def start(self):
         """Serves, at the same port as before if there was one."""
-        self.port = RouterPort(self, Connection)
-        port = self.port.listen(
-            "127.0.0.1", int(self.record.router_address.rpartition(":")[2] or 0)
-        )
-        self.record.router_address = f"127.0.0.1:{port}"
-        await self.port.open()
+        self.service = DispatchService(self, Stream)
+        port = int(self.record.address.rpartition(":")[2] or 0)
+        self.server, self.record.address = bind("127.0.0.1", port)
+        self.service.add_to(self.server)
+        await self.server.start()
 
     async def stop(self):
         """Breaks every connection at once, as a killed process does."""
-        self.break_connections()
-        await self.port.aclose()
+        await self.server.stop(None)
 
     def stop_still(self):
-        """From now on sends nothing, as a stopped process: its connections stay open."""
-        self.is_still = True
+        """From now on sends nothing, as a stopped process: its streams stay open."""
+        self.awake.clear()
 
     def wake(self):
         """Goes on with what it was at."""
-        self.is_still = False
-        for router in self.port.routers:
-            router.flush()
+        self.awake.set()
 
     def tell(self, state=READY, pairs=(), **load):
         """Sends a changed load to all routers."""
@@ -147,8 +148,8 @@ class Worker:
         self.load_tracker.wake()
 
     def break_connections(self):
-        """Ends all connections; new ones are served."""
-        for router in list(self.port.routers):
+        """Ends all streams; new ones are served."""
+        for router in self.routers:
             router.fail(Unavailable("it broke"))
 
     def report(self):

@@ -12,8 +12,10 @@ import pytest
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 from baton.config import EngineConfig, RegistryConfig, WorkerConfig, host_id
+from baton.errors import Unavailable
 from baton.net import rpc
-from baton.net.connection import MessageConnection, connect, error_of
+from baton.net.failures import error_of
+from baton.net.message_stream import MAX_MESSAGE_BYTES, MessageStream
 from baton.telemetry.tracing import Telemetry
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
@@ -30,6 +32,7 @@ from tests.waiting import WAIT_S
 BLOCK_SIZE, BLOCKS = 16, 16
 ROLES = {"prefill": PrefillWorker, "decode": DecodeWorker}
 PATIENCE_S = WAIT_S
+CONNECT = "/baton.v1.DispatchService/Connect"
 
 
 class OpenSpans(SpanProcessor):
@@ -166,19 +169,6 @@ class Paced:
         assert await asyncio.to_thread(self.begun.wait, PATIENCE_S)
 
 
-class Connection(MessageConnection):
-    """A router's end, which gives all that comes to `take`."""
-
-    received, sent = WorkerMessage, RouterMessage
-
-    def __init__(self, take):
-        super().__init__()
-        self.take = take
-
-    def take(self, message):
-        """Handles a message."""
-
-
 class Prompt:
     """What a prefill worker sends of one prompt, until its end."""
 
@@ -194,7 +184,7 @@ class Prompt:
         return event
 
     def cancel(self):
-        self._router.connection.outgoing.cancel.append(self._handoff_id)
+        self._router.stream.outgoing.cancel.append(self._handoff_id)
 
     async def all(self):
         """All events up to the last."""
@@ -206,7 +196,7 @@ class Prompt:
 
 
 class Router:
-    """A router's connection to a worker; `messages` has those with events."""
+    """A router's stream to a worker; `messages` has those with events."""
 
     def __init__(self, worker, router_id="router", heartbeat_ms=0):
         self.router_id = router_id
@@ -219,21 +209,38 @@ class Router:
         self.prompts = {}
         self._answered = asyncio.Event()
         self._heartbeats = asyncio.Queue()
+        self.reads = asyncio.Event()  # cleared: nothing more is read
+        self.reads.set()
 
     async def __aenter__(self):
-        self.connection = Connection(self._take)
-        record = self._worker.node.record
-        role = self._worker.config.role
-        await connect(self.connection, record.router_address, role, PATIENCE_S)
-        hello = self.connection.outgoing.hello
-        hello.router_id, hello.heartbeat_ms = self.router_id, self.heartbeat_ms
-        self.ended = self.connection.closed
+        self.channel = rpc.channel(
+            self._worker.node.record.address, max_message_bytes=MAX_MESSAGE_BYTES
+        )
+        metadata = [("baton-router-id", self.router_id)]
+        if self.heartbeat_ms:
+            metadata.append(("baton-heartbeat-ms", str(self.heartbeat_ms)))
+        self.call = self.channel.stream_stream(CONNECT)(metadata=metadata)
+        self.stream = MessageStream(self.call, WorkerMessage, RouterMessage)
+        self.ended = asyncio.create_task(self._run())
         await asyncio.wait_for(self._answered.wait(), PATIENCE_S)
         return self
 
     async def __aexit__(self, *_):
-        self.connection.close()
+        self.stream.close()
+        self.call.cancel()
         await asyncio.wait([self.ended], timeout=PATIENCE_S)
+        _ = self.ended.cancelled() or self.ended.exception()
+        await self.channel.close()
+
+    async def _run(self):
+        with rpc.translated():
+            await self.stream.run(self._take_all())
+        raise Unavailable("the worker closed the stream")
+
+    async def _take_all(self):
+        async for message in self.stream.messages():
+            await self.reads.wait()
+            self._take(message)
 
     async def reserve(self, spec, local=0, interval=0):
         """Reserves; `local` is the most tokens decode computes by itself."""
@@ -242,7 +249,7 @@ class Router:
     def reserving(self, spec, local=0, interval=0):
         """The answer to come."""
         answer = self._answers[spec.handoff_id] = asyncio.get_running_loop().create_future()
-        self.connection.outgoing.reserve.add(
+        self.stream.outgoing.reserve.add(
             sequence=spec, local_prefill_max_tokens=local, stream_interval=interval
         )
         return answer
@@ -250,12 +257,12 @@ class Router:
     def prefill(self, spec, target):
         """Has a prompt run."""
         prompt = self.prompts[spec.handoff_id] = Prompt(self, spec.handoff_id)
-        self.connection.outgoing.prefill.add(sequence=spec, target=target)
+        self.stream.outgoing.prefill.add(sequence=spec, target=target)
         return prompt
 
     async def cancel(self, *handoff_ids):
         """Returns once their blocks are freed, or quarantined."""
-        self.connection.outgoing.cancel.extend(handoff_ids)
+        self.stream.outgoing.cancel.extend(handoff_ids)
         handoffs = self._worker.node._handoffs
         live = lambda one: one is not None and one.state is not State.QUARANTINED  # noqa: E731
         await until(

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.errors import ConfigError, InternalError, Unavailable
 from baton.net import rpc
 from baton.v1 import common_pb2, worker_pb2
-from baton.worker import node, router_port
+from baton.worker import node
 from tests.unit.worker.running import PATIENCE_S, Paced, Router, Worker, prompt, spec
 
 SERVING, NOT_SERVING = (
@@ -116,9 +116,6 @@ async def test_a_worker_needs_a_port_and_at_its_start_the_registry(directory, st
         port = int(worker.node.record.address.rpartition(":")[2])
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
             await Worker("decode", directory, store, port=port, incarnation="second").run()
-        port = int(worker.node.record.router_address.rpartition(":")[2])
-        with pytest.raises(ConfigError, match=f"{port} for routers.* --router-port"):
-            await Worker("decode", directory, store, router_port=port, incarnation="third").run()
         store.stop()
         with pytest.raises(Unavailable):
             await Worker("decode", directory, store, incarnation="fourth").run()
@@ -225,22 +222,6 @@ async def test_a_router_gets_heartbeats_with_the_age_of_a_step_that_hangs(direct
             await router.tokens("a")
             while (await other.report()).load.step_age_ms:
                 pass
-
-
-async def test_a_router_that_says_nothing_for_long_is_lost(directory, store, monkeypatch):
-    monkeypatch.setattr(router_port, "ROUTER_SILENCE_S", 1.0)
-    async with (
-        Worker("decode", directory, store) as worker,
-        Router(worker, heartbeat_ms=50) as router,
-    ):
-        await router.reserve(spec("a", prompt(20)))
-        for _ in range(30):
-            await router.heartbeat()
-            _ = router.connection.outgoing  # an empty message is enough
-        assert not router.ended.done()
-        with pytest.raises(Unavailable):
-            await asyncio.wait_for(asyncio.shield(router.ended), PATIENCE_S)
-        assert await worker.clean()
 
 
 async def test_health_says_when_a_step_stalls_and_when_it_has_ended(directory, store, monkeypatch):

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
+from baton.engine import rank_executor
 from baton.engine.backends import Backend, unsupported
 from baton.engine.backends.gpu import memory, warmup
-from baton.engine.backends.gpu.cuda_graphs import StepGraphs, StepShape, count_graphs
+from baton.engine.backends.gpu.cuda_graphs import StepGraphs, StepShape, shapes_of
 from baton.engine.backends.gpu.device import Gpu, Waiting, new_stream
 from baton.engine.batch import StepModel
 from baton.engine.collectives import SINGLE_RANK, GroupCollectives
@@ -25,19 +26,6 @@ from baton.engine.models.loader import load_or_make_weights
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.quantization.config import weight_format
-from baton.engine.rank_executor import (
-    CaptureGraphs,
-    Exchange,
-    MeasureMemory,
-    MemoryReport,
-    PrepareGraphs,
-    RankExecutor,
-    ReplayStep,
-    ReportMemory,
-    RunStep,
-    dtype_named,
-    name_of,
-)
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.tensor_parallel import LOAD_S, RANK_TIMEOUT_S, TensorParallelModel
@@ -76,13 +64,9 @@ class GpuBackend(Backend):
         return model
 
     def shard_model(
-        self,
-        path: Path,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        shard: Shard = WHOLE,
-        exchange: Exchange | None = None,
-    ) -> StepModel:
+        self, path: Path, config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE,
+        exchange: rank_executor.Exchange | None = None,
+    ) -> StepModel:  # fmt: skip
         settings = self.settings
         self._gpu.use()
         try:  # these import triton, which may not be installed
@@ -107,13 +91,9 @@ class GpuBackend(Backend):
         return GpuModel(config, load(quantize, shard), dtype, self.device, shard, group)
 
     def layout(
-        self,
-        model: StepModel,
-        sampler: Sampler,
-        config: ModelConfig,
-        kv_dtype: torch.dtype,
+        self, model: StepModel, sampler: Sampler, config: ModelConfig, kv_dtype: torch.dtype,
         asked: KvLayout | None,
-    ) -> KvLayout:
+    ) -> KvLayout:  # fmt: skip
         """The KV pool's layout, from a profile run of the largest steps, which also compiles
         kernels."""
         settings, gpu, most = self.settings, self._gpu, config.max_context
@@ -123,16 +103,18 @@ class GpuBackend(Backend):
         rows = settings.chunk_tokens + settings.max_batch
         log.info("measuring a step of %d tokens; kernels that are new are compiled", rows)
         if isinstance(model, TensorParallelModel):
-            model.on_other_ranks(MeasureMemory(block.shape, name_of(kv_dtype)))
+            model.on_other_ranks(
+                rank_executor.MeasureMemory(block.shape, rank_executor.name_of(kv_dtype))
+            )
         runner = self.runner(model, pool, sampler, most)
         with _waiting(model)():
             step = gpu.peak_of(lambda: warmup.largest_step(runner, settings, most))
             captured = gpu.peak_of(lambda: warmup.largest_captured(model, pool, settings, most))
-        num_graphs = count_graphs(settings, most) if self._kernels == "triton" else 0
+        num_graphs = len(shapes_of(settings, most)) if self._kernels == "triton" else 0
         graphs = memory.graphs_reserve(captured, num_graphs, config.num_layers)
         usages = [(gpu.name, self.usage(max(step, captured), graphs))]
         if isinstance(model, TensorParallelModel):
-            model.on_other_ranks(ReportMemory(graphs))
+            model.on_other_ranks(rank_executor.ReportMemory(graphs))
             usages += [(one.gpu, memory.MemoryProfile(*one.usage)) for one in model.answers()]
         if asked is not None:
             asked = replace(self._within(asked, config), num_kv_heads=own.num_kv_heads)
@@ -155,7 +137,7 @@ class GpuBackend(Backend):
         from baton.engine.backends.gpu.runner import GpuRunner  # noqa: PLC0415
 
         if isinstance(model, TensorParallelModel):
-            model.on_other_ranks(PrepareGraphs(max_context))
+            model.on_other_ranks(rank_executor.PrepareGraphs(max_context))
         stream = new_stream(pool.device, _waiting(model))
         return GpuRunner(model, pool, sampler, self.settings, max_context, stream)
 
@@ -177,7 +159,7 @@ class GpuBackend(Backend):
     def for_rank(self, place: Shard) -> GpuBackend:
         return GpuBackend(place.settings(self.settings), self._gpu.of_rank(place.rank))
 
-    def executor(self, model: Any, connection: ObjectConnection) -> RankExecutor:
+    def executor(self, model: Any, connection: ObjectConnection) -> rank_executor.RankExecutor:
         return _GpuRankExecutor(self, self._gpu, model, connection)
 
 
@@ -186,7 +168,7 @@ def _waiting(model: Any) -> Waiting:
     return model.waiting if isinstance(model, TensorParallelModel) else nullcontext
 
 
-class _GpuRankExecutor(RankExecutor):
+class _GpuRankExecutor(rank_executor.RankExecutor):
     """Executes commands on a stream of the rank's GPU.
 
     Its host does not wait: the first rank waits for the results.
@@ -202,28 +184,30 @@ class _GpuRankExecutor(RankExecutor):
 
     def execute(self, command: Any) -> None:
         match command:
-            case MeasureMemory(shape, dtype):
-                self.pool = torch.zeros(*shape, dtype=dtype_named(dtype), device=self.device)
+            case rank_executor.MeasureMemory(shape, dtype):
+                self.pool = torch.zeros(
+                    *shape, dtype=rank_executor.dtype_named(dtype), device=self.device
+                )
                 self._before = self._gpu.reset_peak()
-            case ReportMemory(graph_bytes):
+            case rank_executor.ReportMemory(graph_bytes):
                 usage = self._backend.usage(self._gpu.peak() - self._before, graph_bytes)
-                self.connection.send(MemoryReport(self._gpu.name, astuple(usage)))
-            case PrepareGraphs(max_context):
+                self.connection.send(rank_executor.MemoryReport(self._gpu.name, astuple(usage)))
+            case rank_executor.PrepareGraphs(max_context):
                 settings, stream = self._backend.settings, self._stream
                 with torch.inference_mode():
                     self._graphs = StepGraphs(self.model, self.pool, stream, settings, max_context)
-            case CaptureGraphs():
+            case rank_executor.CaptureGraphs():
                 assert self._graphs is not None, "PrepareGraphs comes first"
                 with torch.inference_mode():
                     self._graphs.capture()
-            case ReplayStep(shape):
+            case rank_executor.ReplayStep(shape):
                 assert self._graphs is not None, "PrepareGraphs comes first"
                 with torch.inference_mode():
                     self._stream.put(partial(self._graphs.run, StepShape(*shape)))
             case _:
                 super().execute(command)
 
-    def run_step(self, command: RunStep) -> None:
+    def run_step(self, command: rank_executor.RunStep) -> None:
         self._stream.put(partial(super().run_step, command))
 
     def zero_blocks(self, blocks: list[int]) -> None:

@@ -173,11 +173,6 @@ def shapes_of(settings: EngineConfig, max_context: int) -> list[StepShape]:
     return shapes[::-1]
 
 
-def count_graphs(settings: EngineConfig, max_context: int) -> int:
-    """Number of captured steps; 0 without `--graphs`."""
-    return len(shapes_of(settings, max_context))
-
-
 class StepGraphs:
     """Computes padded steps on any rank: by CUDA graphs once captured, kernel by kernel before.
 

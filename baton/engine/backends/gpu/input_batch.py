@@ -54,12 +54,8 @@ class InputBatch:
         return np.array([rows_before.get(one, KNOWN) for one in sequences], np.int64)
 
     def write(
-        self,
-        work: list[ScheduledSequence],
-        shape: StepShape,
-        sources: Ints,
-        into: HostInputs,
-    ) -> Ints:
+        self, work: list[ScheduledSequence], shape: StepShape, sources: Ints, into: HostInputs,
+    ) -> Ints:  # fmt: skip
         """Writes a launch's inputs; returns the indexes, among sequences that sample, of deferred
         ones.
 

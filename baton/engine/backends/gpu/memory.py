@@ -73,12 +73,9 @@ def graphs_reserve(largest_bytes: int, graphs: int, layers: int) -> int:
 
 
 def kv_layout(
-    usage: MemoryProfile,
-    settings: EngineConfig,
-    config: ModelConfig,
-    dtype: torch.dtype,
+    usage: MemoryProfile, settings: EngineConfig, config: ModelConfig, dtype: torch.dtype,
     asked: KvLayout | None,
-) -> KvLayout:
+) -> KvLayout:  # fmt: skip
     """The KV pool that is asked for, or the largest within `--gpu-memory`.
 
     Raises ConfigError, with remedies, if memory is short."""

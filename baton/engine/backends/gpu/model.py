@@ -83,14 +83,9 @@ class GpuModel(DecoderModel):
     ops = TRITON_ROW_OPS
 
     def __init__(
-        self,
-        config: ModelConfig,
-        weights: ModelWeights,
-        dtype: torch.dtype,
-        device: torch.device,
-        shard: Shard = WHOLE,
-        ranks: Collectives = SINGLE_RANK,
-    ) -> None:
+        self, config: ModelConfig, weights: ModelWeights, dtype: torch.dtype, device: torch.device,
+        shard: Shard = WHOLE, ranks: Collectives = SINGLE_RANK,
+    ) -> None:  # fmt: skip
         layers = tuple(
             replace(layer, experts=layer.experts and _MoeExperts.from_weights(layer.experts, dtype))
             for layer in weights.layers

@@ -116,14 +116,9 @@ class GpuRunner(Runner):
     waited_s: float
 
     def __init__(
-        self,
-        model: GpuModel,
-        pool: Tensor,
-        sampler: Sampler,
-        settings: EngineConfig,
-        max_context: int,
-        stream: Stream | None = None,
-    ) -> None:
+        self, model: GpuModel, pool: Tensor, sampler: Sampler, settings: EngineConfig,
+        max_context: int, stream: Stream | None = None,
+    ) -> None:  # fmt: skip
         """max_context: largest context of a sequence in tokens · stream: None makes one."""
         super().__init__(model, pool, sampler)
         self.decode_rows = {"wanted": 0, "padding": 0, "wasted": 0}

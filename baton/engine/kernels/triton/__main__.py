@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.kernels.triton import launch_configs, precompile, tuning
-from baton.engine.kernels.triton.check import SHARED_BYTES, check
-from baton.engine.kernels.triton.kernel_spec import KernelSpec, Key, specs_in, text_of
+from baton.engine.kernels.triton import launch_configs, tuning
+from baton.engine.kernels.triton.check import SHARED_BYTES, check, compilers
+from baton.engine.kernels.triton.specs import KernelSpec, Key, specs_in, text_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,7 +128,7 @@ def _tune(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
     work = [(spec, shape) for spec in specs if spec.configs for shape in args.shape or spec.shapes]
     _say(f"{len(work)} shapes, at most {args.seconds:.0f} s; results go to {file}")
     done = 0
-    with precompile.compilers() as pool:
+    with compilers() as pool:
         tuned = tuning.tune(work, device, file, args.seconds, pool=pool)
         for done, best in enumerate(tuned, 1):
             _say(f"[{done}/{len(work)}] {best.text}")

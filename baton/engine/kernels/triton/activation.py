@@ -12,14 +12,6 @@ from torch import Tensor
 from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.kernels.torch import row_quantization
 from baton.engine.kernels.torch.rows import act_mul as reference_act_mul
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Trial,
-    dtype_of,
-    product_of,
-)
 from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.row_quantization import (
@@ -31,6 +23,7 @@ from baton.engine.kernels.triton.row_quantization import (
     parts_of,
     store_row,
 )
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of, product_of
 
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
@@ -71,11 +64,9 @@ def _act_mul_kernel(
 
 
 def act_mul(
-    gate_up: Tensor,
-    activation: Activation = "silu",
-    config: Config | None = None,
+    gate_up: Tensor, activation: Activation = "silu", config: Config | None = None,
     to: torch.dtype | None = None,
-) -> Rows:
+) -> Rows:  # fmt: skip
     """`activation(gate) * up` of gate_up `[rows, 2 * size]`, gate first → `[rows, size]`.
 
     config: None is the one in effect · to: int8 or float8_e4m3fn quantises rows of up to

@@ -22,7 +22,10 @@ from baton.engine.kernels.torch.row_quantization import (
 from baton.engine.kernels.torch.rows import rms_norm, rotate
 from baton.engine.kernels.triton.attention_common import attention_reference, pool_sizes
 from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
-from baton.engine.kernels.triton.kernel_spec import (
+from baton.engine.kernels.triton.launch import tile_rows
+from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
+from baton.engine.kernels.triton.rope_kv import Rotation
+from baton.engine.kernels.triton.specs import (
     Config,
     KernelSpec,
     Key,
@@ -31,9 +34,6 @@ from baton.engine.kernels.triton.kernel_spec import (
     product_of,
     text_of,
 )
-from baton.engine.kernels.triton.launch import tile_rows
-from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
-from baton.engine.kernels.triton.rope_kv import Rotation
 
 _DRAWN_AT_ONCE = 1 << 28  # random elements in float32 at a time
 

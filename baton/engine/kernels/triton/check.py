@@ -7,31 +7,38 @@ compiler. Results are kept in Triton's cache, so a second check is quick.
 
 Launches of served models are also compared with BUDGETS: properties of their machine code that
 determine their speed must not get worse.
+
+`compilers` and `compile_target` compile launches ahead in other processes: by itself Triton
+compiles on one core, when a kernel is first launched.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.pool import IMapIterator, Pool
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from baton.engine.kernels.triton import launch_configs, sass
-from baton.engine.kernels.triton.kernel_spec import KernelSpec, Key, text_of
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, specs_in, text_of
 
 # Shared memory of a program in bytes, by architecture (CUDA C++ Programming Guide, compute
 # capabilities); columns of a Blackwell multiprocessor's tensor memory.
@@ -42,6 +49,7 @@ LEAST_ROWS = 16  # of a product in Triton
 
 BUDGETS = Path(__file__).with_name("budgets.json")
 
+T = TypeVar("T")
 Launched: TypeAlias = list[tuple[str, CompiledKernel, int]]  # function, binary, programs
 
 _COLUMNS = (
@@ -86,13 +94,9 @@ class Compiled:
 
 
 def check(
-    specs: Sequence[KernelSpec],
-    architectures: Sequence[int],
-    say: Callable[[str], None],
-    ptx: Path | None = None,
-    most: int | None = None,
-    served: bool = False,
-) -> tuple[int, list[str]]:
+    specs: Sequence[KernelSpec], architectures: Sequence[int], say: Callable[[str], None],
+    ptx: Path | None = None, most: int | None = None, served: bool = False,
+) -> tuple[int, list[str]]:  # fmt: skip
     """Compiles all cases and prints a table: the number of launches, and complaints about failures.
 
     ptx: a folder for the PTX of each launch · most: maximum number of cases of a kernel, evenly
@@ -218,3 +222,54 @@ def _compiled(
             programs, programs / places if places else math.inf, a_weight, loop.products,
             loop.loads if loop.multiplied else Counter(), ms, binary.asm["ptx"], complaint,
         )  # fmt: skip
+
+
+class Target(NamedTuple):
+    """A launch to compile. capability: such as 90 · module: of the spec, if not one of ours."""
+
+    kernel: str
+    shape: Key
+    capability: int
+    config: Config | None = None
+    module: str = ""
+
+
+@contextmanager
+def compilers(count: int = 0) -> Iterator[Pool]:
+    """Processes for `compile_target`: one a core, or `count`. They are killed at the end."""
+    # Where launches look, which is not where `check` keeps what it compiles.
+    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+    with multiprocessing.get_context("spawn").Pool(count or len(os.sched_getaffinity(0))) as pool:
+        yield pool
+
+
+def compile_target(target: Target) -> str:
+    """Compiles a launch and its launcher; why it does not compile, or nothing."""
+    modules = [target.module] if target.module else []
+    spec = next(one for one in specs_in(modules) if one.name == target.kernel)
+    run = JITFunction.run
+
+    def trial(shape: Key, device: torch.device) -> Any:
+        return SimpleNamespace(run=lambda _: spec.trial(shape, device).run(target.config))
+
+    def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        binary = run(self, *args, **kwargs)
+        if hasattr(nvidia, "make_launcher"):  # before Triton 3.7: in C, one for each signature
+            with suppress(Exception):  # without a C compiler or CUDA's library no launch will work
+                nvidia.CudaLauncher(binary.src, binary.metadata)
+        return binary
+
+    JITFunction.run = compiled
+    try:
+        one = KernelSpec(target.kernel, trial, [target.shape])
+        _, complaints = check([one], [target.capability], lambda line: None)
+    finally:
+        JITFunction.run = run  # `check` replaces it, too
+    return complaints[0] if complaints else ""
+
+
+def results_until(end: float, results: IMapIterator[T]) -> Iterator[T]:
+    """Results of a pool's `imap` that come before `end`, by time.monotonic()."""
+    with suppress(StopIteration, multiprocessing.TimeoutError):
+        while True:
+            yield results.next(max(0.0, end - time.monotonic()))

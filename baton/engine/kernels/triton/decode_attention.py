@@ -30,10 +30,10 @@ from baton.engine.kernels.triton.attention_common import (
     split_even_odd,
     stored_elements,
 )
-from baton.engine.kernels.triton.kernel_spec import Config
 from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.rope_kv import Rotation, load_angles, rotate_heads, store_kv
+from baton.engine.kernels.triton.specs import Config
 
 # Launches overlap the kernel in front up to this number of decode rows. With more rows, programs
 # that start early are spread unevenly over the multiprocessors: 8 rows take 4 % longer on an H200.

@@ -21,7 +21,7 @@ import torch
 import triton
 
 from baton.cuda import compute_capability
-from baton.engine.kernels.triton.kernel_spec import Config, Key
+from baton.engine.kernels.triton.specs import Config, Key
 
 SHIPPED = Path(__file__).parent / "configs"
 

@@ -11,14 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Outputs,
-    Trial,
-    dtype_of,
-)
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 from baton.generation.sampling_params import MAX_TOP_LOGPROBS
 
 _INFINITY = tl.constexpr(float("inf"))

@@ -30,18 +30,11 @@ from baton.engine.kernels.triton.group_scaled_packing import (
     planes,
     step_numbers,
 )
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Trial,
-    dtype_of,
-    product_of,
-)
 from baton.engine.kernels.triton.launch import LEAST_TILE_ROWS, launch, tile_rows, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.moe_routing import FEW_ROWS, ExpertSlots, route
 from baton.engine.kernels.triton.row_quantization import quantize_rows
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.quantization.fp8 import Fp8BlockWeight, Fp8Weight
 from baton.engine.quantization.group_scaled import GroupScaledWeight
 from baton.engine.quantization.int4 import Int4Weight
@@ -77,11 +70,9 @@ class MoeWeight:
 
     @classmethod
     def of(
-        cls,
-        weights: Sequence[LinearWeight | PackedWeight],
-        biases: Sequence[Tensor | None],
+        cls, weights: Sequence[LinearWeight | PackedWeight], biases: Sequence[Tensor | None],
         dtype: torch.dtype,
-    ) -> MoeWeight:
+    ) -> MoeWeight:  # fmt: skip
         """Prepares the experts' matrices for activations of dtype.
 
         Raises ConfigError if experts have different formats, or one that no kernel supports."""
@@ -102,12 +93,9 @@ class MoeWeight:
         return _tensors(self.weights[0])[0].dtype
 
     def apply(
-        self,
-        x: Tensor,
-        slots: ExpertSlots,
-        activation: Activation | None = None,
+        self, x: Tensor, slots: ExpertSlots, activation: Activation | None = None,
         config: Config | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The product of each slot's row and its expert's matrix, in x's type.
 
         With an activation (gate and up): x is `[rows, in]`, and the result is `act_mul` of the

@@ -18,8 +18,8 @@ from torch.nn.functional import linear
 
 from baton.engine.kernels.torch import moe_routing as reference
 from baton.engine.kernels.triton.attention_common import LOWEST
-from baton.engine.kernels.triton.kernel_spec import Config, KernelSpec, Key, Trial, dtype_of
 from baton.engine.kernels.triton.launch import launch, tile_rows, wait_for_inputs
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of
 
 _SCORES = 2048  # maximum number in a program
 _MANY = 512  # rows from which a program has more of them
@@ -61,15 +61,10 @@ class FusedRouter:
 
 
 def route(
-    scores: Tensor,
-    per_row: int,
-    normed: bool,
-    own: range | None = None,
-    lengths: Tensor | None = None,
-    totals: Tensor | None = None,
-    few_rows: int = FEW_ROWS,
+    scores: Tensor, per_row: int, normed: bool, own: range | None = None,
+    lengths: Tensor | None = None, totals: Tensor | None = None, few_rows: int = FEW_ROWS,
     scored: tuple[FusedRouter, Tensor] | None = None,
-) -> ExpertSlots:
+) -> ExpertSlots:  # fmt: skip
     """Selects the best experts of each row, best first; of equal scores the lower number first.
 
     scores: `[rows, experts]` · normed: whether shares are normalised over the selected experts ·

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.triton.kernel_spec import Config, KernelSpec, Key, Outputs, Trial
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Outputs, Trial
 
 NUM_PENALTIES = 3  # repetition, frequency, presence
 

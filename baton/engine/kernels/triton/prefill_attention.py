@@ -26,9 +26,9 @@ from baton.engine.kernels.triton.attention_common import (
     split_even_odd,
     stored_elements,
 )
-from baton.engine.kernels.triton.kernel_spec import Config
 from baton.engine.kernels.triton.launch import MOST_TILE_ROWS, tile_rows
 from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.specs import Config
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,6 @@ from torch import Tensor
 
 from baton.engine.kernels.torch import row_quantization
 from baton.engine.kernels.torch.rows import rms_norm
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Trial,
-    dtype_of,
-    product_of,
-)
 from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.row_quantization import (
@@ -27,6 +19,7 @@ from baton.engine.kernels.triton.row_quantization import (
     parts_of,
     store_row,
 )
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of, product_of
 
 LARGEST_ROW = 32768  # elements of a row, which one program holds in registers
 
@@ -58,13 +51,9 @@ def _add_rms_norm_kernel(
 
 
 def add_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    config: Config | None = None,
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, config: Config | None = None,
     to: torch.dtype | None = None,
-) -> tuple[Rows, Tensor]:
+) -> tuple[Rows, Tensor]:  # fmt: skip
     """Adds x to the residual stream in place, and norms the sum: (normed, stream).
 
     x, residual: `[rows, size]` of one type; without a residual, x is the stream · weight: `[size]`,

@@ -17,16 +17,9 @@ from baton.engine.kernels.torch.attention import write_kv
 from baton.engine.kernels.torch.row_quantization import FP8, SCALE_BYTES, is_quantized, unpack_rows
 from baton.engine.kernels.torch.rows import rms_norm, rotate
 from baton.engine.kernels.triton.attention_common import stored_elements
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Outputs,
-    Trial,
-    dtype_of,
-)
 from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.row_quantization import bits_of, scale_of
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 
 
 class Rotation(NamedTuple):

@@ -13,16 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.torch import row_quantization
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Trial,
-    dtype_of,
-    product_of,
-)
 from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of, product_of
 
 # Elements of a row that `quantize_rows` keeps in registers between its two passes; a longer row is
 # read twice.
@@ -214,33 +207,21 @@ def _quantize_trial(shape: Key, device: torch.device) -> Trial:
     )
 
 
-def scaled_reference(
-    sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor]:
-    """`scale_sums` computed by torch."""
-    out = sums.float() * (row_scales[:, None] * column_scales)
-    return ((out if bias is None else out + bias.float()).to(dtype),)
-
-
-def random_scales(
-    shape: Key, rows: int, columns: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:
-    """Random scales of rows and columns, a bias if the shape has one, and the result's type."""
-    dtype = dtype_of(shape)
+def _scale_trial(shape: Key, device: torch.device) -> Trial:
+    rows, columns, dtype = int(shape["rows"]), int(shape["columns"]), dtype_of(shape)
+    sums = torch.randint(-(2**20), 2**20, (rows, columns), dtype=torch.int32, device=device)
     row_scales, column_scales = (torch.rand(n, device=device) / 100 for n in (rows, columns))
     bias = torch.randn(columns, device=device).to(dtype) if shape.get("bias") else None
-    return row_scales, column_scales, bias, dtype
 
+    def reference() -> tuple[Tensor]:
+        out = sums.float() * (row_scales[:, None] * column_scales)
+        return ((out if bias is None else out + bias.float()).to(dtype),)
 
-def _scale_trial(shape: Key, device: torch.device) -> Trial:
-    rows, columns = int(shape["rows"]), int(shape["columns"])
-    sums = torch.randint(-(2**20), 2**20, (rows, columns), dtype=torch.int32, device=device)
-    scales = random_scales(shape, rows, columns, device)
     return Trial(
         {},
-        lambda config: (scale_sums(sums, *scales),),
-        lambda: scaled_reference(sums, *scales),
-        moved_bytes=(4 + scales[-1].itemsize) * rows * columns,
+        lambda config: (scale_sums(sums, row_scales, column_scales, bias, dtype),),
+        reference,
+        moved_bytes=(4 + dtype.itemsize) * rows * columns,
     )
 
 

@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.triton.kernel_spec import (
+from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.specs import (
     Config,
     KernelSpec,
     Key,
@@ -32,7 +33,6 @@ from baton.engine.kernels.triton.kernel_spec import (
     dtype_of,
     product_of,
 )
-from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.sampling.filters import sample as reference
 from baton.engine.sampling.randomness import uniform
 from baton.engine.sampling.sampler import GREEDY_BELOW, NUM_SETTINGS

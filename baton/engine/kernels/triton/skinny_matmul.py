@@ -23,17 +23,10 @@ from baton.engine.kernels.torch import row_quantization
 from baton.engine.kernels.torch.rows import act_mul as reference_act_mul
 from baton.engine.kernels.torch.rows import rms_norm
 from baton.engine.kernels.triton.activation import act_mul, gated
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Outputs,
-    Trial,
-    dtype_of,
-)
 from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.rms_norm import add_rms_norm
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 
 NAME = "skinny_matmul"
 
@@ -177,19 +170,11 @@ def _skinny_matmul(
 
 
 def skinny_matmul(
-    x: Tensor,
-    weight: Tensor,
-    counters: Tensor,
-    bias: Tensor | None = None,
-    *,
-    dtype: torch.dtype,
-    scales: tuple[Tensor, Tensor] | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    activation: Activation | None = None,
-    residual: Tensor | None = None,
+    x: Tensor, weight: Tensor, counters: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype,
+    scales: tuple[Tensor, Tensor] | None = None, norm: Tensor | None = None, eps: float = 0.0,
+    activation: Activation | None = None, residual: Tensor | None = None,
     config: Config | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`x @ weight.T + bias`, of dtype: `[rows, out]`.
 
     x: `[rows, in]`, up to MOST_ROWS rows · weight: `[out, in]` of x's type, both contiguous ·

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.kernels.torch.attention import place
-from baton.engine.kernels.triton.kernel_spec import Config, KernelSpec, Key, Outputs, Trial
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Outputs, Trial
 
 CONFIG = {"num_warps": 4, "num_stages": 1, "ROWS": 128, "SEQUENCES": 32}
 

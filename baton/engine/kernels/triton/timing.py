@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from baton.engine.kernels.triton.kernel_spec import Config, KernelSpec, Key, Trial
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial
 
 Launch: TypeAlias = Callable[[], object]
 T = TypeVar("T")

@@ -12,15 +12,10 @@ import torch
 import triton
 
 from baton.cuda import compute_capability
-from baton.engine.kernels.triton import precompile, timing
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    relative_error,
-    text_of,
-)
+from baton.engine.kernels.triton import timing
+from baton.engine.kernels.triton.check import Target, compile_target, results_until
 from baton.engine.kernels.triton.launch_configs import Configs, choose, read, write
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, relative_error, text_of
 
 Measure: TypeAlias = Callable[[Sequence[timing.Launch], torch.device], float]
 
@@ -40,13 +35,9 @@ class Tuned(NamedTuple):
 
 
 def tune(
-    work: Sequence[tuple[KernelSpec, Key]],
-    device: torch.device,
-    file: Path,
-    seconds: float,
-    measure: Measure = timing.seconds,
-    pool: Pool | None = None,
-) -> Iterator[Tuned]:
+    work: Sequence[tuple[KernelSpec, Key]], device: torch.device, file: Path, seconds: float,
+    measure: Measure = timing.seconds, pool: Pool | None = None,
+) -> Iterator[Tuned]:  # fmt: skip
     """Tunes each kernel and shape as `tune_shape` does, until `seconds` are over.
 
     pool: processes that compile the candidates ahead.
@@ -70,21 +61,16 @@ def with_candidates(
             assert spec.configs is not None
             candidates = spec.configs(spec.trial(shape, torch.device("meta")).key)
             capability = compute_capability(device)
-            targets = [precompile.Target(spec.name, shape, capability, one) for one in candidates]
-            compiled = pool.imap(precompile.compile_target, targets)
+            targets = [Target(spec.name, shape, capability, one) for one in candidates]
+            compiled = pool.imap(compile_target, targets)
         found.append((spec, shape, compiled))
     return found
 
 
 def tune_shape(
-    spec: KernelSpec,
-    shape: Key,
-    device: torch.device,
-    file: Path,
-    end: float,
-    measure: Measure = timing.seconds,
-    compiled: IMapIterator[str] | None = None,
-) -> Tuned | None:
+    spec: KernelSpec, shape: Key, device: torch.device, file: Path, end: float,
+    measure: Measure = timing.seconds, compiled: IMapIterator[str] | None = None,
+) -> Tuned | None:  # fmt: skip
     """Finds the fastest configuration for a shape and keeps it in `file`; None if none ran.
 
     It replaces the configuration in effect only if it is faster in two further passes: in the first
@@ -95,7 +81,7 @@ def tune_shape(
     """
     assert spec.configs is not None
     if compiled is not None:
-        list(precompile.results_until(min(end, time.monotonic() + _CANDIDATES_S), compiled))
+        list(results_until(min(end, time.monotonic() + _CANDIDATES_S), compiled))
     trials = timing.trials_of(spec, shape, device)
     key, moved = trials[0].key, trials[0].moved_bytes
     in_effect = choose(spec.name, key, device)

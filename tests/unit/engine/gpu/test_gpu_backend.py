@@ -130,8 +130,7 @@ def test_what_settings_build(checkpoint, overlap, speculate):
 def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     # Of 7.2 GiB, so that the rest is no burden for a test; another engine here holds 5 bytes.
-    gpu, given = UnmeasuredGpu(peak=int(2.98 * GIB)), []
-    weights_of = gpu_backend.load_or_make_weights
+    gpu, given, load = UnmeasuredGpu(peak=int(2.98 * GIB)), [], gpu_backend.load_or_make_weights
     gpu.held = 5
 
     def allocate(num_bytes, device):
@@ -139,7 +138,7 @@ def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
 
     def watched(*args):
         gpu.held += 3 * GIB
-        return weights_of(*args)
+        return load(*args)
 
     monkeypatch.setattr(gpu_backend, "load_or_make_weights", watched)
     loaded = on_gpu(checkpoint, gpu, allocate, graphs=False, gpu_memory=0.75, kv_blocks=0)
@@ -162,7 +161,7 @@ def out_of_memory(*_):
 def test_too_little_memory_is_an_error_with_hints(checkpoint, monkeypatch):
     with pytest.raises(ConfigError, match="no GPU memory is left for KV"):
         on_gpu(checkpoint, UnmeasuredGpu(peak=8 * GIB), kv_blocks=0)
-    with pytest.raises(ConfigError, match="another process took GPU memory meanwhile"):
+    with pytest.raises(ConfigError, match="another process has allocated GPU memory"):
         on_gpu(checkpoint, UnmeasuredGpu(), allocate=out_of_memory)
     gpu = FakeGpu()
     monkeypatch.setattr(gpu, "peak_of", out_of_memory)

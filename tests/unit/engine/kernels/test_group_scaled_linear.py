@@ -15,7 +15,7 @@ from baton.engine.kernels.triton.group_scaled_linear import (
     group_scaled_linear,
 )
 from baton.engine.kernels.triton.group_scaled_packing import pack, random_weight
-from baton.engine.kernels.triton.kernel_spec import relative_error
+from baton.engine.kernels.triton.specs import relative_error
 from baton.engine.quantization.int4 import Int4Weight, pack_nibbles
 from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from tests.unit.engine.kernels.ptx import run_ptx

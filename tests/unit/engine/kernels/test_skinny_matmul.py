@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.kernels.triton.kernel_spec import relative_error
 from baton.engine.kernels.triton.launch_configs import SHIPPED, read
 from baton.engine.kernels.triton.skinny_matmul import (
     NAME,
@@ -15,6 +14,7 @@ from baton.engine.kernels.triton.skinny_matmul import (
     padded_rows,
     skinny_matmul,
 )
+from baton.engine.kernels.triton.specs import relative_error
 
 CPU = torch.device("cpu")
 

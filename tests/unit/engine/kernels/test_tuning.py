@@ -15,7 +15,8 @@ import triton
 
 from baton.engine.kernels.triton import __main__ as command
 from baton.engine.kernels.triton import launch_configs, tuning
-from baton.engine.kernels.triton.kernel_spec import (
+from baton.engine.kernels.triton.launch_configs import Configs, choose
+from baton.engine.kernels.triton.specs import (
     Config,
     KernelSpec,
     Key,
@@ -24,7 +25,6 @@ from baton.engine.kernels.triton.kernel_spec import (
     specs_in,
     text_of,
 )
-from baton.engine.kernels.triton.launch_configs import Configs, choose
 from baton.engine.kernels.triton.tuning import tune
 
 CPU = torch.device("cpu")

@@ -1,0 +1,127 @@
+"""What is collected into a message, and how a stream ends, over an end that tests write."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from baton.errors import InvalidRequest, Unavailable
+from baton.net import message_stream
+from baton.net.message_stream import MessageStream
+from baton.v1.dispatch_pb2 import RouterMessage
+
+
+class Raw:
+    """The other end: reads what is queued, and takes a message when `taking` is set."""
+
+    def __init__(self):
+        self.incoming, self.written = asyncio.Queue(), []
+        self.taking = asyncio.Event()
+        self.taking.set()
+
+    async def read(self):
+        data = await self.incoming.get()
+        if isinstance(data, Exception):
+            raise data
+        return data
+
+    async def write(self, data):
+        self.written.append(RouterMessage.FromString(data))
+        await self.taking.wait()
+
+
+@pytest.fixture
+async def raw():
+    return Raw()
+
+
+@pytest.fixture
+async def stream(raw):
+    """One that runs; `stream.received` has what has come."""
+    stream, received = MessageStream(raw, RouterMessage, RouterMessage), []
+
+    async def reading():
+        async for message in stream.messages():
+            received.append(message)
+
+    stream.received, stream.life = received, asyncio.create_task(stream.run(reading()))
+    await asyncio.sleep(0)
+    yield stream
+    stream.life.cancel()
+    await asyncio.wait({stream.life})
+
+
+async def turns(count=6):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_what_a_turn_adds_is_one_message(raw, stream):
+    for name in "ab":
+        stream.outgoing.cancel.append(name)
+    stream.outgoing.keep_traces.append("t")
+    await turns()
+    assert raw.written == [RouterMessage(cancel="ab", keep_traces="t")]
+    stream.outgoing.cancel.append("c")
+    stream.seal()
+    stream.outgoing.cancel.append("d")
+    await turns()
+    assert [*raw.written[-1].cancel][-1] == "d" and raw.incoming.empty()
+
+
+async def test_turns_in_which_nothing_is_taken_share_a_message(raw, stream):
+    raw.taking.clear()
+    for number in range(50):
+        stream.outgoing.cancel.append(str(number))
+        await turns(2)
+    raw.taking.set()
+    await turns(20)
+    cancelled = [name for message in raw.written for name in message.cancel]
+    assert cancelled == [str(number) for number in range(50)] and len(raw.written) <= 3
+    assert stream._unsent_bytes == 0
+
+
+async def test_too_many_unsent_bytes_end_the_stream(raw, stream, monkeypatch):
+    monkeypatch.setattr(message_stream, "MAX_UNSENT_BYTES", 1000)
+    raw.taking.clear()
+    for _ in range(20):
+        stream.outgoing.cancel.append("x" * 100)
+        await turns(2)
+    with pytest.raises(Unavailable, match="left unread"):
+        await stream.life
+    stream.outgoing.cancel.append("late")  # is dropped
+    await turns()
+    assert not stream._sealed
+
+
+async def test_bytes_that_are_no_message_end_the_stream(raw, stream):
+    raw.incoming.put_nowait(RouterMessage(cancel=["a"]).SerializeToString())
+    raw.incoming.put_nowait(b"\xff\xff")
+    with pytest.raises(InvalidRequest, match="no RouterMessage"):
+        await stream.life
+    assert stream.received == [RouterMessage(cancel=["a"])]
+
+
+@pytest.mark.parametrize("end", ["theirs", "ours"])
+async def test_what_was_added_before_a_stream_is_closed_is_sent(raw, stream, end):
+    stream.outgoing.cancel.append("last")
+    if end == "theirs":
+        raw.incoming.put_nowait(grpc.aio.EOF)
+    else:
+        stream.close()
+    await stream.life
+    assert raw.written == [RouterMessage(cancel=["last"])]
+
+
+async def test_an_end_that_takes_nothing_does_not_keep_a_closed_stream(raw, stream, monkeypatch):
+    monkeypatch.setattr(message_stream, "CLOSE_S", 0.05)
+    raw.taking.clear()
+    stream.outgoing.cancel.append("last")
+    raw.incoming.put_nowait(grpc.aio.EOF)
+    await stream.life
+
+
+async def test_a_broken_stream_ends_with_the_readers_error(raw, stream):
+    raw.incoming.put_nowait(Unavailable("it broke"))
+    with pytest.raises(Unavailable, match="it broke"):
+        await stream.life
