@@ -35,6 +35,7 @@ from baton.log_format import about
 from baton.telemetry import tracing
 from baton.v1 import decode_pb2
 from baton.v1.dispatch_pb2 import WorkerMessage
+from baton.worker.dispatch_service import RouterStream
 from baton.worker.messages import (
     FINISH_REASONS,
     ModelLimits,
@@ -43,7 +44,6 @@ from baton.worker.messages import (
     prompt_logprobs_proto,
     sequence_of,
 )
-from baton.worker.dispatch_service import RouterStream
 from kvtransfer.deadline import in_background
 from kvtransfer.receiver import HandoffReceiver, ReservedBlocks, Verified
 

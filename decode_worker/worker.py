@@ -14,8 +14,8 @@ from baton.errors import Unavailable
 from baton.telemetry import propagation
 from baton.v1 import handoff_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage
-from baton.worker.node import Node
 from baton.worker.dispatch_service import RouterStream
+from baton.worker.node import Node
 from decode_worker.reservations import DecodeSpans, Reservations
 from kvtransfer.interface import Transport
 from kvtransfer.rank_links import RankPool

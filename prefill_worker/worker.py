@@ -34,6 +34,7 @@ from baton.telemetry import propagation, tracing
 from baton.v1 import common_pb2, prefill_pb2, worker_pb2
 from baton.v1.common_pb2 import WorkerRecord
 from baton.v1.dispatch_pb2 import RouterMessage
+from baton.worker.dispatch_service import RouterStream
 from baton.worker.messages import (
     FINISH_REASONS,
     compiled_grammar,
@@ -42,7 +43,6 @@ from baton.worker.messages import (
     sequence_of,
 )
 from baton.worker.node import Node
-from baton.worker.dispatch_service import RouterStream
 from kvtransfer.interface import Transport
 from kvtransfer.links import LinkPool
 from kvtransfer.pool import Slots

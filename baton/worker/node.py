@@ -136,7 +136,9 @@ class Node(WorkerServiceServicer, ABC):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        server, address = bind(self.config.host, self.config.port, max_message_bytes=MAX_MESSAGE_BYTES)
+        server, address = bind(
+            self.config.host, self.config.port, max_message_bytes=MAX_MESSAGE_BYTES
+        )
         self.record.address = self.config.advertise or address
         host, _ = split_address(self.record.address)
         async with (

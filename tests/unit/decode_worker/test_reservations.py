@@ -2,7 +2,6 @@
 ends frees its blocks and informs its router."""
 
 import asyncio
-import contextlib
 import threading
 
 import pytest

@@ -183,9 +183,7 @@ async def test_a_router_that_does_not_read_is_cut_off(service, connect, monkeypa
     assert error.code() is grpc.StatusCode.UNAVAILABLE and "left unread" in error.details()
 
 
-async def test_what_a_slow_router_missed_comes_in_few_messages_with_the_last_load(
-    service, connect
-):
+async def test_what_a_slow_router_missed_comes_in_few_messages_with_the_last_load(service, connect):
     call = await connect("slow")
     first = WorkerMessage.FromString(await call.read())
     assert (first.incarnation, first.HasField("report")) == ("d-1", True)
