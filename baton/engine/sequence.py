@@ -30,7 +30,7 @@ class TokenCounts:
         self._ids = np.empty(0, np.int64)
         self._times = np.empty(0, np.int64)  # counts in the output; 0: in the prompt only
 
-    def of(self, token_ids: Tokens[int], prompt_tokens: int, proposed: int) -> tuple[Ints, Ints]:
+    def count(self, token_ids: Tokens[int], prompt_tokens: int, proposed: int) -> tuple[Ints, Ints]:
         """(distinct tokens, count of each in the output), valid until the next call.
 
         proposed: how many of the last `token_ids` are proposals, which may be rejected.
