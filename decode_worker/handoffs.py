@@ -137,7 +137,7 @@ class Handoffs:
     # What senders ask for.
 
     async def ready(self, request: pb.ReadyRequest, link: IncomingLink) -> Slots:
-        """Grants a one-sided sender the write of the next tokens, or posts the receive of them.
+        """Lets a one-sided sender write the next tokens, or starts to receive them.
 
         Raises Stale, InvalidRequest, TransferFailed.
         """
@@ -233,7 +233,7 @@ class Handoffs:
         ):
             self._abort(handoff, request.reason)
         if request.resend:
-            self._reserved(request.handoff_id, request.reservation_token)
+            self._renew_reserved(request.handoff_id, request.reservation_token)
 
     async def sender_exited(self, incarnation: str) -> None:
         """Gives up the handoffs of a prefill process that has ended.
@@ -343,8 +343,8 @@ class Handoffs:
 
     # RESERVED → WRITING → WITHDRAWN → RESERVED
 
-    def _reserved(self, handoff_id: str, token: str) -> Handoff:
-        """The handoff that waits for its KV, whose lease begins anew. Raises Stale."""
+    def _renew_reserved(self, handoff_id: str, token: str) -> Handoff:
+        """Returns a handoff that waits for its KV, with its lease renewed. Raises Stale."""
         handoff = self._handoffs.get(handoff_id)
         waiting = State.RESERVED, State.WRITING
         if handoff is None or handoff.token != token or handoff.state not in waiting:
@@ -357,7 +357,7 @@ class Handoffs:
         self, request: pb.ReadyRequest | pb.CommitRequest, link: IncomingLink
     ) -> tuple[Handoff, Transfer]:
         """The transfer that a message belongs to, new if this is its first one. Raises Stale."""
-        handoff = self._reserved(request.handoff_id, request.reservation_token)
+        handoff = self._renew_reserved(request.handoff_id, request.reservation_token)
         if (transfer := handoff.transfer) is None:
             handoff.enter(State.WRITING)
             transfer = Transfer(link, handoff.cached_tokens, link.new_digest())
@@ -372,7 +372,7 @@ class Handoffs:
         """Raises Stale unless the transfer may still be committed; else renews the lease."""
         if handoff.transfer is not transfer or handoff.state is not State.WRITING:
             raise Stale(f"the reservation of handoff {handoff.handoff_id} is gone")
-        self._reserved(handoff.handoff_id, handoff.token)
+        self._renew_reserved(handoff.handoff_id, handoff.token)
 
     async def _received(
         self, handoff: Handoff, transfer: Transfer, receive: Coroutine[Any, Any, None]

@@ -207,5 +207,5 @@ def prepare(pool: KvPool) -> None:
 def block_ops(device: torch.device) -> BlockOps:
     """Triton's operations if device and installation have Triton, otherwise torch's."""
     if device.type == "cuda" and importlib.util.find_spec("triton"):
-        return importlib.import_module("kvtransfer.kernels.blocks").BlockMover(device)
+        return importlib.import_module("kvtransfer.kernels.copy_and_checksum").BlockMover(device)
     return reference

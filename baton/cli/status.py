@@ -15,7 +15,7 @@ _STATES = {
     "DRAINING": "finishes its requests and accepts no new ones",
     "MISMATCH": "serves another model than this router",
     "UNREACHABLE": "is registered, but cannot be connected to",
-    "SILENT": "is connected, but sent no heartbeat for longer than --silence",
+    "SILENT": "sent no heartbeat for half of --silence: gets nothing new",
     "STALLED": "answers, but its engine makes no progress",
     "EJECTED": "gets no requests for a while after failed calls",
     "QUARANTINED": "(pair) is not used for a while after a failed transfer",

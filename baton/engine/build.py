@@ -26,9 +26,9 @@ from baton.engine.cpu_affinity import pin_thread
 from baton.engine.engine import Engine
 from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.kv_cache import Allocate, KvLayout, plan_layout
-from baton.engine.models.loader import random_seed
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
+from baton.engine.models.weight_loader import random_seed
 from baton.engine.rank_executor import RemoteRanks
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler

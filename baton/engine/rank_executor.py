@@ -27,9 +27,9 @@ from baton.engine.collectives import (
     NcclCollectives,
 )
 from baton.engine.cpu_affinity import pin_thread
-from baton.engine.models.loader import random_seed
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
+from baton.engine.models.weight_loader import random_seed
 from baton.engine.runner import zero_blocks
 from baton.errors import BatonError
 from baton.net.object_connection import ObjectConnection

@@ -1,4 +1,4 @@
-"""Generation over HTTP: runs the choices of a request, and answers whole or with a stream.
+"""Generation over HTTP: runs a request's choices, answers whole or by server-sent events.
 
 Before the first token an error is an HTTP status; after it, the last event of the stream. Each
 choice is one request to the generation service.

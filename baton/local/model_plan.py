@@ -23,10 +23,10 @@ from baton.engine.backends.gpu.device import Gpu
 from baton.engine.build import choose_dtype, device_of, kv_dtype_of, longest_context
 from baton.engine.checkpoint.tensors import ELEMENT_BYTES, stored_tensors
 from baton.engine.kv_cache import KvLayout, plan_layout
-from baton.engine.models.loader import random_weights
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
 from baton.engine.models.tensor_names import num_parameters
+from baton.engine.models.weight_loader import random_weights
 from baton.engine.quantization.config import weight_format
 from baton.engine.quantization.linear_weight import DenseWeight
 from baton.errors import CheckpointError, ConfigError

@@ -1,5 +1,5 @@
-"""The service that routers call: one stream for each router process, over which requests come and
-tokens, failures and load reports go."""
+"""The service that routers call: one stream for each router process, with requests one way and
+tokens, failures and load reports the other."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ from baton.engine.build import Loaded
 from baton.engine.kernels.triton.attention_specs import random_pool
 from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.loader import random_weights
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.weight_loader import random_weights
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
 from benchmarks.engine.adapters.protocol import Setup, Timed

@@ -73,7 +73,7 @@ _COMPILED = "kernels compiled"
 _SMI_S = 10.0
 _COMPILING, _SANITIZING = 0.4, 0.3  # shares of the time left
 SANITIZER, _SANITIZER_S = "compute-sanitizer", 30.0  # seconds for the last launch
-_BLOCKS = "kvtransfer.kernels.blocks"
+_BLOCKS = "kvtransfer.kernels.copy_and_checksum"
 KernelCase: TypeAlias = tuple[str, str, Key]  # name of the row, kernel, shape
 
 

@@ -36,8 +36,8 @@ from baton.config import EngineConfig, model_path
 from baton.engine import build
 from baton.engine.batch import StepBatch, StepModel
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.loader import load_weights
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.weight_loader import load_weights
 from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
 from baton.engine.quantization.methods import quantize_weight
 from baton.engine.runner import Runner

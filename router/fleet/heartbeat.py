@@ -41,13 +41,13 @@ class LivenessConfig:
     def heartbeat_ms(self) -> int:
         """Requested of workers: a worker is suspected after it has missed about three.
 
-        A message that a worker sends for another reason is one.
+        Any other message from the worker counts as a heartbeat, too.
         """
         return int(1000 * self.silence_s / 7.5)
 
     @cached_property
     def lost_ticks(self) -> int:
-        """Silent for so long, a worker counts as lost; for half of it, it gets nothing new."""
+        """Silent ticks after which a worker is lost; after half of them it gets nothing new."""
         return self.ticks_in(self.silence_s)
 
     def ticks_in(self, time_s: float) -> int:

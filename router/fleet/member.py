@@ -1,5 +1,4 @@
-"""One worker as the router follows it: a connection, over which all goes that the two tell each
-other, and what is known from it."""
+"""One worker as the router sees it: the one stream to it, and what it reported there."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class SampleRow(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether only a token of unchanged logits is wanted; constant as tokens are added."""
+        """Whether only a token of unchanged logits is wanted."""
         params = self.params
         return params.logprobs is None and not (
             self.adjusted or params.structured_output or params.reasoning
@@ -91,7 +91,7 @@ class Adjustments(NamedTuple):
 class TokenLogprobs:
     """Natural log-probabilities at one position, of the tokens that the row's grammar allows.
 
-    Without any other sampling setting.
+    No other sampling setting changes them.
     """
 
     token_id: int

@@ -11,9 +11,9 @@ from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.loader import random_weights
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.rope_config import Rope
+from baton.engine.models.weight_loader import random_weights
 from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
 from baton.engine.quantization.methods import quantize_weight
 from tests.unit.engine.paged import PagedRun

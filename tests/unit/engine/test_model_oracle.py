@@ -10,8 +10,8 @@ import torch
 from baton.engine.backends.cpu.native_model import NativeModel
 from baton.engine.models.architectures import ARCHITECTURES
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.loader import load_weights
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.weight_loader import load_weights
 from tests.unit.engine import small_models
 from tests.unit.engine.checkpoints import load_reference, make_checkpoint, make_model
 from tests.unit.engine.paged import PagedRun

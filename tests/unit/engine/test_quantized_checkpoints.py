@@ -11,8 +11,8 @@ import torch
 from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.kernels.torch.row_quantization import quantize_rows
-from baton.engine.models.loader import load_weights, random_weights
 from baton.engine.models.model_config import ExpertsConfig, ModelConfig
+from baton.engine.models.weight_loader import load_weights, random_weights
 from baton.engine.quantization.int4 import Int4Weight
 from baton.engine.quantization.int8 import Int8Weight
 from baton.engine.quantization.linear_weight import DenseWeight

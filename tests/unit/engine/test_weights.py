@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from baton.config import EngineConfig
 from baton.engine.checkpoint.tensors import INDEX_FILE, SINGLE_FILE
-from baton.engine.models import loader as loading
-from baton.engine.models.loader import load_weights, random_seed, random_weights
+from baton.engine.models import weight_loader as loading
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.tensor_names import num_parameters
+from baton.engine.models.weight_loader import load_weights, random_seed, random_weights
 from baton.engine.quantization.int8 import Int8Weight
 from baton.engine.quantization.linear_weight import DenseWeight
 from baton.errors import CheckpointError

@@ -7,7 +7,7 @@ from baton.errors import TransferFailed
 from kvtransfer import copier, incoming
 from kvtransfer.copier import GpuCopier
 from kvtransfer.kernels import reference
-from kvtransfer.kernels.blocks import BlockMover
+from kvtransfer.kernels.copy_and_checksum import BlockMover
 from kvtransfer.pool import Slots
 from tests.contract.kvtransfer_driver import CPU
 from tests.contract.kvtransfer_parts import MemoryTransport, make_pool, slots

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvtransfer.digest import word_sum
-from kvtransfer.kernels import blocks, reference
-from kvtransfer.kernels.blocks import BlockMover
+from kvtransfer.kernels import copy_and_checksum, reference
+from kvtransfer.kernels.copy_and_checksum import BlockMover
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports import shm
 from tests.contract.kvtransfer_driver import CPU
@@ -30,8 +30,8 @@ SLOTS = {
 @pytest.fixture(params=SHAPES.values(), ids=SHAPES)
 def pools(request, monkeypatch):
     """A pool with content and an empty one; tiles are smaller than a block, programs few."""
-    monkeypatch.setattr(blocks, "TILE", 64)
-    monkeypatch.setattr(blocks, "TAIL_TILE", 16)
+    monkeypatch.setattr(copy_and_checksum, "TILE", 64)
+    monkeypatch.setattr(copy_and_checksum, "TAIL_TILE", 16)
     shape, dtype, *heads = request.param
     torch.manual_seed(3)
     full = torch.zeros(shape, dtype=dtype)
@@ -113,14 +113,14 @@ def test_blocks_beyond_what_32_bits_can_count():
 
 def test_a_copy_has_as_many_programs_as_its_link_needs(monkeypatch):
     gpus = [torch.device("cuda", n) for n in range(3)]
-    monkeypatch.setattr(blocks, "has_nvlink", lambda own, other: other == gpus[1])
+    monkeypatch.setattr(copy_and_checksum, "has_nvlink", lambda own, other: other == gpus[1])
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert [blocks._programs.__wrapped__(gpus[0], one) for one in gpus] == [132, 32, 4]
+    assert [copy_and_checksum._programs.__wrapped__(gpus[0], one) for one in gpus] == [132, 32, 4]
 
 
 def test_ids_come_round_in_the_ring_and_what_exceeds_it_gets_a_larger_one():
-    ids = blocks._DeviceIds(CPU, 16)
+    ids = copy_and_checksum._DeviceIds(CPU, 16)
     for first in range(5):
         read, written, none = ids.put((first, 7), (8, first, 9), ())
         assert read.tolist()[:2] == [first, 7]

@@ -11,8 +11,8 @@ from baton import cli
 from baton.config import EngineConfig
 from baton.engine.backends.cpu import backend as cpu
 from baton.engine.kv_cache import KvLayout
-from baton.engine.models.loader import load_weights
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.weight_loader import load_weights
 from baton.local import doctor
 from baton.local.model_plan import check_plan, weight_bytes
 from tests.unit.engine.checkpoints import make_checkpoint

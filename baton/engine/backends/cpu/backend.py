@@ -21,9 +21,9 @@ from baton.engine.collectives import SINGLE_RANK, GroupCollectives
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.loader import load_or_make_weights
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.models.weight_loader import load_or_make_weights
 from baton.engine.quantization.config import weight_format
 from baton.engine.quantization.linear_weight import LinearWeight
 from baton.engine.quantization.methods import quantize_weight

@@ -22,9 +22,9 @@ from baton.engine.batch import StepModel
 from baton.engine.collectives import SINGLE_RANK, GroupCollectives
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.loader import load_or_make_weights
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.models.weight_loader import load_or_make_weights
 from baton.engine.quantization.config import weight_format
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler

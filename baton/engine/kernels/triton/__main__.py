@@ -48,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         add = partial(command.add_argument, action="append", default=[])
         add("--kernel", metavar="NAME", help="only this kernel; repeatable")
-        more = "another module with kernels, such as kvtransfer.kernels.blocks; repeatable"
+        more = (
+            "another module with kernels, such as kvtransfer.kernels.copy_and_checksum; repeatable"
+        )
         add("--module", metavar="MODULE", help=more)
     for command, default, text in (
         (

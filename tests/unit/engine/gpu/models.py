@@ -7,9 +7,9 @@ import torch
 from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.loader import random_weights
 from baton.engine.models.model_config import ExpertsConfig
 from baton.engine.models.rope_config import Rope
+from baton.engine.models.weight_loader import random_weights
 from baton.engine.models.weights import ModelWeights
 from baton.engine.quantization.fp8 import Fp8Weight
 from baton.engine.quantization.int8 import Int8Weight

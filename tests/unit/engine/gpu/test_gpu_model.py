@@ -18,9 +18,9 @@ from baton.engine.kernels.torch.row_quantization import FP8, unpack_rows
 from baton.engine.kernels.triton.moe_matmul import MoeWeight
 from baton.engine.models.architectures import ARCHITECTURES
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.loader import load_weights, random_weights
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.models.weight_loader import load_weights, random_weights
 from baton.engine.quantization import int8
 from baton.engine.quantization.int4 import Int4Weight
 from baton.engine.quantization.linear_weight import DenseWeight

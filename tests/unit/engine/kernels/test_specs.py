@@ -18,7 +18,7 @@ from baton.engine.kernels.triton.specs import (
 
 CASES = [
     pytest.param(spec, small(shape), id=f"{spec.name} {text_of(shape)}")
-    for spec in specs_in(["kvtransfer.kernels.blocks"])
+    for spec in specs_in(["kvtransfer.kernels.copy_and_checksum"])
     for shape in spec.cases
 ]
 

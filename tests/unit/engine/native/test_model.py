@@ -18,8 +18,8 @@ from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.models.architectures import ARCHITECTURES
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.loader import load_weights, random_weights
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.weight_loader import load_weights, random_weights
 from baton.engine.models.weights import ModelWeights
 from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
 from baton.engine.quantization.methods import quantize_weight
