@@ -51,6 +51,14 @@ def gpu_uuid(device: torch.device) -> str:
     return visible_gpus()[device.index or 0] if device.type == "cuda" else ""
 
 
+def compute_capability(device: torch.device) -> int:
+    """A GPU's compute capability, 90 for 9.0; 90 for a CPU, where kernels are interpreted."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 @cache
 def reachable_gpus(device: torch.device) -> tuple[str, ...]:
     """UUIDs of the GPUs whose memory kernels on `device` can access, its own first."""

@@ -1,7 +1,24 @@
-"""Every error Baton raises on purpose, as one tree.
+"""All errors that Baton raises on purpose.
 
-`baton.net.rpc` holds the one table between these classes and gRPC status codes, in both directions,
-so that an error keeps its meaning across processes. This module imports neither gRPC nor tensors.
+    BatonError
+    ├─ InvalidRequest
+    │  └─ ContextOverflow
+    ├─ ModelNotFound
+    ├─ Unauthenticated
+    ├─ RetryableError
+    │  ├─ Overloaded
+    │  └─ Unavailable
+    ├─ DeadlineExceeded
+    ├─ Cancelled
+    ├─ Stale
+    ├─ KvMismatch
+    ├─ TransferFailed
+    │  └─ KvCorrupted
+    ├─ InternalError
+    └─ ConfigError
+       └─ CheckpointError
+
+`baton.net.rpc` maps these classes to gRPC status codes and back, `baton.net.http_errors` to HTTP.
 """
 
 from __future__ import annotations
@@ -19,9 +36,9 @@ _repr.maxstring = _repr.maxother = MAX_QUOTED_CHARS
 
 
 def quoted(value: object) -> str:
-    """A value from outside as error messages show it: it may be megabytes or deeply nested.
+    """A caller's value for an error message, truncated: it may be megabytes or deeply nested.
 
-    Whatever holds them, sets are shown as lists and mappings as dicts.
+    Sets are shown as lists and mappings as dicts.
     """
     if isinstance(value, Set):
         value = list(value)
@@ -31,30 +48,30 @@ def quoted(value: object) -> str:
 
 
 class BatonError(Exception):
-    """Base of all errors; `str()` names the cause and, where there is one, the fix.
+    """Base of all errors; `str()` names the cause and the fix, if there is one.
 
-    `retryable` says whether the same request may work later, at this or another router.
+    `retryable`: the same request may succeed later, at this or another router.
     """
 
     retryable = False
 
 
 class InvalidRequest(BatonError):
-    """The request can never work as it is. `field` names the part that is wrong."""
+    """The request is invalid. `field` names the wrong part."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
         self.field = field
 
     def renamed(self, field: str) -> Self:
-        """A copy that names the field as the caller's protocol does."""
+        """A copy with the field's name in the caller's protocol."""
         named = copy.copy(self)
         named.field = field
         return named
 
 
 class ContextOverflow(InvalidRequest):
-    """Prompt and output do not fit in the context, which holds `max_context` tokens."""
+    """Prompt and output exceed the context of `max_context` tokens."""
 
     def __init__(self, message: str, field: str = "", max_context: int = 0) -> None:
         super().__init__(message, field)
@@ -62,7 +79,7 @@ class ContextOverflow(InvalidRequest):
 
 
 class ModelNotFound(BatonError):
-    """The cluster does not serve the model that was asked for."""
+    """The cluster does not serve the requested model."""
 
 
 class Unauthenticated(BatonError):
@@ -70,7 +87,7 @@ class Unauthenticated(BatonError):
 
 
 class RetryableError(BatonError):
-    """The same request may work later. `retry_after_s` is the server's advice, 0 if it has none."""
+    """The request may succeed later. `retry_after_s` is the server's advice, 0 if none."""
 
     retryable = True
 
@@ -80,11 +97,11 @@ class RetryableError(BatonError):
 
 
 class Overloaded(RetryableError):
-    """There is no room now: no free blocks, a full queue, a deadline that cannot be met."""
+    """No capacity now: no free blocks, a full queue, a deadline that cannot be met."""
 
 
 class Unavailable(RetryableError):
-    """No process is there to do it: no worker of a role, a process that is gone or draining."""
+    """No process can serve it: no worker of a role, or a process that ended or drains."""
 
 
 class DeadlineExceeded(BatonError, TimeoutError):
@@ -96,34 +113,33 @@ class Cancelled(BatonError):
 
 
 class Stale(BatonError):
-    """A lease, incarnation or epoch names something that no longer exists."""
+    """A lease, incarnation or epoch that no longer exists."""
 
 
 class KvMismatch(BatonError):
-    """Two workers' KV caches are not compatible; the message names both sides."""
+    """KV caches of two workers are incompatible; the message names both sides."""
 
 
 class TransferFailed(BatonError):
-    """KV bytes did not arrive; nothing was scheduled, the request can be run elsewhere."""
+    """KV did not arrive; nothing was scheduled, and the request can run elsewhere."""
 
 
 class KvCorrupted(TransferFailed):
-    """KV bytes arrived short or changed; they were discarded."""
+    """KV arrived incomplete or changed, and was discarded."""
 
 
 class InternalError(BatonError):
     """A bug or an unknown failure."""
 
 
-# They end a task or the process, and never become an answer to a caller.
+# Exceptions that end a task or the process, and are never reported to a caller.
 ENDINGS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
 def as_exception(error: BaseException) -> Exception:
-    """The error itself, or a RuntimeError that a panic in a Rust library caused.
+    """The error, or a RuntimeError for a panic in a Rust library.
 
-    A panic is no Exception, so `except Exception` lets it pass and a request would get no answer:
-    catch BaseException behind ENDINGS.
+    A panic is no Exception: after ENDINGS catch BaseException, or a request would get no answer.
     """
     if isinstance(error, Exception):
         return error
@@ -133,11 +149,11 @@ def as_exception(error: BaseException) -> Exception:
 
 
 class ConfigError(BatonError, argparse.ArgumentTypeError):
-    """A setting or command-line option is wrong. Raised at start, never in service.
+    """A wrong setting or command-line option. Raised at the start, never while serving.
 
-    argparse shows one that the parser of an argument raises, with the argument's name.
+    If an argument's parser raises it, argparse shows it with the argument's name.
     """
 
 
 class CheckpointError(ConfigError):
-    """A model directory cannot be used; the file, and the tensor if there is one, are named."""
+    """A model directory cannot be used; the message names the file and tensor."""

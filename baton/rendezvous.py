@@ -1,7 +1,7 @@
-"""Where processes that build a process group find each other: a store that a stranger cannot join.
+"""Rendezvous of the processes of a process group: a TCPStore whose values are authenticated.
 
-Its port is open: any process that reaches it can list keys, and write. So values carry a MAC by a
-secret that the group's processes are told in another way, and prove again over the group itself.
+The store's port is open: any process that reaches it can list keys, and write. So values carry a
+MAC by a secret that the group's processes get in another way, and prove again over the group.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
+from torch import distributed
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 _MAC_BYTES = 32
@@ -21,7 +24,7 @@ _OPEN_S = 30.0
 
 @dataclass(frozen=True)
 class Place:
-    """Of a store: what the others need to find it."""
+    """Address and secret of a store."""
 
     host: str
     port: int
@@ -35,7 +38,7 @@ class Place:
 
 
 class Rendezvous(Store):
-    """What processes tell each other to build their group: a TCPStore, until it is closed."""
+    """An authenticated TCPStore, until it is closed."""
 
     def __init__(self, store: TCPStore, secret: bytes) -> None:
         super().__init__()
@@ -46,7 +49,7 @@ class Rendezvous(Store):
         self._opened().set(key, self._mac(key, value) + value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """Waits for it. Raises RuntimeError where that takes too long or a stranger wrote it."""
+        """Waits for a value. Raises RuntimeError on a time-out or a wrong MAC."""
         sealed: bytes = self._opened().get(key)
         mac, value = sealed[:_MAC_BYTES], sealed[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(key, value)):
@@ -60,11 +63,11 @@ class Rendezvous(Store):
         self._opened().set_timeout(timeout)
 
     def close(self) -> None:
-        """Frees its port; the group does not need it once it is built."""
+        """Frees the port, which a group does not need once it is built."""
         self._store = None
 
     def hello(self, rank: int) -> torch.Tensor:
-        """What proves that this rank knows the secret, uint8 `[32]`."""
+        """Proof that rank `rank` has the secret, uint8 `[32]`."""
         return torch.frombuffer(bytearray(self._mac("hello", bytes([rank]))), dtype=torch.uint8)
 
     def _opened(self) -> TCPStore:
@@ -77,13 +80,13 @@ class Rendezvous(Store):
 
 
 def listening_socket(host: str) -> socket.socket:
-    """On a free port of `host`, which must be this machine's. Raises OSError."""
+    """A socket on a free port of `host`, an address of this machine. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address, family=family)
 
 
 def open_store(host: str) -> tuple[Rendezvous, Place]:
-    """A store on a free port of `host`, for as long as it is not closed. Raises OSError."""
+    """A new store on a free port of `host`, open until it is closed. Raises OSError."""
     with listening_socket(host) as listening:
         port, secret = listening.getsockname()[1], secrets.token_bytes()
         store = TCPStore(
@@ -94,6 +97,37 @@ def open_store(host: str) -> tuple[Rendezvous, Place]:
     return Rendezvous(store, secret), Place(host, port, secret)
 
 
+def gloo_group(store: Rendezvous, rank: int, ranks: int, host: str, timeout_s: float) -> Any:
+    """A process group between CPUs, over TCP. host: this rank's address, for the others.
+
+    Raises RuntimeError.
+    """
+    options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout, options._threads = at_least_1ms(timeout_s), 1
+    return distributed.ProcessGroupGloo(store, rank, ranks, options)
+
+
+def nccl_group(
+    store: Rendezvous,
+    rank: int,
+    ranks: int,
+    timeout_s: float,
+    high_priority: bool = False,
+    config: Mapping[str, int] | None = None,
+) -> Any:
+    """A process group between GPUs. Raises RuntimeError.
+
+    timeout_s: of torch's watchdog · high_priority: whether its streams go ahead of others · config:
+    fields of `ncclConfig_t`.
+    """
+    options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    options._timeout = timedelta(seconds=timeout_s)
+    for name, value in (config or {}).items():
+        setattr(options.config, name, value)
+    return distributed.ProcessGroupNCCL(store, rank, ranks, options)
+
+
 def at_least_1ms(seconds: float) -> timedelta:
-    """A time-out for torch, which takes zero and less for "no time-out"."""
+    """A time-out for torch, where zero and less mean no time-out."""
     return timedelta(seconds=max(seconds, 0.001))

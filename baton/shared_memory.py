@@ -1,4 +1,4 @@
-"""Memory that several processes of one host map: a KV pool, or what ranks exchange."""
+"""Shared memory of processes on one host, in a memfd: a KV pool, or exchanges between ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import threading
 
 import torch
 
-# From <linux/mman.h>, since Linux 5.14; Python does not name them yet.
+# From <linux/mman.h>, since Linux 5.14; Python has no names for them.
 MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_TOUCHED_AT_ONCE = 4 << 20  # briefly: the GIL is held for as long
+_TOUCHED_AT_ONCE = 4 << 20  # bytes; the GIL is held meanwhile
 
 
 class SharedMemoryArea:
-    """Memory that other processes can map. `tensor` is all of it, uint8, zero at first.
+    """Memory that other processes can map by `fd`. Raises OSError if memory is short.
 
-    `touched` says whether every page is in memory. Raises OSError when there is too little memory.
-    """
+    tensor: all of it, uint8, zero at first · touched: whether every page is allocated."""
 
     on_gpu = False
 
@@ -40,25 +39,25 @@ class SharedMemoryArea:
         self.touched = False
 
     def touch(self) -> None:
-        """Allocates every page now, not at the first write to it. Raises OSError."""
+        """Allocates every page now, and not on first access. Raises OSError."""
         self.touched = populate(self._map, _MADV_POPULATE_WRITE, threading.Event())
 
     def close(self) -> None:
-        """No process can map the area any more; the memory is freed with its last tensor."""
+        """Closes the descriptor; the memory is freed with its last mapping and tensor."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def populate(area: mmap.mmap, advice: int, stop: threading.Event) -> bool:
-    """Maps every page of `area`, unless `stop` is set; False where the kernel cannot do that."""
+    """Maps every page of `area` until `stop` is set; False if stopped or not supported."""
     for start in range(0, len(area), _TOUCHED_AT_ONCE):
         if stop.is_set():
             return False
         try:
             area.madvise(advice, start, min(_TOUCHED_AT_ONCE, len(area) - start))
         except OSError as error:
-            if error.errno == errno.EINVAL:  # Linux before 5.14: pages come as they are written
+            if error.errno == errno.EINVAL:  # Linux before 5.14
                 return False
             raise
     return True

@@ -17,7 +17,7 @@ from baton.local.child import tied
 
 ROOT = Path(__file__).parents[1]
 TAIL_LINES = 20  # of a log: a cause is often above the last ones
-_ENDING_S = 10.0  # what a killed process has for it, and one that closed its output by itself
+_ENDING_S = 60.0  # for a killed process, and for one that has closed its output, to end
 
 
 class Failed(Exception):

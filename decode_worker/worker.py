@@ -9,55 +9,57 @@ from collections.abc import Iterator
 import grpc
 
 from baton.engine.build import Loaded
-from baton.engine.loop import StepReport
+from baton.engine.step_report import StepReport
 from baton.errors import Unavailable
 from baton.telemetry import propagation
 from baton.v1 import handoff_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage
 from baton.worker.dispatch_service import RouterStream
 from baton.worker.node import Node
-from decode_worker.reservations import DecodeSpans, Reservations
+from decode_worker.events import DecodeSpans
+from decode_worker.handoffs import Handoffs
+from decode_worker.service import HandoffService
+from kvtransfer.incoming import IncomingLinks
 from kvtransfer.interface import Transport
-from kvtransfer.rank_links import RankPool
-from kvtransfer.receiver import HandoffReceiver
+from kvtransfer.rank_ends import RankPool
 
 
 class DecodeWorker(Node):
-    """Joins reservations and the handoffs' receiver."""
+    """Reserves blocks for routers, takes in KV from prefill workers, and decodes."""
 
     def begin(self, loaded: Loaded, pools: list[RankPool], usable: list[Transport]) -> None:
-        config = self.config
-        self._reservations = Reservations(
-            self.engine, self.limits, self.grammars, config.lease_s, self.metrics.reserved
+        config, metrics = self.config, self.metrics
+        timeout_s = config.transfer_timeout_s
+        self._handoffs = Handoffs(
+            self.engine, self.limits, self.grammars, config.lease_s, timeout_s, metrics.reserved
         )
-        owner, timeout_s = self._reservations, config.transfer_timeout_s
-        self._receiver = HandoffReceiver(
-            pools, self.record, usable, owner, self.find, timeout_s=timeout_s
-        )
-        self._reservations.receiver = self._receiver
+        places = pools, self.record, usable, self.find
+        self._links = IncomingLinks(*places, self._handoffs, timeout_s=timeout_s)
+        self._service = HandoffService(self._handoffs, self._links)
         self._closing_links = asyncio.create_task(self._close_links())
 
     def add_to(self, server: grpc.aio.Server) -> list[str]:
-        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self._receiver, server)
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self._service, server)
         return ["baton.v1.HandoffService"]
 
     def on_step(self, report: StepReport) -> None:
-        self._reservations.on_step(report)
+        self._handoffs.on_step(report)
 
     async def idle(self) -> None:
-        await self._reservations.idle()
+        await self._handoffs.idle()
 
     async def close(self) -> None:
         """Gives what still runs back to its routers, then ends the links."""
-        await self._reservations.close()
+        await self._handoffs.close()
         self._closing_links.cancel()
-        await self._receiver.close()
+        await self._links.close()
+        self._service.close_streams()
 
     async def _close_links(self) -> None:
         """Closes links to prefill workers that have left: one on another host does not say so."""
         async with contextlib.aclosing(self._members.changes()) as changes:
             async for records in changes:
-                self._receiver.keep_links(records.keys())
+                self._links.keep_only(records.keys())
 
     def dispatch(self, router: RouterStream, message: RouterMessage) -> Iterator[None]:
         for request in message.reserve:
@@ -65,13 +67,13 @@ class DecodeWorker(Node):
             try:
                 self.refuse_if_draining()
             except Unavailable as error:
-                self._reservations.refuse(router, request.sequence.handoff_id, spans, error)
+                self._handoffs.refuse(router, request.sequence.handoff_id, spans, error)
             else:
-                self._reservations.reserve(router, request, spans)
+                self._handoffs.reserve(router, request, spans)
             yield
         for handoff_id in message.cancel:
-            self._reservations.cancel(router, handoff_id)
+            self._handoffs.cancel(router, handoff_id)
             yield
 
     def lost(self, router: RouterStream) -> None:
-        self._reservations.lost(router)
+        self._handoffs.lost(router)

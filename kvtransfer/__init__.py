@@ -1,8 +1,8 @@
 """Moves KV blocks from a prefill worker's pool into blocks that a decode worker reserved.
 
-Bottom up: `digest` and `pool` (the bytes), `interface` (what a transport is), `copier` with
-`kernels/` (copies of a pool's bytes, on the host or on a CUDA stream), `transports/`, `pairing`
-(what two workers agree on); on the prefill side `links` and `sender` (a handoff, with its resends);
-on the decode side `receiver`. Nothing here knows an engine, a router or a
-request's text.
+Two layers: a transport moves bytes between two pools (`interface`, `transports/`, and
+`remote_pool` for pools on other hosts); a link joins two workers over a transport (`rank_ends`,
+`outgoing`, `incoming`). Below them `digest`, `pool` and `copier` with `kernels/` (copies and
+checksums of a pool's bytes), and `pairing` (which transport two workers use). Above them `control`
+(the gRPC stream) and `sender` (a handoff and its resends). No module here imports an engine.
 """

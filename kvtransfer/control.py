@@ -1,8 +1,8 @@
-"""Calls of a prefill worker to a decode worker over one gRPC stream, which both ends keep open.
+"""Calls of a prefill worker to a decode worker, multiplexed over one gRPC stream.
 
-A call over it costs two messages, where a call of its own would cost a stream of HTTP/2, its
-headers and a status, too. The caller opens the stream with its first call, and again after it has
-broken; what was not answered by then fails, as calls over a lost connection do.
+A call costs two messages; a unary call would also cost an HTTP/2 stream with headers and a status.
+The caller opens the stream with its first call, and again after it has broken. A broken stream
+fails its unanswered calls, as a lost connection does.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _NAMES: dict[type[Any], str] = {
     pb.CommitRequest: "commit",
     pb.AbortRequest: "abort",
 }
-_MOST_CALLS = 8192  # of a stream, that are not answered
+_MAX_CALLS = 8192  # unanswered calls of one stream
 _CONNECTION_LOST = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
 
 
 @dataclass(eq=False)
 class _Stream:
-    """One stream, as its caller has it, until it has ended."""
+    """The caller's end of one stream."""
 
     outgoing: asyncio.Queue[pb.ControlRequest | None] = field(default_factory=asyncio.Queue)
-    waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)  # for answers, by call
+    waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)  # by call id
     reading: asyncio.Task[None] | None = None
 
     async def requests(self) -> AsyncIterator[pb.ControlRequest]:
-        """All that is sent, until None is."""
+        """The queued requests, until None is queued."""
         while (request := await self.outgoing.get()) is not None:
             yield request
 
     def take(self, response: pb.ControlResponse) -> None:
-        """Gives an answer to whoever waits for it."""
+        """Completes the call that an answer belongs to."""
         if (waiting := self.waiting.pop(response.call_id, None)) is None or waiting.done():
             return  # cancelled meanwhile
         name = response.WhichOneof("answer")
@@ -57,7 +57,7 @@ class _Stream:
 
 
 class Control:
-    """The calls to one decode worker, by its address. Event-loop thread only."""
+    """Calls to one decode worker. Event-loop thread only."""
 
     def __init__(self, address: str) -> None:
         self._channel = rpc.channel(address, role="decode")
@@ -70,14 +70,14 @@ class Control:
         """Whether there is no connection."""
         return self._channel.get_state() in _CONNECTION_LOST
 
-    async def call(self, request: Any, timeout_s: float, trace: Mapping[str, str]) -> Any:
+    async def call(self, request: Any, timeout_s: float) -> Any:
         """The answer to an Offer, Ready, Commit or Abort.
 
-        One that is cancelled, or not answered in time, is cancelled there too. Raises what the
-        decode worker does, Unavailable where it is gone, DeadlineExceeded.
+        A call that is cancelled or times out is cancelled at the decode worker, too. Raises the
+        decode worker's error, Unavailable if it is gone, DeadlineExceeded.
         """
         number, stream = next(self._numbers), self._stream or self._open()
-        message = pb.ControlRequest(call_id=number, trace=trace, **{_NAMES[type(request)]: request})
+        message = pb.ControlRequest(call_id=number, **{_NAMES[type(request)]: request})
         waiting = stream.waiting[number] = asyncio.get_running_loop().create_future()
         waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
         stream.outgoing.put_nowait(message)
@@ -85,7 +85,7 @@ class Control:
             async with asyncio.timeout(timeout_s):
                 return await waiting
         except TimeoutError as error:
-            if isinstance(error, DeadlineExceeded):  # the decode worker's own
+            if isinstance(error, DeadlineExceeded):  # raised by the decode worker
                 raise
             raise DeadlineExceeded(f"no answer within {timeout_s:.3g} s") from None
         finally:
@@ -94,7 +94,7 @@ class Control:
                 stream.outgoing.put_nowait(cancel)
 
     async def close(self) -> None:
-        """Ends stream and connection; no call waits any more."""
+        """Closes stream and connection; no call waits any more."""
         if (stream := self._stream) is not None and stream.reading is not None:
             stream.reading.cancel()
             await asyncio.wait({stream.reading})
@@ -106,7 +106,7 @@ class Control:
         return stream
 
     async def _read(self, stream: _Stream) -> None:
-        """Takes answers until the stream ends, which all calls that wait then fail with."""
+        """Receives answers until the stream ends; its error then fails all waiting calls."""
         ended: Exception = Unavailable("the decode worker has ended its calls")
         try:
             async for response in self._stub.Control(stream.requests()):
@@ -114,7 +114,7 @@ class Control:
         except grpc.RpcError as error:
             ended = rpc.error_of(error)
         finally:
-            stream.outgoing.put_nowait(None)  # ends what sends
+            stream.outgoing.put_nowait(None)  # ends `requests`
             if self._stream is stream:
                 self._stream = None
             waiting, stream.waiting = stream.waiting, {}
@@ -123,11 +123,11 @@ class Control:
                     call.set_exception(ended)
 
 
-Handle = Callable[[Any, Mapping[str, str]], Awaitable[Any]]
+Handle = Callable[[Any], Awaitable[Any]]
 
 
 class ControlServicer(HandoffServiceServicer):
-    """The other end: `handle` has, by the call's field, what answers it with its trace context."""
+    """The called end. `handle`: the method for each field of a ControlRequest."""
 
     def __init__(self, handle: Mapping[str, Handle]) -> None:
         self._handle = handle
@@ -154,7 +154,7 @@ class ControlServicer(HandoffServiceServicer):
             reading.result()
 
     def close_streams(self) -> None:
-        """Ends all streams, behind what is answered already, and takes no more."""
+        """Ends all streams after the answers already queued, and accepts no new ones."""
         self._closed = True
         for answers in self._streams:
             answers.put_nowait(None)
@@ -164,7 +164,7 @@ class ControlServicer(HandoffServiceServicer):
         requests: AsyncIterator[pb.ControlRequest],
         answers: asyncio.Queue[pb.ControlResponse | None],
     ) -> None:
-        """Starts each call in its turn; where the stream is cut, cancels those that run."""
+        """Starts each call in order; if the stream breaks, cancels the running ones."""
         calls: dict[int, asyncio.Task[None]] = {}
         try:
             async for request in requests:
@@ -173,11 +173,11 @@ class ControlServicer(HandoffServiceServicer):
                     if (running := calls.get(number)) is not None:
                         running.cancel()
                     continue
-                if number in calls or len(calls) + answers.qsize() >= _MOST_CALLS:
+                if number in calls or len(calls) + answers.qsize() >= _MAX_CALLS:
                     raise InvalidRequest(f"call {number} runs already, or {len(calls)} do")
                 call = calls[number] = asyncio.create_task(self._answer(request, name, answers))
                 call.add_done_callback(partial(_forget, calls, number))
-            if calls:  # the caller sends no more, but still reads
+            if calls:  # the caller has stopped sending, but still reads
                 await asyncio.wait(set(calls.values()))
         finally:
             for call in tuple(calls.values()):
@@ -192,8 +192,8 @@ class ControlServicer(HandoffServiceServicer):
     ) -> None:
         try:
             if name is None:
-                raise InvalidRequest("a call of no kind that is known here", "call")
-            answer = {name: await self._handle[name](getattr(request, name), request.trace)}
+                raise InvalidRequest("unknown kind of call", "call")
+            answer = {name: await self._handle[name](getattr(request, name))}
         except Exception as error:
             answer = {"failure": failure_of(error)}
         answers.put_nowait(pb.ControlResponse(call_id=request.call_id, **answer))

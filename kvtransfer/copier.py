@@ -1,7 +1,7 @@
-"""How a transport's thread copies its pool's bytes: on the host, or on a CUDA stream of its own.
+"""Copies of a pool's bytes by a transport's thread: on the host, or on a separate CUDA stream.
 
-On a GPU nothing waits for the device until `finish`: copies, messages and the checksum are queued
-on the copier's stream, and only the checksum's 8 bytes are copied to the host.
+On a GPU nothing waits for the device before `finish`: copies, messages and the checksum are queued
+on the copier's stream, and only the 8 bytes of the checksum are copied to the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BlockOps: TypeAlias = Any  # the module `kvtransfer.kernels.reference`, or a `Bl
 
 
 class HostCopier:
-    """Gathers and scatters the slots of one pool, at once, on the calling thread."""
+    """Gathers and scatters the slots of one pool, synchronously on the calling thread."""
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
@@ -31,15 +31,15 @@ class HostCopier:
 
     @contextmanager
     def transfer(self, digest: Digest) -> Iterator[None]:
-        """Around the calls of one transfer, whose bytes are added to `digest`.
+        """The context of one transfer, whose bytes are added to `digest`.
 
-        When it is left, nothing that was begun in it goes on.
+        On exit nothing that was begun in it is still running.
         """
         self._digest = digest
         yield
 
     def gather(self, slots: Slots, staging: torch.Tensor) -> torch.Tensor:
-        """The slots' bytes in canonical order, digested: where they lie, or in `staging`."""
+        """The slots' bytes in canonical order, digested: a view, or a copy in `staging`."""
         data = self._pool.in_place(slots)
         if data is None:
             data = self._pool.gather(slots, staging)
@@ -47,35 +47,36 @@ class HostCopier:
         return data
 
     def scatter(self, data: torch.Tensor, slots: Slots) -> None:
+        """Copies `data` in canonical order into the slots, and digests it."""
         self._digest.update(data)
         self._pool.scatter(data, slots)
 
     def finish(self) -> None:
-        """Returns when all of this transfer is done and in the digest."""
+        """Returns when everything of this transfer is done and in the digest."""
 
     def digest(self, slots: Slots) -> Digest:
-        """The digest of what the slots hold now, computed where they lie. Raises TransferFailed."""
+        """The digest of the slots' current content. Raises TransferFailed."""
         return self._pool.digest(slots)
 
 
 class GpuCopier:
-    """As `HostCopier`, in order on a stream of its own: copies fill gaps between engine kernels.
+    """As `HostCopier`, in order on a separate stream, so that copies run beside engine kernels.
 
-    What it reads must have been computed, and what it overwrites must be unused, before it is
-    called: it does not wait for other streams. Nothing runs on the default stream, where copies and
-    engine steps would wait for each other. `ops` are Triton's where there are any.
+    It does not wait for other streams: slots that it reads must have been computed, and slots that
+    it overwrites must be unused, before the call. Nothing runs on the default stream, where copies
+    and engine steps would wait for each other. `ops` are Triton's if available.
     """
 
     def __init__(self, pool: KvPool, ops: BlockOps | None = None) -> None:
         self._pool = pool
-        self._stream: torch.cuda.Stream | None = None  # on a CPU all is done at once
-        # Ahead of the engine's kernels, whose priority is 0. NCCL's streams, which may wait for a
-        # peer, have the highest: of another of torch's pools, so that none of them is this one.
+        self._stream: torch.cuda.Stream | None = None  # on a CPU everything is synchronous
+        # Before the engine's kernels, whose priority is 0. NCCL's streams, which may wait for a
+        # peer, have the highest priority, from another of torch's pools: none of them is this one.
         if cuda := pool.device.type == "cuda":
             self._stream = torch.cuda.Stream(pool.device, priority=-1)
         self._digest = WordDigest()
         self._num_bytes = 0
-        self._waits = False  # whether something is queued that nothing has waited for
+        self._has_pending = False  # whether queued work has not been waited for
         with self._queued():
             self._ops = ops or block_ops(pool.device)
             self._sums = torch.zeros(1, dtype=torch.int64, device=pool.device)
@@ -89,13 +90,13 @@ class GpuCopier:
             try:
                 yield
             except BaseException:
-                self._waits = True  # others' messages may be on their way in this stream, too
+                self._has_pending = True  # messages may be queued on this stream, too
                 raise
             finally:
-                if self._waits:  # `finish` was not called, or not reached
+                if self._has_pending:  # `finish` was not reached
                     self._sums.zero_()
                     self.synchronize(self.record())
-                    self._waits = False
+                    self._has_pending = False
 
     def gather(self, slots: Slots, staging: torch.Tensor) -> torch.Tensor:
         data = self._pool.in_place(slots)
@@ -119,9 +120,9 @@ class GpuCopier:
         self._moved(self._pool.nbytes(slots))
 
     def check_access(self, target: KvPool) -> None:
-        """Reads a block of another pool, as `copy` will write, and has `copy` compiled for the two.
+        """Reads a block of another pool, and compiles `copy` for the two; changes no byte.
 
-        Changes no byte. Raises what the GPU or Triton do.
+        Raises the errors of the GPU or Triton.
         """
         nothing = Slots((), 0)
         with self.transfer(WordDigest()):
@@ -131,9 +132,9 @@ class GpuCopier:
     def finish(self) -> None:
         self._host_sums.copy_(self._sums, non_blocking=True)
         copied = self.record()
-        self._sums.zero_()  # nobody has to wait for it
+        self._sums.zero_()  # queued; needs no wait
         self.synchronize(copied)
-        self._waits = False
+        self._has_pending = False
         self._digest.include(int(self._host_sums), self._num_bytes)
         self._num_bytes = 0
 
@@ -148,28 +149,28 @@ class GpuCopier:
         return found
 
     def record(self) -> torch.cuda.Event | None:
-        """An event behind all that was queued so far."""
+        """An event after everything queued so far."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps and does not spin
+        event = torch.cuda.Event(blocking=True)  # waiting threads sleep instead of spinning
         event.record(self._stream)
         return event
 
     def synchronize(self, event: torch.cuda.Event | None) -> None:
-        """Returns when `event` has been reached. Raises RuntimeError when the GPU failed."""
+        """Waits for `event`. Raises RuntimeError if the GPU failed."""
         if event is not None:
             event.synchronize()
 
     def _moved(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
-        self._waits = True
+        self._has_pending = True
 
     @contextmanager
     def _queued(self) -> Iterator[None]:
         if self._stream is None:
             yield
         else:
-            with torch.cuda.stream(self._stream):  # which is also of the right device
+            with torch.cuda.stream(self._stream):  # also selects its device
                 yield
 
     @property
@@ -181,20 +182,20 @@ Copier: TypeAlias = HostCopier | GpuCopier
 
 
 def copier(pool: KvPool) -> Copier:
-    """A copier, for one thread at a time. One on a GPU takes a stream, of which torch has 32 for
-    all of a process: keep it as long as its link."""
+    """A copier for one thread at a time. On a GPU it uses one of the 32 streams that torch has for
+    a process: keep it as long as its link."""
     return GpuCopier(pool) if pool.on_gpu else HostCopier(pool)
 
 
 def prepare(pool: KvPool) -> None:
-    """Compiles what a pool on a GPU needs, so that no transfer waits for it; changes no byte.
+    """Compiles the kernels for a pool on a GPU, so that no transfer waits for it; changes no byte.
 
-    To be called before the pool is used. Raises RuntimeError.
+    Must be called before the pool is used. Raises RuntimeError.
     """
     if block_ops(pool.device) is reference:
         return
     gpu, size = GpuCopier(pool), pool.block_size
-    first, part = Slots((0,), size), Slots((0,), size - 1)  # `part` is not in one piece: gathered
+    first, part = Slots((0,), size), Slots((0,), size - 1)  # `part` is not contiguous: gathered
     with gpu.transfer(WordDigest()):
         staging = torch.empty(pool.block_bytes, dtype=torch.uint8, device=pool.device)
         gpu.scatter(gpu.gather(part, staging), part)
@@ -204,7 +205,7 @@ def prepare(pool: KvPool) -> None:
 
 
 def block_ops(device: torch.device) -> BlockOps:
-    """Triton's where the device and the installation can; else torch's."""
+    """Triton's operations if device and installation have Triton, otherwise torch's."""
     if device.type == "cuda" and importlib.util.find_spec("triton"):
         return importlib.import_module("kvtransfer.kernels.blocks").BlockMover(device)
     return reference

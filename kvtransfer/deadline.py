@@ -1,8 +1,9 @@
-"""Waits and tasks of the control side: within the request's deadline, or to the end."""
+"""Deadlines, and tasks that outlive the call that started them."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """The time at which a request expires, passed down to every wait of it."""
+    """A point in time, passed down to every wait that it bounds."""
 
     def __init__(self, timeout_s: float) -> None:
         self._end = time.monotonic() + timeout_s
@@ -22,8 +23,13 @@ class Deadline:
     def passed(self) -> bool:
         return time.monotonic() >= self._end
 
-    def left_s(self, cap_s: float) -> float:
-        """Seconds one wait may take. Raises DeadlineExceeded when there are none."""
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, at least one millisecond, for calls that take 0 for "no time-out"."""
+        return max(self._end - time.monotonic(), 0.001)
+
+    def left_s(self, cap_s: float = math.inf) -> float:
+        """Seconds that one wait may take. Raises DeadlineExceeded if there are none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded("the deadline passed during the KV transfer")
@@ -31,7 +37,7 @@ class Deadline:
 
 
 def in_background(tasks: set[asyncio.Task[T]], work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Starts `work`, which is in `tasks` until it has ended."""
+    """Starts `work` as a task that is in `tasks` until it has ended."""
     task = asyncio.ensure_future(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
@@ -39,9 +45,9 @@ def in_background(tasks: set[asyncio.Task[T]], work: Coroutine[Any, Any, T]) -> 
 
 
 async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
-    """Awaits `work` to its end even when cancelled, then raises the cancellation.
+    """Awaits `work` to its end even if cancelled, then raises the cancellation.
 
-    For work that a thread or the peer carries on with anyway, so `work` must bound its own time.
+    For work that a thread or the peer carries on with anyway; `work` must bound its own time.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None

@@ -1,7 +1,7 @@
 """Checksums of KV bytes in canonical order.
 
-For each block in order its filled slots, in [layer, K or V, kv_head, token, element] order: exactly
-the bytes that travel, in the order in which they travel.
+That is block by block the filled slots in [layer, K or V, kv_head, token, element] order: exactly
+the transferred bytes, in the order of their transfer.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import torch
 import xxhash
 
 _MASK, _WORD = (1 << 64) - 1, (1 << 32) - 1
-# Of `word_sum`: 2**64 over the golden ratio; the first factor of splitmix64's finalizer (Steele,
-# Lea, Flood 2014); and two factors of murmur3's (Appleby 2011), made even.
+# Constants of `word_sum`: 2**64 over the golden ratio; the first factor of splitmix64's finalizer
+# (Steele, Lea, Flood 2014); and two factors of murmur3's (Appleby 2011), made even.
 STEP, FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 KEY_STEP, MULTIPLIER_STEP = 0x85EBCA6A, 0xC2B2AE34
-_WORDS_AT_ONCE = 1 << 20  # a mixed word takes 8 bytes, and the formula a few of them
+_WORDS_AT_ONCE = 1 << 20  # bounds temporary memory: several 8-byte values for each word
 
 
 class Digest:
-    """xxh3-64, streamed: for pools in the host's memory. `version`: both ends must compute one."""
+    """Streamed xxh3-64, for pools in host memory. Both ends must have the same `version`."""
 
     version = 0
 
@@ -40,22 +40,21 @@ class Digest:
 
 
 class WordDigest(Digest):
-    """A sum, modulo 2**64, over all 32-bit words, each mixed with its place: for pools on a GPU.
+    """A sum modulo 2**64 over all 32-bit words, each mixed with its position, for pools on a GPU.
 
-    The sum can be taken in any order, so that every core of a GPU takes a part of it. Another word
-    at a place always changes it. Two words that changed places do but for one chance in 2**31 where
-    they differ in one bit, and several others, as rows that are stale, for far less. It finds
-    faults, and is no defence against forged bytes.
+    The sum can be computed in any order, so all cores of a GPU take part. A changed word always
+    changes it. Two swapped words that differ in one bit are missed with a chance of 2**-31, larger
+    changes, like stale rows, with far less. It detects faults and does not protect against forgery.
     """
 
     version = 2
 
     def __init__(self) -> None:
-        self.num_bytes = self._sum = 0  # it needs no xxhash
+        self.num_bytes = self._sum = 0  # xxhash is not used
 
     @property
     def num_words(self) -> int:
-        """The place of the next word."""
+        """Position of the next word."""
         return self.num_bytes // 4
 
     def update(self, data: torch.Tensor) -> None:
@@ -65,7 +64,7 @@ class WordDigest(Digest):
         raise AssertionError("bytes on a GPU are not digested on the host")
 
     def include(self, part: int, num_bytes: int) -> None:
-        """Adds the next `num_bytes`, whose sum from place `num_words` on is `part`."""
+        """Adds the next `num_bytes`, whose sum from position `num_words` on is `part`."""
         assert num_bytes % 4 == 0, "a sum of words"
         self._sum = (self._sum + part) & _MASK
         self.num_bytes += num_bytes
@@ -76,19 +75,19 @@ class WordDigest(Digest):
 
 
 def word_sum(data: torch.Tensor, first_word: int) -> torch.Tensor:
-    """The sum over contiguous uint8 `data`, which begins at place `first_word`; int64 `[]`.
+    """The sum over contiguous uint8 `data`, whose first word has position `first_word`; int64 `[]`.
 
-    Four words have one t, the hash of their number, and each has a key and an odd multiplier of its
-    own, made of t's halves: a word w counts as (w ^ key) * multiplier, a product of 64 bits that is
-    another for every w. Multiples of a number in place of a hash would let rows of one value change
-    places unseen. Int64 wraps as the sum does.
+    Each group of four words has one t, the hash of its number, from whose halves each word gets a
+    key and an odd multiplier: a word w counts as (w ^ key) * multiplier, a 64-bit product that
+    differs for every w. Multiples of a number instead of a hash would not detect swapped rows of
+    one value. Int64 wraps around as the sum does.
     """
     words = data.view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for start in range(0, words.numel(), _WORDS_AT_ONCE):
         some, first = words[start : start + _WORDS_AT_ONCE].to(torch.int64), first_word + start
-        place = torch.arange(first, first + some.numel(), device=data.device)
-        t, which = (place >> 2) * _signed(STEP), place & 3
+        position = torch.arange(first, first + some.numel(), device=data.device)
+        t, which = (position >> 2) * _signed(STEP), position & 3
         t = (t ^ _upper(t)) * _signed(FACTOR)
         key = t ^ _upper(t) ^ which * KEY_STEP
         multiplier = (_upper(t) | 1) ^ (which * MULTIPLIER_STEP & _WORD)
@@ -97,7 +96,7 @@ def word_sum(data: torch.Tensor, first_word: int) -> torch.Tensor:
 
 
 def _upper(x: torch.Tensor) -> torch.Tensor:
-    """The upper half: torch has no unsigned shift."""
+    """The upper 32 bits; torch has no unsigned shift."""
     return x >> 32 & _WORD
 
 

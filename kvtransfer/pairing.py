@@ -1,7 +1,7 @@
-"""What two workers agree on before the first byte: what KV bytes mean, and which transport to use.
+"""The rule by which two workers choose a transport, and which ranks of them exchange which heads.
 
-Knows what both ends report and nothing else: no torch, no sockets. The decode worker chooses by it
-at an Offer; `baton doctor` explains by it why a faster transport is not used.
+It is a pure function of what both workers report. The decode worker applies it at an Offer, and
+`baton doctor` uses it to explain why a faster transport is not used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FASTEST_FIRST: tuple[Kind, ...] = (
     common_pb2.TRANSPORT_GLOO,
 )
 ONE_HOST = (common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_SHM)
-_APART = (  # by the part of a host id that differs
+_SEPARATIONS = (  # by the first part of the host ids that differs
     "they are on different machines",
     "they share no /dev/shm",
     "they run as different users",
@@ -33,28 +33,28 @@ _APART = (  # by the part of a host id that differs
 
 
 @dataclass(frozen=True)
-class Ends:
-    """Where the two ends of a pair are.
+class PairTopology:
+    """What the choice of a transport depends on.
 
-    apart: why they cannot have each other's memory, empty when they can · gpu: the receiver's,
-    empty on a CPU · reachable: the GPUs the sender's can write to, its own first · nccl: the
-    receiver's version.
+    separation: why the two cannot map each other's memory, empty if they can · gpu: UUID of the
+    receiver's GPU, empty on a CPU · reachable: UUIDs of the GPUs that the sender's GPU can write
+    to, its own first · nccl: the receiver's version.
     """
 
-    apart: str
+    separation: str
     gpu: str = ""
     reachable: Sequence[str] = ()
     nccl: tuple[int, ...] = ()
 
     @property
     def same_machine(self) -> bool:
-        """Whether they run on one kernel, perhaps in containers that see nothing of each other."""
-        return self.apart != _APART[0]
+        """Whether they run on one kernel, perhaps in containers that share nothing."""
+        return self.separation != _SEPARATIONS[0]
 
     def forbids(self, kind: Kind) -> str:
-        """Why this transport cannot work between the two; empty when it can."""
-        if kind in ONE_HOST and self.apart:
-            return self.apart
+        """Why this transport cannot work between the two; empty if it can."""
+        if kind in ONE_HOST and self.separation:
+            return self.separation
         if kind == common_pb2.TRANSPORT_CUDA_IPC and self.gpu and self.gpu not in self.reachable:
             return f"the sender's GPU cannot write to {self.gpu}"
         share_gpu = self.gpu and self.gpu in self.reachable[:1]
@@ -64,11 +64,11 @@ class Ends:
         return ""
 
 
-def ends_between(prefill: WorkerRecord, decode: WorkerRecord) -> Ends:
-    """The ends by the records of the two."""
+def topology_of(prefill: WorkerRecord, decode: WorkerRecord) -> PairTopology:
+    """The topology of a pair by the records of the two."""
     ours, theirs = prefill.hardware, decode.hardware
-    return Ends(
-        apart=apart(prefill.host_id, decode.host_id),
+    return PairTopology(
+        separation=separation(prefill.host_id, decode.host_id),
         gpu=theirs.gpu.uuid,
         reachable=(ours.gpu.uuid, *ours.peer_gpus),
         nccl=tuple(int(part) for part in theirs.nccl_version.split(".") if part.isdigit()),
@@ -76,27 +76,27 @@ def ends_between(prefill: WorkerRecord, decode: WorkerRecord) -> Ends:
 
 
 def obstacle(kind: Kind, prefill: WorkerRecord, decode: WorkerRecord) -> str:
-    """Why this pair cannot use that transport; empty when it can."""
+    """Why this pair cannot use that transport; empty if it can."""
     for name, record in (("prefill", prefill), ("decode", decode)):
         if kind not in record.transports:
             return f"the {name} worker does not offer it"
-    return ends_between(prefill, decode).forbids(kind)
+    return topology_of(prefill, decode).forbids(kind)
 
 
 def fastest(prefill: WorkerRecord, decode: WorkerRecord) -> Kind | None:
-    """The fastest transport that both can use with each other; None when there is none."""
+    """The fastest transport that the pair can use; None if there is none."""
     return next((kind for kind in FASTEST_FIRST if not obstacle(kind, prefill, decode)), None)
 
 
 def fallback(used: Kind, prefill: WorkerRecord, decode: WorkerRecord) -> tuple[Kind, str] | None:
-    """The faster transport that was to be expected of a pair that uses `used`, and why it does not
-    use that; None where `used` is what was to be expected.
+    """The faster transport that a pair using `used` is expected to use, and why it does not; None
+    if `used` is the expected one.
 
-    To be expected, within one machine, is the transport that writes straight into the other's
-    memory, if at least one of the two offers it; and it is where NCCL has to go through the host's
-    memory or sockets, of which NCCL itself does not warn.
+    Within one machine the expected transport is the one that writes straight into the other's
+    memory, if at least one of the two offers it. It is also expected if NCCL has to go through host
+    memory or sockets, because NCCL does not warn of that.
     """
-    ends = ends_between(prefill, decode)
+    ends = topology_of(prefill, decode)
     for kind in ONE_HOST if ends.same_machine else ():
         offered = kind in prefill.transports or kind in decode.transports
         if used == common_pb2.TRANSPORT_NCCL and kind == common_pb2.TRANSPORT_CUDA_IPC:
@@ -108,7 +108,7 @@ def fallback(used: Kind, prefill: WorkerRecord, decode: WorkerRecord) -> tuple[K
 
 @dataclass(frozen=True)
 class RankPair:
-    """Heads, by their numbers in the model, that a rank of the sender gives one of the receiver."""
+    """Heads, by their numbers in the model, that one rank sends to another."""
 
     sender: int
     receiver: int
@@ -116,9 +116,9 @@ class RankPair:
 
 
 def rank_pairs(senders: int, receivers: int, num_kv_heads: int) -> list[RankPair]:
-    """Who sends what, so that each receiver gets each of its heads once.
+    """The pairs by which each receiver gets each of its heads once.
 
-    Of senders that all hold a head, several receivers of it ask different ones.
+    If several senders hold a head, its receivers use different ones.
     """
     pairs = []
     for receiver in range(receivers):
@@ -134,46 +134,39 @@ def rank_pairs(senders: int, receivers: int, num_kv_heads: int) -> list[RankPair
     return pairs
 
 
-def apart(one: str, other: str) -> str:
-    """What keeps two processes with these host ids (`baton.config.host_id`) from having each
-    other's memory; empty when nothing does."""
+def separation(one: str, other: str) -> str:
+    """Why two processes with these host ids (`baton.config.host_id`) cannot map each other's
+    memory; empty if they can."""
     if one == other:
         return ""
-    parts = zip(one.split("/"), other.split("/"), _APART, strict=False)
-    return next((text for a, b, text in parts if a != b), _APART[0])
+    parts = zip(one.split("/"), other.split("/"), _SEPARATIONS, strict=False)
+    return next((text for a, b, text in parts if a != b), _SEPARATIONS[0])
 
 
 def shares_gpu(nccl: tuple[int, ...]) -> bool:
-    """Whether this NCCL, (2, 27, 5), lets two workers share a GPU."""
+    """Whether this version of NCCL, as (2, 27, 5), lets two workers share a GPU."""
     return nccl >= (2, 30)
 
 
-def choose(offered: Collection[Kind], mine: Collection[Kind], ends: Ends) -> Kind:
-    """The fastest transport that both ends can use. Raises KvMismatch when there is none."""
+def choose(offered: Collection[Kind], mine: Collection[Kind], ends: PairTopology) -> Kind:
+    """The fastest transport that both ends can use. Raises KvMismatch if there is none."""
     forbidden = ""
     for kind in FASTEST_FIRST:
         if kind in offered and kind in mine:
             if reason := ends.forbids(kind):
-                forbidden += f"; not {name_of(kind)}: {reason}"
+                forbidden += f"; not {transport_name(kind)}: {reason}"
                 continue
             return kind
-    theirs, ours = (", ".join(map(name_of, sorted(kinds))) or "none" for kinds in (offered, mine))
-    where = "different hosts" if ends.apart else "one host"
+    theirs, ours = (
+        ", ".join(map(transport_name, sorted(kinds))) or "none" for kinds in (offered, mine)
+    )
+    where = "different hosts" if ends.separation else "one host"
     raise KvMismatch(
         f"no common transport on {where}: prefill has {theirs}; decode has {ours}{forbidden}"
     )
 
 
-def differences(prefill: common_pb2.KvDescriptor, decode: common_pb2.KvDescriptor) -> list[str]:
-    """Each field in which the two differ, as "block_size: 16 != 32"."""
-    return [
-        f"{field.name}: {getattr(prefill, field.name)!r} != {getattr(decode, field.name)!r}"
-        for field in common_pb2.KvDescriptor.DESCRIPTOR.fields
-        if getattr(prefill, field.name) != getattr(decode, field.name)
-    ]
-
-
-def name_of(kind: Kind) -> str:
+def transport_name(kind: Kind) -> str:
     """ "shm" for TRANSPORT_SHM; the number for one this version does not know."""
     if kind not in common_pb2.Transport.values():
         return str(kind)

@@ -1,9 +1,9 @@
-"""A worker's KV blocks as bytes: which bytes stand for which tokens, and how runs are copied.
+"""A worker's KV blocks as bytes: where the bytes of tokens and heads are, and copies of them.
 
-The pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`: the first
-`n` tokens of a block are the first `n / block_size` of each (layer, K or V, head) row of it, and a
-range of heads is one run of bytes for each (layer, K or V). Where elements are of one byte, a row
-has those of all its tokens and behind them a scale for each: `n` tokens are the first
+The pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`. The first
+`n` tokens of a block are the first `n / block_size` of each of its (layer, K or V, head) rows; a
+range of heads is one run of bytes for each (layer, K or V). Quantized rows, of one-byte elements,
+hold the elements of all tokens and then a scale for each token: `n` tokens are the first
 `n / block_size` of both parts.
 """
 
@@ -20,13 +20,13 @@ import torch
 from baton.errors import InvalidRequest
 from kvtransfer.digest import Digest, WordDigest
 
-# Copied, then digested while still in the core's cache. Measured: twice or half the size costs a
-# tenth of the speed.
+# A piece is copied, and digested while it is still in the core's cache. Measured: twice or half
+# the size costs a tenth of the speed.
 PIECE_BYTES = 512 << 10
-# At once of some heads only, by several threads. Measured: half of it costs a fifth.
+# A chunk of a range of heads, copied in one call. Measured: half the size costs a fifth.
 CHUNK_BYTES = 2 << 20
 
-SCALE_BYTES = 4  # of a token in a row whose elements are quantized
+SCALE_BYTES = 4  # of one token of a quantized row
 
 
 BlockIds: TypeAlias = tuple[int, ...]
@@ -34,7 +34,8 @@ BlockIds: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Slots:
-    """The first `num_tokens` token slots of `block_ids`, in order; only the last may be partial."""
+    """The first `num_tokens` token slots of `block_ids`, in order; only the last block may be
+    partly filled."""
 
     block_ids: tuple[int, ...]
     num_tokens: int
@@ -53,7 +54,7 @@ class Slots:
 
 
 class Area(Protocol):
-    """Memory that other processes can map; `on_gpu` where kernels alone may read it."""
+    """Memory that other processes can map; `on_gpu` if only kernels may read it."""
 
     tensor: torch.Tensor
     on_gpu: bool
@@ -62,11 +63,11 @@ class Area(Protocol):
 
 
 class KvPool:
-    """The KV tensor of one rank, or some of its heads, seen as bytes.
+    """The KV tensor of one rank, or a range of its heads, as bytes.
 
-    `area` is the shared memory the tensor lies in, if other processes are to write into it.
-    `on_gpu`: its bytes must not be copied to the host, not even to compute a digest. `heads`: those
-    of the tensor that are meant, all by default; `whole` says whether they are all.
+    `area`: the shared memory that contains the tensor, if other processes write into it · `on_gpu`:
+    whether its bytes must not be copied to the host, not even to compute a digest · `heads`: the
+    selected heads of the tensor, all by default.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class KvPool:
         self.tensor, self.area, self.device = tensor, area, tensor.device
         self.num_blocks, layers, _, num_heads, self.block_size, head_size = tensor.shape
         self.heads = range(num_heads) if heads is None else heads
-        self.whole = len(self.heads) == num_heads
+        self.has_all_heads = len(self.heads) == num_heads
         self.row_slot_bytes = head_size * tensor.element_size()
         self.scale_bytes = SCALE_BYTES if tensor.element_size() == 1 else 0  # of row_slot_bytes
         self.token_bytes = layers * 2 * len(self.heads) * self.row_slot_bytes
@@ -100,50 +101,50 @@ class KvPool:
 
     @cached_property
     def words(self) -> torch.Tensor:
-        """All of the tensor from the first row that is meant on, as int32 `[words]`."""
+        """The tensor from the first selected head's first row on, as int32 `[words]`."""
         first = self.heads.start * self.block_size * self.row_slot_bytes // 4
         return self.tensor.view(-1).view(torch.uint8).view(torch.int32)[first:]
 
     @property
     def side_words(self) -> int:
-        """Of all heads of the tensor, K or V of a layer of a block."""
+        """Words of K or V of all heads of the tensor, in one layer of a block."""
         return int(self.tensor.shape[3]) * self.block_size * self.row_slot_bytes // 4
 
-    def part(self, heads: range) -> KvPool:
-        """Only these heads of the tensor."""
+    def with_heads(self, heads: range) -> KvPool:
+        """Returns a view of this pool that has these heads only."""
         return self if heads == self.heads else KvPool(self.tensor, self.area, heads)
 
     @property
-    def place(self) -> dict[str, int]:
-        """What `counterpart` of another process needs: its blocks, and which of how many heads."""
+    def layout(self) -> dict[str, int]:
+        """What another process's `counterpart` needs: numbers of blocks and heads, first head."""
         heads = {"heads": self.tensor.shape[3], "first_head": self.heads.start}
         return {"blocks": self.num_blocks, **heads}
 
-    def bytes_at(self, place: Mapping[str, Any]) -> int:
-        """Bytes of the whole pool of that `place`. Raises ValueError where ours do not fit it."""
-        blocks, heads = int(place["blocks"]), int(place.get("heads", len(self.heads)))
-        first = int(place.get("first_head", 0))
+    def bytes_at(self, layout: Mapping[str, Any]) -> int:
+        """Bytes of a whole pool of that `layout`. Raises ValueError if our heads do not fit it."""
+        blocks, heads = int(layout["blocks"]), int(layout.get("heads", len(self.heads)))
+        first = int(layout.get("first_head", 0))
         if not 0 <= first <= heads - len(self.heads):
             raise ValueError(f"{len(self.heads)} heads from {first} on are not among {heads}")
         return blocks * heads * (self.block_bytes // len(self.heads))
 
-    def counterpart(self, octets: torch.Tensor, place: Mapping[str, Any]) -> KvPool:
-        """The other end's heads that ours correspond to, in the memory of its pool."""
-        first, shape = int(place.get("first_head", 0)), list(self.tensor.shape)
-        shape[0], shape[3] = int(place["blocks"]), int(place.get("heads", len(self.heads)))
+    def counterpart(self, octets: torch.Tensor, layout: Mapping[str, Any]) -> KvPool:
+        """The pool in the other end's memory `octets`, with the heads that correspond to ours."""
+        first, shape = int(layout.get("first_head", 0)), list(self.tensor.shape)
+        shape[0], shape[3] = int(layout["blocks"]), int(layout.get("heads", len(self.heads)))
         tensor = octets.view(self.tensor.dtype).view(shape)
         return KvPool(tensor, heads=range(first, first + len(self.heads)))
 
     def new_digest(self) -> Digest:
-        """The checksum both ends of a transfer compute: of one kind for pools of one device."""
+        """The checksum of one transfer; its kind depends on the pool's device."""
         return WordDigest() if self.on_gpu else Digest()
 
     def nbytes(self, slots: Slots) -> int:
         return self.token_bytes * slots.num_tokens
 
     def tails(self, slots: Slots) -> list[torch.Tensor]:
-        """The filled slots of a partial last block, if there is one: their elements, and their
-        scales if they have any. Each uint8 `[.., heads, bytes]`, strided.
+        """The filled slots of a partly filled last block: their elements, and their scales if they
+        have any; empty without such a block. Each is uint8 `[.., heads, bytes]`, strided.
         """
         fill = slots.num_tokens % self.block_size
         if not fill:
@@ -156,11 +157,11 @@ class KvPool:
         return tails
 
     def in_place(self, slots: Slots) -> torch.Tensor | None:
-        """The slots' bytes in canonical order where they lie, if that is in one piece."""
+        """A view of the slots' bytes in canonical order, if they are contiguous in the pool."""
         if not slots.block_ids:
             return None
         first, count = slots.block_ids[0], len(slots.block_ids)
-        full = self.whole and slots.num_tokens == count * self.block_size
+        full = self.has_all_heads and slots.num_tokens == count * self.block_size
         if full and slots.block_ids == tuple(range(first, first + count)):
             return self.blocks[first : first + count].view(-1)
         return None
@@ -172,14 +173,14 @@ class KvPool:
         return out[: self.nbytes(slots)]
 
     def scatter(self, data: torch.Tensor, slots: Slots) -> None:
-        """The way back: `data` as `gather` returned it, into the slots and nowhere else."""
+        """Copies `data`, as `gather` returns it, into the slots, and changes nothing else."""
         for start, end, piece in self.pieces(slots):
             piece.copy_(data[start:end].view(piece.shape))
 
     def digest(self, slots: Slots) -> Digest:
-        """The digest of what the slots hold now; on a GPU, a copier computes it faster."""
+        """The digest of the slots' current content; on a GPU a copier computes it faster."""
         digest, full = self.new_digest(), slots.num_tokens // self.block_size
-        if self.whole or self.on_gpu:
+        if self.has_all_heads or self.on_gpu:
             for _, _, piece in self.pieces(slots):
                 digest.update(piece.contiguous().view(-1))
             return digest
@@ -190,15 +191,17 @@ class KvPool:
         return digest
 
     def chunks(self, blocks: BlockIds) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
-        """Whole blocks in host memory, a few at a time: the first one's index, and their bytes
-        `[blocks, layers * 2, bytes]` in one piece, valid until the next.
+        """Full blocks in host memory, several at a time: the index of the first, and their bytes,
+        contiguous `[blocks, layers * 2, bytes]` and valid until the next.
 
-        Where they do not lie in one piece they are copied, by one call for many: ranks' threads
-        wait for each other between calls (the GIL), each time as long as copying a few takes.
+        Blocks that are not contiguous in the pool are copied, many in one call, because ranks'
+        threads wait for the GIL between calls, about as long as copying a few blocks takes.
         """
         _, sides, heads, row_bytes = self.rows.shape
         octets = self.tensor.view(torch.uint8).view(self.num_blocks, -1).numpy()
-        rows = octets.reshape(-1).view(f"V{row_bytes}")  # of all heads, each copied as one element
+        rows = octets.reshape(-1).view(
+            f"V{row_bytes}"
+        )  # of all heads; each row is copied as one element
         in_block = np.arange(len(rows) // self.num_blocks).reshape(sides, -1)
         in_block = in_block[:, self.heads.start : self.heads.stop]
         at_once = max(1, CHUNK_BYTES // self.block_bytes)
@@ -206,7 +209,7 @@ class KvPool:
         ids = np.array(blocks, int)
         for at in range(0, len(blocks), at_once):
             wanted = ids[at : at + at_once]
-            if self.whole and (np.diff(wanted) == 1).all():
+            if self.has_all_heads and (np.diff(wanted) == 1).all():
                 held = octets[wanted[0] : wanted[0] + len(wanted)]
             else:
                 held = scratch[: len(wanted)]
@@ -215,7 +218,7 @@ class KvPool:
             yield at, held.view(np.uint8).reshape(len(wanted), sides, -1)
 
     def pieces(self, slots: Slots) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Runs of blocks, then `tails`: range in canonical order, and the bytes."""
+        """Runs of full blocks, then `tails`: start and end in canonical order, and the bytes."""
         full = slots.num_tokens // self.block_size
         for first, block, count in runs(slots.block_ids[:full]):
             start, end = first * self.block_bytes, (first + count) * self.block_bytes
@@ -225,10 +228,10 @@ class KvPool:
             yield start, start + tail.numel(), tail
             start += tail.numel()
 
-    def parts(self, slots: Slots, max_bytes: int) -> list[Slots]:
+    def split(self, slots: Slots, max_bytes: int) -> list[Slots]:
         """Splits slots into messages of at most `max_bytes`, but at least one block each.
 
-        Both ends split by this rule, so that they agree on every message's length.
+        Both ends use this rule, so they agree on the length of every message.
         """
         step, ids = max(1, max_bytes // self.block_bytes), slots.block_ids
         if len(ids) <= step:
@@ -241,7 +244,7 @@ class KvPool:
 
 
 def runs(*ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Splits equally long id lists where any of them is not consecutive.
+    """Splits id lists of one length wherever any of them is not consecutive.
 
     Yields (first index, first id of each list..., count).
     """
@@ -253,7 +256,7 @@ def runs(*ids: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def check_fit(source: KvPool, local: Slots, target: KvPool, remote: Slots) -> None:
-    """Raises InvalidRequest when slots do not fit their pools or each other."""
+    """Raises InvalidRequest if slots do not fit their pools or each other."""
     local.check(source.block_size, source.num_blocks)
     remote.check(target.block_size, target.num_blocks)
     if local.num_tokens != remote.num_tokens:
@@ -261,13 +264,13 @@ def check_fit(source: KvPool, local: Slots, target: KvPool, remote: Slots) -> No
 
 
 def copy_slots(source: KvPool, local: Slots, target: KvPool, remote: Slots, digest: Digest) -> None:
-    """Copies slots between pools of one layout, digesting what was read.
+    """Copies slots between pools in host memory, and digests the bytes read.
 
-    Both pools are in this machine's memory. Raises as `check_fit` does.
+    Raises as `check_fit` does.
     """
     check_fit(source, local, target, remote)
     full = local.num_tokens // source.block_size
-    copy = _copy_bytes if source.whole and target.whole else _copy_heads
+    copy = _copy_bytes if source.has_all_heads and target.has_all_heads else _copy_heads
     copy(source, local.block_ids[:full], target, remote.block_ids[:full], digest)
     for read, written in zip(source.tails(local), target.tails(remote), strict=True):
         written.copy_(read)
@@ -277,8 +280,8 @@ def copy_slots(source: KvPool, local: Slots, target: KvPool, remote: Slots, dige
 def _copy_bytes(
     source: KvPool, local: BlockIds, target: KvPool, remote: BlockIds, digest: Digest
 ) -> None:
-    """As plain bytes, blocks that are consecutive at both ends at once: a copy of a tensor costs
-    microseconds beside the few that its bytes take."""
+    """Copies runs that are consecutive at both ends, as plain bytes: copying a tensor costs more
+    microseconds than its bytes do."""
     read, written = (pool.blocks.view(-1).numpy().data for pool in (source, target))
     size = source.block_bytes
     for _, here, there, count in runs(local, remote):
@@ -292,7 +295,7 @@ def _copy_bytes(
 def _copy_heads(
     source: KvPool, local: BlockIds, target: KvPool, remote: BlockIds, digest: Digest
 ) -> None:
-    """Several blocks a call, wherever they lie."""
+    """Copies several blocks in one call, consecutive or not."""
     written = target.blocks.numpy()
     for at, held in source.chunks(local):
         digest.add(held.reshape(-1).data)

@@ -1,119 +1,177 @@
-"""The KV pool of a rank on another host: both ends of what the worker's first process does with it.
+"""The KV pool of a rank on another host: what the worker's first process asks for, and who does it.
 
-A connection stands for one end of a pair, and has one call at a time. When it ends, that end is
+A connection stands for one end of a pair and has one command at a time. When it ends, that end is
 aborted and freed, so nothing outlives the first process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from baton.errors import BatonError, TransferFailed
 from baton.net.object_connection import ObjectConnection
 from kvtransfer.digest import Digest
-from kvtransfer.interface import End, Link, Listener, Transport
+from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
 from kvtransfer.pool import KvPool, Slots
 
 log = logging.getLogger(__name__)
 
-_ANSWER_S = 5.0  # beyond the time that a call itself may take
+_ANSWER_S = 5.0  # beyond the time that a command itself may take
 _LISTEN_S = 10.0
-_MOST_DIGESTS = 4096  # of one end; a handoff whose own was dropped is sent again
+_MOST_DIGESTS = 4096  # of one end; a handoff whose digest was dropped is sent again
+
+HeadRange: TypeAlias = tuple[int, int] | None  # first and last + 1 of the pool's heads, or all
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Makes the receiving end of a new link; done: its endpoint, in hexadecimal."""
+
+    transport: str
+    heads: HeadRange
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Makes the sending end of a new link."""
+
+    transport: str
+    heads: HeadRange
+    endpoint: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Accept:
+    """Waits for the sender."""
+
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Put:
+    """Sends slots; done: bytes and checksum so far of the digest with this key."""
+
+    digest: int
+    timeout_s: float
+    blocks: tuple[int, ...]
+    remote_blocks: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Receives into slots; is posted, and then done as `Put` is."""
+
+    digest: int
+    timeout_s: float
+    blocks: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Posted:
+    """The sender may send."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The command failed, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """The command was carried out."""
+
+    result: Any = None
+
+
+Command: TypeAlias = Listen | Connect | Accept | Put | Receive
+Answer: TypeAlias = Posted | Failed | Done
+KV_MESSAGES = (Listen, Connect, Accept, Put, Receive, Posted, Failed, Done)  # of a connection
 
 
 class RemoteDigest(Digest):
-    """The checksum of one pair, as the host that computes it told it last."""
+    """The checksum of one pair, as last reported by the host that computes it."""
 
     _keys = itertools.count()
+    value = 0
 
     def __init__(self) -> None:
-        self.key, self.num_bytes, self._value = next(self._keys), 0, 0
-
-    @property
-    def value(self) -> int:
-        return self._value
-
-    def told(self, answer: tuple[int, int]) -> None:
-        """Takes over bytes and checksum so far."""
-        self.num_bytes, self._value = answer
+        self.key, self.num_bytes = next(self._keys), 0
 
 
 class RemotePool:
-    """A pool, or some of its heads, as the first process of the worker sees it.
+    """A pool, or some of its heads, as the worker's first process uses it.
 
-    connect: opens one more connection to the process that has it. Raises OSError, EOFError.
+    connect: opens one more connection to the process that has the pool. Raises OSError, EOFError.
     """
 
     def __init__(self, connect: Callable[[], ObjectConnection], heads: range | None = None) -> None:
-        self._connect, self._heads = connect, heads
+        self._connect = connect
+        self._heads: HeadRange = (heads.start, heads.stop) if heads is not None else None
 
-    def part(self, heads: range) -> RemotePool:
-        """Only these heads of it."""
+    def with_heads(self, heads: range) -> RemotePool:
+        """Returns a view of this pool that has these heads only."""
         return RemotePool(self._connect, heads)
 
     def new_digest(self) -> Digest:
         """The checksum of one transfer."""
         return RemoteDigest()
 
-    def listen(self, transport: Transport) -> Listener:
-        """The receiving end of one new link, there. Raises TransferFailed."""
-        end = _RemoteListener(self._connected())
-        end.endpoint = bytes.fromhex(end.begin(_LISTEN_S, "listen", transport.name, self._place))
-        return end
+    def listen(self, transport: Transport) -> ReceivingEnd:
+        """The receiving end of one new link, on the other host. Raises TransferFailed."""
+        return _RemoteEnd(self._opened(), _LISTEN_S, Listen(transport.name, self._heads))
 
-    def connect(self, transport: Transport, endpoint: bytes, timeout_s: float) -> Link:
-        """A link that sends from there. Raises TransferFailed."""
-        end, place = _RemoteLink(self._connected()), (endpoint.hex(), timeout_s)
-        end.begin(timeout_s, "connect", transport.name, self._place, *place)
-        return end
+    def connect(self, transport: Transport, endpoint: bytes, timeout_s: float) -> SendingEnd:
+        """An end that sends from the other host. Raises TransferFailed."""
+        command = Connect(transport.name, self._heads, endpoint.hex(), timeout_s)
+        return _RemoteEnd(self._opened(), timeout_s, command)
 
-    @property
-    def _place(self) -> list[int] | None:
-        return [self._heads.start, self._heads.stop] if self._heads is not None else None
-
-    def _connected(self) -> ObjectConnection:
+    def _opened(self) -> ObjectConnection:
         try:
             return self._connect()
         except (OSError, EOFError) as error:
             raise TransferFailed(f"a rank's host cannot be reached: {error}") from error
 
 
-class _RemoteEnd(End):
-    """What the two kinds of ends have in common."""
+class _RemoteEnd(SendingEnd, ReceivingEnd):
+    """Either end of a pair, in the process of a rank on another host."""
 
-    def __init__(self, connection: ObjectConnection) -> None:
+    def __init__(self, connection: ObjectConnection, timeout_s: float, first: Command) -> None:
+        """Raises TransferFailed if the first command, Listen or Connect, fails."""
         self._connection = connection
-
-    def begin(self, timeout_s: float, *call: Any) -> Any:
-        """The answer to the first call; where that fails, the end is closed."""
         try:
-            return self.call(timeout_s, *call)
+            super().__init__(bytes.fromhex(self._call(timeout_s, first) or ""))
         except BaseException:
             self.close()
             raise
 
-    def call(self, timeout_s: float, *call: Any, posted: Callable[[], None] | None = None) -> Any:
-        """The other process's answer to a call. Raises TransferFailed."""
-        try:
-            self._connection.send(call)
-            while self._connection.poll(timeout_s + _ANSWER_S):
-                kind, value = self._connection.recv()
-                if kind == "posted" and posted is not None:
-                    posted()
-                elif kind == "failed":
-                    raise TransferFailed(f"on another host: {value}")
-                else:
-                    return value
-        except (OSError, EOFError) as error:
-            raise TransferFailed(f"a rank's host is gone: {error}") from error
-        raise TransferFailed("a rank's host does not answer")
+    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
+        assert isinstance(digest, RemoteDigest)
+        blocks = local.block_ids, remote.block_ids
+        command = Put(digest.key, timeout_s, *blocks, local.num_tokens)
+        digest.num_bytes, digest.value = self._call(timeout_s, command)
+
+    def accept(self, timeout_s: float) -> None:
+        self._call(timeout_s, Accept(timeout_s))
+
+    def receive(
+        self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
+    ) -> None:
+        assert isinstance(digest, RemoteDigest)
+        command = Receive(digest.key, timeout_s, slots.block_ids, slots.num_tokens)
+        digest.num_bytes, digest.value = self._call(timeout_s, command, posted)
 
     def abort(self) -> None:
         self._connection.end_sending()
@@ -121,72 +179,70 @@ class _RemoteEnd(End):
     def close(self) -> None:
         self._connection.close()
 
-
-class _RemoteLink(_RemoteEnd, Link):
-    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
-        assert isinstance(digest, RemoteDigest)
-        call = "put", digest.key, timeout_s, *astuple(local), *astuple(remote)
-        digest.told(self.call(timeout_s, *call))
-
-
-class _RemoteListener(_RemoteEnd, Listener):
-    def accept(self, timeout_s: float) -> None:
-        self.call(timeout_s, "accept", timeout_s)
-
-    def receive(
-        self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
-    ) -> None:
-        assert isinstance(digest, RemoteDigest)
-        call = "receive", digest.key, timeout_s, *astuple(slots)
-        digest.told(self.call(timeout_s, *call, posted=posted))
+    def _call(
+        self, timeout_s: float, command: Command, posted: Callable[[], None] | None = None
+    ) -> Any:
+        """The command's result. Raises TransferFailed."""
+        try:
+            self._connection.send(command)
+            while self._connection.poll(timeout_s + _ANSWER_S):
+                match self._connection.recv():
+                    case Posted() if posted is not None:
+                        posted()
+                    case Failed(reason):
+                        raise TransferFailed(f"on another host: {reason}")
+                    case Done(result):
+                        return result
+        except (OSError, EOFError) as error:
+            raise TransferFailed(f"a rank's host is gone: {error}") from error
+        raise TransferFailed("a rank's host does not answer")
 
 
 class PoolServer:
-    """Serves a rank's pool to the first process of its worker, in the rank's own process."""
+    """Serves a rank's pool to its worker's first process, in the rank's own process."""
 
     def __init__(self, pool: KvPool, transports: Sequence[Transport]) -> None:
         self._pool = pool
         self._transports: Mapping[str, Transport] = {one.name: one for one in transports}
 
     def serve(self, connection: ObjectConnection) -> None:
-        """One end of a pair, until its connection ends."""
+        """Serves one end of a pair, until its connection ends."""
         served = _ServedEnd(self._pool, self._transports, connection)
-        with ThreadPoolExecutor(1, "kv-end") as thread:
-            try:
-                while True:
-                    call = connection.recv()
-                    served.answered.clear()
-                    thread.submit(served.answer, call)
-                    connection.poll(None)
-                    if not served.answered.is_set():  # nothing but its end comes before an answer
-                        break
-            except (OSError, EOFError):
-                pass
-            served.abort()
-        served.close()
-        connection.close()
+        try:
+            with ThreadPoolExecutor(1, "kv-end") as thread:
+                with contextlib.suppress(OSError, EOFError):
+                    while served.answered.is_set():  # before an answer only the end can come
+                        command = connection.recv()
+                        served.answered.clear()
+                        thread.submit(served.answer, command)
+                        connection.poll(None)
+                served.abort()
+        finally:
+            served.close()
+            connection.close()
 
 
 class _ServedEnd:
-    """One end of a pair, where its pool is."""
+    """One end of a pair, in the process that has its pool."""
 
     def __init__(
         self, pool: KvPool, transports: Mapping[str, Transport], connection: ObjectConnection
     ) -> None:
         self._pool, self._transports, self._connection = pool, transports, connection
-        self._end: Any = None  # a Link or a Listener
+        self._end: Any = None  # a SendingEnd or a ReceivingEnd
         self._digests = OrderedDict[int, Digest]()
         self.answered = threading.Event()
+        self.answered.set()
 
-    def answer(self, call: tuple[Any, ...]) -> None:
-        """Does what a call asks for, and answers."""
-        name, *arguments = call
+    def answer(self, command: Command) -> None:
+        """Carries out a command, and answers."""
+        answer: Answer
         try:
-            answer = "done", getattr(self, f"_{name}")(*arguments)
+            answer = Done(self._result(command))
         except Exception as error:
             if not isinstance(error, (BatonError, OSError, RuntimeError)):
-                log.exception("a call of the first process failed")
-            answer = "failed", str(error)
+                log.exception("a command of the first process failed")
+            answer = Failed(str(error))
         self.answered.set()
         self._send(answer)
 
@@ -199,40 +255,35 @@ class _ServedEnd:
         if self._end is not None:
             self._end.close()
 
-    def _send(self, answer: Any) -> None:
+    def _result(self, command: Command) -> Any:
+        match command:
+            case Listen(transport, heads):
+                self._end = self._transports[transport].listen(self._part(heads))
+                return self._end.endpoint.hex()
+            case Connect(transport, heads, endpoint, timeout_s):
+                to, part = bytes.fromhex(endpoint), self._part(heads)
+                self._end = self._transports[transport].connect(part, to, timeout_s)
+                return None
+            case Accept(timeout_s):
+                self._end.accept(timeout_s)
+                return None
+            case Put(key, timeout_s, blocks, remote, num_tokens):
+                digest, to_slots = self._digest(key), Slots(tuple(remote), num_tokens)
+                self._end.put(Slots(tuple(blocks), num_tokens), to_slots, digest, timeout_s)
+                return digest.num_bytes, digest.value
+            case Receive(key, timeout_s, blocks, num_tokens):
+                digest, slots = self._digest(key), Slots(tuple(blocks), num_tokens)
+                self._end.receive(slots, digest, timeout_s, lambda: self._send(Posted()))
+                return digest.num_bytes, digest.value
+
+    def _send(self, answer: Answer) -> None:
         try:
             self._connection.send(answer)
         except OSError:
             self.abort()  # the first process has ended
 
-    def _part(self, heads: list[int] | None) -> KvPool:
-        return self._pool if heads is None else self._pool.part(range(*heads))
-
-    def _listen(self, transport: str, heads: list[int] | None) -> str:
-        self._end = self._transports[transport].listen(self._part(heads))
-        endpoint: bytes = self._end.endpoint
-        return endpoint.hex()
-
-    def _connect(
-        self, transport: str, heads: list[int] | None, endpoint: str, timeout_s: float
-    ) -> None:
-        to = self._transports[transport]
-        self._end = to.connect(self._part(heads), bytes.fromhex(endpoint), timeout_s)
-
-    def _accept(self, timeout_s: float) -> None:
-        self._end.accept(timeout_s)
-
-    def _put(
-        self, key: int, timeout_s: float, ids: list[int], count: int, to: list[int], to_count: int
-    ) -> tuple[int, int]:
-        digest = self._digest(key)
-        self._end.put(Slots(tuple(ids), count), Slots(tuple(to), to_count), digest, timeout_s)
-        return digest.num_bytes, digest.value
-
-    def _receive(self, key: int, timeout_s: float, ids: list[int], count: int) -> tuple[int, int]:
-        digest, slots = self._digest(key), Slots(tuple(ids), count)
-        self._end.receive(slots, digest, timeout_s, lambda: self._send(("posted", None)))
-        return digest.num_bytes, digest.value
+    def _part(self, heads: HeadRange) -> KvPool:
+        return self._pool if heads is None else self._pool.with_heads(range(*heads))
 
     def _digest(self, key: int) -> Digest:
         if key not in self._digests:

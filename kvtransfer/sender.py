@@ -1,7 +1,7 @@
 """The prefill side of one handoff: queue finished chunks, send them in order, commit or abort.
 
-Where only the transfer failed, it alone is done again: the KV is still here, and the decode worker
-still holds its blocks.
+If only the transfer failed, only the transfer is repeated: the KV is still here, and the decode
+worker still holds its blocks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from opentelemetry.trace import Tracer
 
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, TransferFailed
 from baton.log_format import about
-from baton.telemetry import propagation, tracing
+from baton.telemetry import tracing
 from baton.v1 import handoff_pb2, prefill_pb2
 from kvtransfer.deadline import Deadline, uninterrupted
-from kvtransfer.links import LinkPool, PairLink
+from kvtransfer.outgoing import OutgoingLink, OutgoingLinks
 from kvtransfer.pairing import Kind
 from kvtransfer.pool import Slots
 
@@ -30,16 +30,16 @@ log = logging.getLogger(__name__)
 
 MAX_RESENDS = 2
 _RESEND_ABORT_S = 2.0
-_PUT_GRACE_S = 1.0  # for a put that is out of time to end by itself
+_PUT_GRACE_S = 1.0  # for a put to end by itself after its time-out
 
 
 @dataclass
 class TransferStats:
-    """What a handoff took. `transfer_s` runs from the first put to the acknowledged Commit.
+    """Size and times of a handoff. `transfer_s`: from the first put to the acknowledged Commit.
 
-    Of the attempt that succeeded: `wait_s` was spent waiting for the link's turn and the receiver,
-    `wire_s` moving bytes, `hidden_s` of it while the prompt was still being computed. `resends`
-    attempts failed before.
+    Of the successful attempt: `wait_s` waiting for the link's turn and for the receiver, `wire_s`
+    moving bytes, and `hidden_s` the part of `wire_s` while the prompt was still being computed.
+    `resends`: failed attempts before.
     """
 
     transport: str
@@ -54,51 +54,50 @@ class TransferStats:
 
 
 @dataclass(eq=False)
-class Handoff:
-    """The transfer of one sequence's KV: an async context that aborts what was not committed.
+class HandoffSender:
+    """The transfer of one sequence's KV: an async context that aborts unless it was committed.
 
-    The blocks must be held until it is left. `num_tokens`: of the whole sequence, cached tokens
-    included · `timeout_s`: the request's time left · `parent`: the span that `kv.transfer` belongs
-    to · `token_digest`: of the tokens whose KV is sent; Commit fails where other ones were reserved
-    · `step_timeout_s` caps every single wait · `abort_wait_s`: an abort waits so long for its first
-    try; others follow in the background.
+    The blocks must be held until it is left. `num_tokens`: tokens of the sequence, including cached
+    ones · `timeout_s`: the request's remaining time · `step_timeout_s`: limit of every single wait
+    · `parent`: the parent of the span `kv.transfer` · `token_digest`: of the tokens whose KV is
+    sent; Commit fails if other tokens were reserved · `abort_wait_s`: time that leaving waits for
+    the first try of an Abort; others follow in the background.
     """
 
-    links: LinkPool
+    links: OutgoingLinks
     tracer: Tracer
     target: prefill_pb2.HandoffTarget
     handoff_id: str
     num_tokens: int
     timeout_s: float
     _: KW_ONLY
+    step_timeout_s: float
     parent: Context | None = None
     token_digest: bytes = b""
-    step_timeout_s: float = 10.0
     abort_wait_s: float = 0.5
 
     def __post_init__(self) -> None:
         self._deadline = Deadline(self.timeout_s)
-        self._trace = dict(propagation.inject(self.parent))
-        self._names: dict[str, Any] = {  # of every message
+        self._names: dict[str, Any] = {  # fields of every message
             "handoff_id": self.handoff_id,
             "reservation_token": self.target.reservation_token,
             "incarnation": self.links.record.incarnation,
         }
         trace_id = tracing.trace_id_in(self.parent)
         self._about = about(trace_id=trace_id, handoff_id=self.handoff_id)
-        # Kept, so that all can be sent again; every one has at least one token of the sequence.
+        # Kept for resends; each has at least one token.
         self._chunks: list[Slots] = []
-        self._first_token_id: int | None = None  # once no more chunks come
+        self._first_token_id: int | None = None  # set when no more chunks come
         self._queued = asyncio.Event()
-        self._link: PairLink | None = None  # set once decode may have received a message of ours
-        self._put: asyncio.Future[float] | None = None  # the last one of this attempt
-        self._stats: TransferStats  # of this attempt, as are `_digest` and `_sent`, in tokens
+        self._link: OutgoingLink | None = None  # set when decode may have received a message
+        self._put: asyncio.Future[float] | None = None  # the last put of this attempt
+        self._stats: TransferStats  # of this attempt, like `_digest` and `_sent`, in tokens
         self._resends = 0
         self._start_ns = 0
         self._task: asyncio.Task[TransferStats]
         self._committed = False
 
-    async def __aenter__(self) -> Handoff:
+    async def __aenter__(self) -> HandoffSender:
         self._task = asyncio.create_task(self._run())
         return self
 
@@ -108,8 +107,8 @@ class Handoff:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Gives up, unless committed. When it returns nothing more is written, and the Abort was
-        sent or is being sent in the background. A put that does not end in time is left to itself:
+        """Aborts, unless committed. When it returns, nothing more is written, and the Abort has
+        been sent or is being sent in the background. A put that does not end in time is abandoned:
         its bytes are not used, and the Abort is sent when it has ended."""
         reason = f"{kind.__name__}: {error}" if kind else "not committed"
         try:
@@ -120,10 +119,10 @@ class Handoff:
                 self.links.release(self._link)
 
     def send(self, local: Slots) -> None:
-        """Queues the next complete blocks, at first those after the cached ones; returns at once.
+        """Queues the next complete blocks, beginning after the cached ones; returns at once.
 
-        All but the last end at a block's end. Raises InvalidRequest, and once the transfer has
-        failed, why.
+        All but the last chunk end at a block's end. Raises InvalidRequest, and the transfer's error
+        once it has failed.
         """
         local.check(self.links.pool.block_size, self.links.pool.num_blocks)
         if self._task.done():
@@ -135,48 +134,51 @@ class Handoff:
         self._queued.set()
 
     def conclude(self, first_token_id: int) -> None:
-        """Queues the Commit behind what is to be sent; returns at once."""
+        """Queues the Commit after the queued chunks; returns at once."""
         self._first_token_id = first_token_id
         self._queued.set()
 
     async def committed(self) -> TransferStats:
-        """Returns when all is sent and the decode worker has verified it. Raises TransferFailed,
-        KvCorrupted, Stale, KvMismatch, Unavailable, Overloaded, DeadlineExceeded."""
+        """Returns when the decode worker has verified everything.
+
+        Raises TransferFailed, KvCorrupted, Stale, KvMismatch, Unavailable, Overloaded,
+        DeadlineExceeded.
+        """
         stats = await asyncio.shield(self._task)
         self._committed = True
         return stats
 
     async def _abort(self, reason: str) -> None:
-        self._task.cancel()  # a put that runs is finished first, if it ends in time
+        self._task.cancel()  # a running put ends first, if it ends in time
         await asyncio.wait({self._task})
         if not self._task.cancelled():
             if (failure := self._task.exception()) is None:
-                return  # committed after all, though nothing awaited it
+                return  # it was committed, though nothing awaited it
             reason = f"{type(failure).__name__}: {failure}"
         link, put = self._link, self._put
         if link is None:
-            # Nothing was granted, and the router that reserved the blocks cancels them; if it is
-            # gone itself, the end of its connection does.
+            # Nothing was granted. The router that reserved the blocks cancels them, or the end of
+            # its connection does.
             return
         request = handoff_pb2.AbortRequest(**self._names, reason=reason)
 
         def when_written(put: asyncio.Future[float]) -> None:
-            put.exception()  # its result is not used any more
-            self.links.abort(link, request, self._trace)
+            put.exception()  # retrieved, and not used
+            self.links.abort(link, request)
             self.links.release(link)
 
         if put is not None and not put.done():
-            self._link = None  # released when it is written
+            self._link = None  # released when the put has ended
             put.add_done_callback(when_written)
         else:
-            tried = self.links.abort(link, request, self._trace)
+            tried = self.links.abort(link, request)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.abort_wait_s):
                     await tried.wait()
 
     async def _run(self) -> TransferStats:
         try:
-            async with asyncio.timeout(self._deadline.left_s(float("inf"))):
+            async with asyncio.timeout(self._deadline.left_s()):
                 link = self._link = await self.links.acquire(self.target, self._deadline)
                 while True:
                     try:
@@ -189,8 +191,8 @@ class Handoff:
         except TimeoutError as error:
             raise DeadlineExceeded("the deadline passed during the KV transfer") from error
 
-    async def _attempt(self, link: PairLink) -> None:
-        """Sends everything up to Commit, and returns when that was answered."""
+    async def _attempt(self, link: OutgoingLink) -> None:
+        """Sends everything up to Commit, and returns when Commit was answered."""
         self._digest, self._put, self._sent = link.new_digest(), None, 0
         self._stats = stats = TransferStats(link.transport.name, link.transport.kind)
         cached, sent = self.target.cached_tokens, 0
@@ -219,7 +221,7 @@ class Handoff:
         await self._call(link, request)
         stats.wait_s += time.perf_counter() - start
 
-    async def _send_chunk(self, link: PairLink, slots: Slots, granted: tuple[int, ...]) -> None:
+    async def _send_chunk(self, link: OutgoingLink, slots: Slots, granted: tuple[int, ...]) -> None:
         start, timeout_s = time.perf_counter(), self._time_left_s()
         try:
             async with asyncio.timeout(timeout_s):
@@ -230,23 +232,23 @@ class Handoff:
             if link.transport.one_sided:
                 first = self._sent // self.links.pool.block_size
                 ids = granted[first : first + len(slots.block_ids)]
-                # Begun in this turn of the loop: others that follow may take long.
+                # Begun in this turn of the event loop: the next ones may come late.
                 work = self._end_put(link, slots, *self._begin_put(link, slots, ids, start))
             else:
                 work = self._ready_and_put(link, slots, start)
-            # Between Ready and the end of the put the receiver counts on us: no stopping there.
+            # The receiver relies on this between Ready and the end of the put: no cancelling.
             await uninterrupted(work)
         finally:
             link.turn.release()
 
-    async def _ready_and_put(self, link: PairLink, slots: Slots, start: float) -> None:
+    async def _ready_and_put(self, link: OutgoingLink, slots: Slots, start: float) -> None:
         ids = await self._ready(link, self.target.cached_tokens + self._sent, slots.num_tokens)
         await self._end_put(link, slots, *self._begin_put(link, slots, ids, start))
 
     def _begin_put(
-        self, link: PairLink, slots: Slots, ids: tuple[int, ...], start: float
+        self, link: OutgoingLink, slots: Slots, ids: tuple[int, ...], start: float
     ) -> tuple[asyncio.Future[float], float]:
-        """The put, and the time it has."""
+        """The put, and its time-out."""
         self._stats.wait_s += time.perf_counter() - start
         self._start_ns = self._start_ns or time.time_ns()
         with self.links.closing_on_failure(link, self._deadline):
@@ -255,10 +257,10 @@ class Handoff:
         return self._put, timeout_s
 
     async def _end_put(
-        self, link: PairLink, slots: Slots, put: asyncio.Future[float], timeout_s: float
+        self, link: OutgoingLink, slots: Slots, put: asyncio.Future[float], timeout_s: float
     ) -> None:
         with self.links.closing_on_failure(link, self._deadline):
-            # A put waits for its GPU, which never answers if it hangs.
+            # A put on a GPU that hangs never ends.
             await asyncio.wait({put}, timeout=timeout_s + _PUT_GRACE_S)
             if not put.done():
                 raise TransferFailed(f"a put to decode {link.peer} does not end")
@@ -266,11 +268,11 @@ class Handoff:
         self._stats.chunks += 1
         self._sent += slots.num_tokens
 
-    async def _prepare_resend(self, link: PairLink, failure: TransferFailed) -> PairLink:
-        """When it returns all can be sent again, over that link. Raises `failure` when not.
+    async def _prepare_resend(self, link: OutgoingLink, failure: TransferFailed) -> OutgoingLink:
+        """The link over which everything can be sent again. Raises `failure` if that is impossible.
 
-        The decode worker has to agree first: that ends what this attempt was granted, and proves
-        that the reservation is still there.
+        The decode worker has to agree first: its answer ends this attempt's grant, and proves that
+        the reservation still exists.
         """
         writing = self._put is not None and not self._put.done()
         if self._resends == MAX_RESENDS or writing:
@@ -281,7 +283,7 @@ class Handoff:
         request = handoff_pb2.AbortRequest(**self._names, reason=reason, resend=True)
         try:
             timeout_s = min(self._time_left_s(), _RESEND_ABORT_S)
-            await link.control.call(request, timeout_s, self._trace)
+            await link.control.call(request, timeout_s)
             opened = await self.links.acquire(self.target, self._deadline, skip_backoff=True)
             self.links.release(link)
             return opened
@@ -290,15 +292,17 @@ class Handoff:
             log.warning(why, handoff_id, error, extra=self._about)
             raise failure from error
 
-    async def _ready(self, link: PairLink, first_token: int, num_tokens: int) -> tuple[int, ...]:
+    async def _ready(
+        self, link: OutgoingLink, first_token: int, num_tokens: int
+    ) -> tuple[int, ...]:
         request = handoff_pb2.ReadyRequest(
             **self._names, epoch=link.epoch, first_token=first_token, num_tokens=num_tokens
         )
         return tuple((await self._call(link, request)).block_ids)
 
-    async def _call(self, link: PairLink, request: Any) -> Any:
+    async def _call(self, link: OutgoingLink, request: Any) -> Any:
         with self.links.closing_on_failure(link, self._deadline):
-            return await link.control.call(request, self._time_left_s(), self._trace)
+            return await link.control.call(request, self._time_left_s())
 
     def _time_left_s(self) -> float:
         return self._deadline.left_s(self.step_timeout_s)

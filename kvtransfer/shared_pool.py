@@ -1,15 +1,14 @@
-"""How the sender of a one-sided link gets the receiver's pool: its memory's file descriptor.
+"""Passes the receiver's pool to the sender of a one-sided link, as its memory's file descriptor.
 
-It is passed over a Unix socket (SCM_RIGHTS) in /dev/shm, which the processes of a machine share,
-and containers with `ipc: host`. Nothing else needs to be common to them but the user: a process id,
-and what is opened through /proc, mean nothing in another process namespace, and an abstract socket
-ends at the network namespace. So each end gives the other a pidfd of itself, too, which tells the
-other of its end wherever the two are.
+It is passed over a Unix socket (SCM_RIGHTS) in /dev/shm, which processes of a machine share, and
+containers with `ipc: host`. The two need only have the same user in common: process ids and /proc
+are useless in another process namespace, and abstract sockets in another network namespace. For the
+same reason each end gives the other a pidfd of itself, which signals its exit in any namespace.
 
-A socket is for one link. Its path and its secret are told with the answer to the Offer, over the
-control channel; only the receiver's user can connect, and who does not know the secret gets
-nothing. The file exists while the link opens. One that is left by a process that was killed then is
-removed by the next listener.
+A socket is for one link. Its path and its secret come with the answer to the Offer, over the
+control stream. Only the receiver's user can connect, and only with the secret is the memory given.
+The file exists while the link opens; a file left by a killed process is removed by the next
+listener.
 """
 
 from __future__ import annotations
@@ -31,31 +30,32 @@ from typing import Any
 
 from baton.config import SHARED_FOLDER
 from baton.errors import TransferFailed
-from kvtransfer.interface import End, Listener
+from kvtransfer.deadline import Deadline
+from kvtransfer.interface import ReceivingEnd
 
 _PREFIX = "baton-link-"
 _SECRET_BYTES = 32
-_HELLO_S = 1.0  # for a process that has connected to say its secret
-_BINDING_S = 10.0  # between a file and its `listen`, at most
+_HELLO_S = 1.0  # for a connected process to send the secret
+_BINDING_S = 10.0  # age at which a file without a listening process is abandoned
 
 
-class SharedPoolListener(Listener):
-    """The receiver's end: gives `fd` to the sender. `place` is what it needs to know of the pool.
+class SharedPoolListener(ReceivingEnd):
+    """The receiver's end: gives the descriptor `fd` of its pool to the sender.
 
-    Raises OSError where there can be no such socket.
+    `layout`: what the sender needs to use the memory. Raises OSError if no socket can be made.
     """
 
-    def __init__(self, transport: str, fd: int, place: Mapping[str, Any]) -> None:
+    def __init__(self, transport: str, fd: int, layout: Mapping[str, Any]) -> None:
         _remove_abandoned()
         self._secret = secrets.token_bytes(_SECRET_BYTES)
-        super().__init__(json.dumps({**place, "secret": self._secret.hex()}).encode())
+        super().__init__(json.dumps({**layout, "secret": self._secret.hex()}).encode())
         self._transport, self._path = transport, _path(self._secret)
         self._sender: int | None = None
         self._aborted = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._fd = os.dup(fd)  # whatever becomes of the pool meanwhile
+        self._fd = os.dup(fd)  # stays open if the pool is closed meanwhile
         try:
-            os.fchmod(self._socket.fileno(), 0o600)  # so `bind` makes the file with that mode
+            os.fchmod(self._socket.fileno(), 0o600)  # the mode of the file that `bind` makes
             self._socket.bind(str(self._path))
             self._socket.listen()
         except BaseException:
@@ -63,13 +63,13 @@ class SharedPoolListener(Listener):
             raise
 
     def accept(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         try:
             while self._sender is None and not self._aborted:
-                self._socket.settimeout(_left_s(deadline))
+                self._socket.settimeout(deadline.left_s())
                 connection, _ = self._socket.accept()
                 with connection:
-                    connection.settimeout(min(_left_s(deadline), _HELLO_S))
+                    connection.settimeout(deadline.left_s(_HELLO_S))
                     self._give(connection)
         except OSError as error:
             raise TransferFailed(f"{self._transport}: the sender did not come: {error}") from error
@@ -83,7 +83,7 @@ class SharedPoolListener(Listener):
 
     def abort(self) -> None:
         self._aborted = True
-        with contextlib.suppress(OSError):  # it does not wait
+        with contextlib.suppress(OSError):  # nothing waits in `accept`
             _connect(self._path, 0.0).close()
 
     def close(self) -> None:
@@ -93,9 +93,9 @@ class SharedPoolListener(Listener):
             self._sender = None
 
     def _give(self, connection: socket.socket) -> None:
-        """Gives the memory to a process of this user that knows the secret."""
+        """Gives the memory to a process of this user that has the secret."""
         fds = list[int]()
-        with contextlib.suppress(OSError):  # of a process that has gone again
+        with contextlib.suppress(OSError):  # the process has disconnected
             secret, fds = _receive(connection, _SECRET_BYTES + 1, 1)
             if fds and _is_ours(connection) and hmac.compare_digest(secret, self._secret):
                 with _own_pidfd() as pidfd:
@@ -112,11 +112,11 @@ class SharedPoolListener(Listener):
             self._fd = -1
 
 
-class ReceiverProcess(End):
+class ReceiverProcess:
     """The process whose memory a one-sided link writes into, checked before and after every put.
 
-    Mapped memory outlives its owner: without this, bytes would be lost unnoticed. `pidfd` is closed
-    with it.
+    Mapped memory outlives its owner, so without these checks bytes could be lost unnoticed. It owns
+    `pidfd`.
     """
 
     def __init__(self, transport: str, pidfd: int) -> None:
@@ -126,18 +126,18 @@ class ReceiverProcess(End):
         self._exited.register(self._pidfd, select.POLLIN)
 
     def check(self) -> None:
-        """Raises TransferFailed when the link was aborted or closed, or the process has ended."""
+        """Raises TransferFailed if the link was aborted or closed, or the process has ended."""
         if self._aborted:
             raise TransferFailed(f"{self._transport}: the link was aborted")
         if self._exited.poll(0):
             raise TransferFailed(f"{self._transport}: the receiver is gone")
 
     def abort(self) -> None:
-        """From now on every check fails."""
+        """Makes every later check fail."""
         self._aborted = True
 
     def close(self) -> None:
-        """As `abort`, and frees its descriptor; may be called twice."""
+        """Aborts the link and closes the descriptor; may be called twice."""
         self._aborted, pidfd, self._pidfd = True, self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
@@ -147,22 +147,22 @@ class ReceiverProcess(End):
 def received(
     transport: str, endpoint: bytes, timeout_s: float
 ) -> Iterator[tuple[dict[str, Any], int, ReceiverProcess]]:
-    """The sender's end: the receiver's place, a descriptor of its memory, and its process.
+    """The sender's end: the pool's layout, a descriptor of its memory, and the receiver's process.
 
-    The descriptor is closed when this is left, the process is to be closed by what is made within.
-    What fails there is raised as TransferFailed, as is a receiver that does not answer in time.
+    The descriptor is closed on exit; the process must be closed by the object made from it. Errors
+    within, and a receiver that does not answer in time, are raised as TransferFailed.
     """
     try:
-        place = dict(json.loads(endpoint))
-        fd, pidfd = _ask(bytes.fromhex(place["secret"]), time.monotonic() + timeout_s)
+        layout = dict(json.loads(endpoint))
+        fd, pidfd = _ask(bytes.fromhex(layout["secret"]), Deadline(timeout_s))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TransferFailed(f"{transport}: no such receiver: {error}") from error
     process = ReceiverProcess(transport, pidfd)
     try:
-        yield place, fd, process
+        yield layout, fd, process
     except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
         process.close()
-        where = f" on {place['gpu']}" if place.get("gpu") else ""
+        where = f" on {layout['gpu']}" if layout.get("gpu") else ""
         raise TransferFailed(
             f"{transport}: cannot open the receiver's memory{where}: {error}"
         ) from error
@@ -170,14 +170,14 @@ def received(
         os.close(fd)
 
 
-def _ask(secret: bytes, deadline: float) -> tuple[int, int]:
-    """The memory and the pidfd of the receiver that made the secret."""
-    with _connect(_path(secret), _left_s(deadline)) as connection:
+def _ask(secret: bytes, deadline: Deadline) -> tuple[int, int]:
+    """Descriptors of the memory and of the process of the receiver with this secret."""
+    with _connect(_path(secret), deadline.left_s()) as connection:
         if not _is_ours(connection):
             raise PermissionError("it belongs to another user")
         with _own_pidfd() as pidfd:
             socket.send_fds(connection, [secret], [pidfd])
-        connection.settimeout(_left_s(deadline))
+        connection.settimeout(deadline.left_s())
         _, fds = _receive(connection, 1, 2)
     if len(fds) != 2:
         for fd in fds:
@@ -187,7 +187,7 @@ def _ask(secret: bytes, deadline: float) -> tuple[int, int]:
 
 
 def check_folder() -> None:
-    """Raises OSError where processes cannot meet in the folder."""
+    """Raises OSError if no socket can be made in the folder."""
     path = _path(secrets.token_bytes(_SECRET_BYTES))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as trial:
         try:
@@ -199,7 +199,7 @@ def check_folder() -> None:
 
 
 def _path(secret: bytes) -> Path:
-    """Which does not tell the secret."""
+    """The socket's path, which does not reveal the secret."""
     return SHARED_FOLDER / (_PREFIX + hashlib.sha256(secret).hexdigest()[:32])
 
 
@@ -215,7 +215,7 @@ def _connect(path: Path, timeout_s: float) -> socket.socket:
 
 
 def _receive(connection: socket.socket, max_bytes: int, max_fds: int) -> tuple[bytes, list[int]]:
-    """As `socket.recv_fds`, which in Python 3.11 drops its flags: no child inherits these."""
+    """Receives descriptors that children do not inherit; Python 3.11's `recv_fds` ignores flags."""
     fds = array.array("i")
     room = socket.CMSG_LEN(max_fds * fds.itemsize)
     data, found, _, _ = connection.recvmsg(max_bytes, room, socket.MSG_CMSG_CLOEXEC)
@@ -226,7 +226,7 @@ def _receive(connection: socket.socket, max_bytes: int, max_fds: int) -> tuple[b
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether the process at the other end is of this user."""
+    """Whether the process at the other end has this user."""
     size = struct.calcsize("iII")
     _, uid, _ = struct.unpack(
         "iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
@@ -252,9 +252,3 @@ def _remove_abandoned() -> None:
                     _connect(path, 0.0).close()
                 except ConnectionRefusedError:  # no process listens
                     path.unlink()
-
-
-def _left_s(deadline: float) -> float:
-    if (left_s := deadline - time.monotonic()) <= 0:
-        raise TimeoutError("timed out")
-    return left_s

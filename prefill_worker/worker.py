@@ -1,6 +1,6 @@
-"""A prefill worker: a prompt's way through queue, chunks, block transfer, first token and Commit.
+"""The prefill worker: runs prompts in chunks, hands their KV over, returns first tokens.
 
-Each chunk's full blocks are sent while the next chunk computes; the first token goes to the router
+Each chunk's full blocks are sent while the next chunk computes. The first token goes to the router
 as soon as it is sampled, before the handoff is committed.
 """
 
@@ -20,9 +20,9 @@ from opentelemetry.context import Context
 
 from baton.block_hash import token_digest
 from baton.engine.build import Loaded
-from baton.engine.loop import Progress, StepReport
 from baton.engine.pooling import Pooling, Vector
 from baton.engine.sequence import Sequence
+from baton.engine.step_report import SequenceProgress, StepReport
 from baton.errors import (
     CheckpointError,
     DeadlineExceeded,
@@ -44,45 +44,47 @@ from baton.worker.messages import (
 )
 from baton.worker.node import Node
 from kvtransfer.interface import Transport
-from kvtransfer.links import LinkPool
+from kvtransfer.outgoing import OutgoingLinks
 from kvtransfer.pool import Slots
-from kvtransfer.rank_links import RankPool
-from kvtransfer.sender import Handoff
+from kvtransfer.rank_ends import RankPool
+from kvtransfer.sender import HandoffSender
 
 log = logging.getLogger(__name__)
 
 Send = Callable[[prefill_pb2.PrefillResponse], None]
 _HANDOFF_ID = "sequence.handoff_id"
-# Workers of a role in a fleet whose links are opened before handoffs need them: a prefill worker
-# keeps so many, and a decode worker so many over NCCL.
-MOST_OPENED_TO = 16
+# Most workers of a role in a fleet whose links are opened before handoffs need them: the number of
+# links that a prefill worker keeps, and a decode worker over NCCL.
+MAX_OPENED_AHEAD = 16
 
 
 @dataclass
 class Prompt:
-    """A prompt that runs here."""
+    """A running prompt."""
 
     sequence: Sequence
-    num_tokens: int  # all that the handoff covers; the sequence gets one more, sampled here
+    num_tokens: int  # tokens of the handoff; the sequence gets one more, sampled here
     trace: Context
-    sent: int  # tokens whose blocks were sent, or are cached by the decode worker
+    sent: int  # tokens whose blocks were sent, or are cached at the decode worker
     arrived_ns: int = field(default_factory=time.time_ns)
-    computed: int | None = None  # before the first chunk
-    pooled: Vector | None = None  # hidden states so far, added up, where an embedding is wanted
-    steps: asyncio.Queue[tuple[StepReport, Progress] | None] = field(default_factory=asyncio.Queue)
-    spans: list[Callable[[], None]] = field(default_factory=list)  # recorded at its end
+    computed: int | None = None  # tokens; None before the first chunk
+    pooled: Vector | None = None  # for an embedding: the sum of hidden states so far
+    steps: asyncio.Queue[tuple[StepReport, SequenceProgress] | None] = field(
+        default_factory=asyncio.Queue
+    )
+    spans: list[Callable[[], None]] = field(default_factory=list)  # recorded at the prompt's end
 
 
 class PrefillWorker(Node):
-    """Runs prompts for routers and hands their KV over."""
+    """Runs prompts for routers, and hands their KV over to decode workers."""
 
     def begin(self, loaded: Loaded, pools: list[RankPool], usable: list[Transport]) -> None:
         self._pooling, self._no_pooling = Pooling(), ""
         try:
             self._pooling = Pooling.read(loaded.path)
-        except CheckpointError as error:  # it generates all the same
+        except CheckpointError as error:  # it can still generate
             self._no_pooling = f"this model's embeddings cannot be computed: {error}"
-        self._links = LinkPool(pools, self.record, usable, self.find)
+        self._links = OutgoingLinks(pools, self.record, usable, self.find)
         self._opening_links = asyncio.create_task(self._open_links())
         self.metrics.observe_links(self._links.status)
         self._prompts: dict[str, Prompt] = {}
@@ -105,7 +107,7 @@ class PrefillWorker(Node):
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Gives up what still runs, which routers then place elsewhere."""
+        """Gives up running prompts, which routers then place elsewhere."""
         for prompt in self._prompts.values():
             prompt.steps.put_nowait(None)
         try:
@@ -117,9 +119,9 @@ class PrefillWorker(Node):
         await self._links.close()
 
     async def _open_links(self) -> None:
-        """Opens the links to decode workers as they come, so that no handoff has to wait for it.
+        """Opens links to new decode workers one at a time, so that no handoff has to wait for one.
 
-        One at a time; one that fails is left to the first handoff.
+        After a failure the first handoff tries again.
         """
         tried = set[str]()
         async with contextlib.aclosing(self._members.changes()) as changes:
@@ -152,7 +154,7 @@ class PrefillWorker(Node):
                 task.cancel()
 
     async def _answer(self, router: RouterStream, request: prefill_pb2.PrefillRequest) -> None:
-        """Runs a prompt for a router, which is told of its end too, unless that cancels it."""
+        """Runs a prompt for a router, and reports its failure."""
         handoff_id = request.sequence.handoff_id
 
         def send(response: prefill_pb2.PrefillResponse) -> None:
@@ -167,9 +169,9 @@ class PrefillWorker(Node):
     async def prefill(
         self, request: prefill_pb2.PrefillRequest, trace: Context, send: Send
     ) -> None:
-        """Sends the prompt's messages: started, first token, committed. Cancelling stops it.
+        """Sends the prompt's messages: started, first token, committed. May be cancelled.
 
-        Without a target nothing is handed over: the request wants no token.
+        Without a target nothing is handed over: the request wants no tokens.
 
         Raises InvalidRequest, Unavailable, Overloaded, DeadlineExceeded, and what handoffs raise.
         """
@@ -183,7 +185,7 @@ class PrefillWorker(Node):
         if sequence.seq_id in self._prompts:
             raise InvalidRequest(f"handoff {sequence.seq_id} runs here", _HANDOFF_ID)
         if request.HasField("target") is not (sequence.params.max_tokens > 0):
-            raise InvalidRequest("what generates tokens, and nothing else, has a target", "target")
+            raise InvalidRequest("only a request that generates tokens has a target", "target")
         size = self.limits.block_size
         if cached_tokens % size or cached_tokens >= sequence.num_tokens:
             raise InvalidRequest(
@@ -217,10 +219,12 @@ class PrefillWorker(Node):
                         sequence.grammar = await asyncio.wrap_future(compiled)
                     await asyncio.wrap_future(self.engine.add(sequence))
                     last = await self._compute(prompt, handoff, send)
-                except BaseException:  # also a caller that hung up: no further chunk runs
+                except BaseException:  # cancellation, too: no further chunk runs
                     self.engine.pause(seq_id)
                     raise
-                if handoff and not last.finish_reason:  # else nothing is left: it is aborted
+                if (
+                    handoff and not last.finish_reason
+                ):  # otherwise nothing is left to decode: it is aborted
                     with self.metrics.transferring():
                         stats = await handoff.committed()
                     self.metrics.transferred(stats, prompt.trace)
@@ -230,7 +234,7 @@ class PrefillWorker(Node):
                         transport=stats.kind,
                     )
                     send(prefill_pb2.PrefillResponse(committed=committed))
-        finally:  # and no earlier: the blocks have to stay until the handoff is aborted
+        finally:  # not earlier: the blocks must be held until the handoff is aborted
             for record in prompt.spans:
                 record()
             del self._prompts[seq_id]
@@ -238,9 +242,9 @@ class PrefillWorker(Node):
             if not self._prompts:
                 self._idle.set()
 
-    def _handoff(self, prompt: Prompt, request: prefill_pb2.PrefillRequest) -> Handoff:
+    def _handoff(self, prompt: Prompt, request: prefill_pb2.PrefillRequest) -> HandoffSender:
         sequence = prompt.sequence
-        return Handoff(
+        return HandoffSender(
             self._links,
             self.tracer,
             request.target,
@@ -252,10 +256,13 @@ class PrefillWorker(Node):
             step_timeout_s=self.config.transfer_timeout_s,
         )
 
-    async def _compute(self, prompt: Prompt, handoff: Handoff | None, send: Send) -> Progress:
-        """Follows the engine until the first token is sampled; blocks are queued on the way.
+    async def _compute(
+        self, prompt: Prompt, handoff: HandoffSender | None, send: Send
+    ) -> SequenceProgress:
+        """Follows the engine's steps until the first token is sampled, and queues blocks to send.
 
-        Before the step's message, and all spans come later: writing one takes as long as a put.
+        Blocks are queued before the step's message is sent, and spans are recorded at the end:
+        writing one takes as long as a put.
         """
         while True:
             step = await prompt.steps.get()
@@ -267,13 +274,13 @@ class PrefillWorker(Node):
                 raise failed(progress.abort_reason)
             begins = prompt.computed is None
             before = prompt.sequence.num_cached if prompt.computed is None else prompt.computed
-            # A step that gives one token and nothing else does not say how much is computed: all.
+            # A report of a token alone has no number of computed tokens: all are.
             prompt.computed = prompt.num_tokens if progress.token_ids else progress.num_computed
             if handoff and not progress.finish_reason:
                 self._send_blocks(prompt, handoff)
                 if progress.token_ids:
                     handoff.conclude(progress.token_ids[0])
-                await asyncio.sleep(0)  # the put begins
+                await asyncio.sleep(0)  # lets the put begin
             if begins:
                 send(prefill_pb2.PrefillResponse(started=self._started(prompt, report)))
             self._record_chunk(prompt, report, before)
@@ -295,16 +302,16 @@ class PrefillWorker(Node):
         embedding: list[float] = self._pooling.finish(prompt.pooled, prompt.num_tokens).tolist()
         return embedding
 
-    def _send_blocks(self, prompt: Prompt, handoff: Handoff) -> None:
-        """Queues the blocks that became complete: whole ones, and at the end the partial one."""
+    def _send_blocks(self, prompt: Prompt, handoff: HandoffSender) -> None:
+        """Queues newly complete blocks for sending: full ones, and at the end the partial one."""
         size, end = self.limits.block_size, prompt.computed or 0
         if end < prompt.num_tokens:
             end -= end % size
         if end <= prompt.sent:
             return
-        # Block ids of a prompt do not change between admission and its end, so reading is safe.
+        # Block ids of a prompt do not change while it runs, so reading them here is safe.
         blocks = prompt.sequence.block_ids[prompt.sent // size : -(-end // size)]
-        if not blocks:  # it has ended by itself; the step that reports it is already queued
+        if not blocks:  # the prompt has ended; the report of that is already queued
             return
         with self.metrics.transferring():
             handoff.send(Slots(tuple(blocks), end - prompt.sent))
@@ -321,28 +328,28 @@ class PrefillWorker(Node):
     def _record_chunk(self, prompt: Prompt, report: StepReport, before: int) -> None:
         done = prompt.computed or 0
         attributes = {"baton.chunk_tokens": done - before, "baton.computed_tokens": done}
-        took = prompt.trace, report.started_ns, report.ended_ns
-        record = partial(tracing.record, self.tracer, "prefill.chunk", *took, attributes)
+        span = prompt.trace, report.started_ns, report.ended_ns
+        record = partial(tracing.record, self.tracer, "prefill.chunk", *span, attributes)
         prompt.spans.append(record)
 
 
 def peers_to_open(records: Mapping[str, WorkerRecord], incarnation: str) -> set[str]:
-    """The decode workers to which this prefill worker should have a link: both ends are READY, and
-    routers pair them. None in a fleet where links opened so would close one another.
+    """The decode workers to which this prefill worker should open a link: both are READY, and
+    routers pair them. None in a large fleet, where such links would close one another.
     """
-    own, ready = records.get(incarnation), common_pb2.WORKER_STATE_READY
+    this, ready = records.get(incarnation), common_pb2.WORKER_STATE_READY
     largest_role = max(Counter(one.role for one in records.values()).values(), default=0)
-    if own is None or own.state != ready or largest_role > MOST_OPENED_TO:
+    if this is None or this.state != ready or largest_role > MAX_OPENED_AHEAD:
         return set()
     return {
         one.incarnation
         for one in records.values()
-        if one.role == common_pb2.WORKER_ROLE_DECODE and one.state == ready and one.kv == own.kv
+        if one.role == common_pb2.WORKER_ROLE_DECODE and one.state == ready and one.kv == this.kv
     }
 
 
-def _first_token(progress: Progress) -> prefill_pb2.PrefillFirstToken:
-    # No drafts: the sequence leaves the batch with this one.
+def _first_token(progress: SequenceProgress) -> prefill_pb2.PrefillFirstToken:
+    # No speculation: the sequence leaves the batch with this token.
     return prefill_pb2.PrefillFirstToken(
         token_id=progress.token_ids[0] if progress.token_ids else None,
         logprobs=logprobs_proto(progress.logprobs[0]) if progress.logprobs else None,

@@ -1,5 +1,7 @@
 """The router: admits requests, places each on a pair of workers, and delivers its tokens.
 
-Read `dispatch` first. The router speaks text with callers and token ids with workers; it knows no
-tensor, keeps nothing on disk, and any number of routers can serve one cluster.
+Read `request` first, then `generation_service` and `dispatch.dispatch`. The router speaks text with
+callers and token ids with workers; it has no tensors, keeps nothing on disk, and any number of
+routers can serve one cluster. Folders, each importing only those behind it: output; admission and
+dispatch; telemetry; placement and queueing; fleet.
 """

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import uvloop
+from opentelemetry.trace import Tracer
 
 from baton.config import RouterConfig, model_path, slo
 from baton.errors import InvalidRequest
@@ -25,18 +26,19 @@ from baton.net.server import EventLoop, Health, bind, measure_lag, settle
 from baton.registry import EtcdRegistry, Membership
 from baton.telemetry import tracing
 from baton.telemetry.metrics.recorder import Recorder
-from baton.text import load_tokenizer
+from baton.telemetry.tracing import Telemetry
+from baton.text import Tokenizer, load_tokenizer
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
 from router.admission.admission import Admission
 from router.admission.resume_ticket import ResumeTickets
 from router.admission.tenants import Tenants
-from router.admission.wait_queue import WaitQueue
 from router.dispatch.dispatch import Dispatch
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
 from router.fleet.snapshot import UNREACHABLE
 from router.generation_service import GenerationService
-from router.service import FleetServicer, InferenceServicer, authorize
+from router.grpc_service import FleetServicer, InferenceServicer, authorize
+from router.queueing.wait_queue import WaitQueue
 from router.shared_state import SharedState
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.tail_sampling import SamplingPolicy
@@ -44,33 +46,34 @@ from router.telemetry.tail_sampling import SamplingPolicy
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
-RECONNECT_S = 300.0  # a client's connection is renewed, so that it finds routers that are new
-_JOIN_S = 10.0  # at most, until all workers that are there have been connected
+RECONNECT_S = 300.0  # clients' connections are renewed, so that they find new routers
+_JOIN_S = 10.0  # limit on waiting for connections to the registered workers
 _SERVICES = ("baton.v1.InferenceService", "baton.v1.FleetService")
 
 
 # Serves generation over another protocol, from its start to the end of the drain.
-Frontend = Callable[[GenerationService], AbstractAsyncContextManager[None]]
+ProtocolServer = Callable[[GenerationService], AbstractAsyncContextManager[None]]
 
 
 def run(
-    config: RouterConfig, frontends: Sequence[Frontend] = (), shared: SharedState | None = None
+    config: RouterConfig,
+    protocols: Sequence[ProtocolServer] = (),
+    shared: SharedState | None = None,
 ) -> int:
-    """Runs one router until SIGTERM or SIGINT; 0. Raises ConfigError when it cannot begin.
+    """Runs one router until SIGTERM or SIGINT; returns 0. Raises ConfigError if it cannot start.
 
-    With `shared` other processes serve at the same ports: siblings, or one that it is to succeed.
+    `shared`: set if other processes serve at the same ports, siblings or one that it replaces.
     """
-    return uvloop.run(_run(config, frontends, shared), loop_factory=EventLoop)
+    return uvloop.run(_run(config, protocols, shared), loop_factory=EventLoop)
 
 
 async def _run(
-    config: RouterConfig, frontends: Sequence[Frontend], shared: SharedState | None
+    config: RouterConfig, protocols: Sequence[ProtocolServer], shared: SharedState | None
 ) -> int:
     limits = config.limits
     stop, leave = _requested(signal.SIGTERM, signal.SIGINT), _requested(signal.SIGUSR1)
-    path = model_path(config.model)
-    # Only a model with made-up weights may have no tokenizer.
-    tokenizer = load_tokenizer(path, required=not config.random_weights)
+    # Only a model with random weights may have no tokenizer.
+    tokenizer = load_tokenizer(model_path(config.model), required=not config.random_weights)
     tenants = Tenants(
         limits.tenants_file, admin_keys=config.admin_keys, api_keys=limits.api_keys, shared=shared
     )
@@ -84,74 +87,23 @@ async def _run(
         reconnect_s=RECONNECT_S,
     )
     bound = None if shared else listen()
-    name = {"service.instance.id": config.incarnation}
-    trace = tracing.setup("baton-router", config.otlp, name, config.trace_sample)
+    instance = {"service.instance.id": config.incarnation}
+    telemetry = tracing.setup("baton-router", config.otlp, instance, config.trace_sample)
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(asyncio.to_thread, trace.close)
-        registry = EtcdRegistry(config.registry)
-        stack.push_async_callback(registry.close)
-        membership = await stack.enter_async_context(registry.watch())
-        _run_within(stack, tenants.follow(), "tenants")
-        fleet = Fleet(
-            membership,
-            config.incarnation,
-            tokenizer.fingerprint,
-            LivenessConfig(limits.silence_s, limits.stall_s),
-            decode_alone=limits.local_prefill_max_tokens > 0,
+        stack.push_async_callback(asyncio.to_thread, telemetry.close)
+        service, membership = await _started_service(
+            config, tokenizer, tenants, telemetry.tracer, stop, stack
         )
-        # A router is nothing without its fleet.
-        _run_within(stack, fleet.follow(), "fleet").add_done_callback(lambda _: stop.set())
-        admission = await stack.enter_async_context(
-            aclosing(
-                Admission(
-                    config.served_name,
-                    tokenizer,
-                    limits.default_timeout_s,
-                    ttft_target_s=limits.ttft_target_s,
-                    max_prompt_tokens=limits.max_prompt_tokens,
-                    stream_interval=limits.stream_interval,
-                    prefill_rate=lambda: fleet.snapshot().prefill_rate,
-                    tenants=tenants,
-                    aliases=config.api.model_aliases,
-                    grammars=GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids),
-                    tool_parser=limits.tool_parser,
-                    reasoning_parser=limits.reasoning_parser,
-                    tickets=ResumeTickets(await registry.ticket_key()),
-                    text_processes=limits.text_processes,
-                    sampling_defaults=(
-                        sampling_defaults(path)
-                        if config.api.generation_config == "auto"
-                        else DEFAULTS
-                    ),
-                )
-            )
-        )
-        queue = WaitQueue(limits.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
-        dispatch = Dispatch(fleet, queue, limits, trace.tracer)
-        service = GenerationService(
-            admission,
-            queue,
-            dispatch,
-            fleet,
-            trace.tracer,
-            limits.trace_content,
-            limits.trust_traceparent,
-        )
-        recorder = Recorder("router", name)
-        slos = slo.parse_all(limits.slos)
-        metrics = RouterMetrics(recorder, admission.model, slos)
-        metrics.observe(service)
-        _run_within(stack, measure_lag(metrics.lag.record), "event loop lag")
-        sampler = SamplingPolicy(trace, fleet, limits.trace_slow_s, slos)
-        # In this order: a trace that is kept may be an exemplar of a metric.
-        dispatch.stats.listeners = (sampler, metrics)
+        recorder = Recorder("router", instance)
+        _run_within(stack, _observe(config, service, recorder, telemetry), "event loop lag")
         service.metrics_page = recorder.render if config.router_processes == 1 else _no_page
-        await _workers_connected(membership, fleet, shared)
+        await _workers_connected(membership, service.fleet, shared)
         server, address = bound or listen(shared=True)
-        operators = FleetServicer(service, _what_stays(config, address, admission.model), shared)
+        status = _constant_status(config, address, service.admission.model)
+        operators = FleetServicer(service, status, shared)
         health = _add_services(server, service, operators)
         stack.push_async_callback(server.stop, STOP_GRACE_S)
-        readiness = _run_within(stack, _follow_readiness(fleet, health), "readiness")
+        readiness = _run_within(stack, _follow_readiness(service.fleet, health), "readiness")
         await server.start()
         settle()
         probed = health.probed(config.host, config.health_port, shared is not None)
@@ -159,9 +111,9 @@ async def _run(
         if config.metrics_port is not None:
             page = serving(recorder.render, config.host, config.metrics_port)
             await stack.enter_async_context(page)
-        for frontend in frontends:
-            await stack.enter_async_context(frontend(service))
-        log.info("router %s at %s serves %s", config.incarnation, address, admission)
+        for protocol in protocols:
+            await stack.enter_async_context(protocol(service))
+        log.info("router %s at %s serves %s", config.incarnation, address, service.admission)
         _run_within(stack, operators.publish(), "status")
         await _serve(stop, leave, partial(_leave, limits.default_timeout_s, service, server))
         readiness.cancel()
@@ -170,8 +122,61 @@ async def _run(
     return 0
 
 
+async def _started_service(
+    config: RouterConfig,
+    tokenizer: Tokenizer,
+    tenants: Tenants,
+    tracer: Tracer,
+    stop: asyncio.Event,
+    stack: contextlib.AsyncExitStack,
+) -> tuple[GenerationService, Membership]:
+    """The service over a fleet that follows the registry; `stop` is set if it cannot any more."""
+    limits = config.limits
+    registry = EtcdRegistry(config.registry)
+    stack.push_async_callback(registry.close)
+    membership = await stack.enter_async_context(registry.watch())
+    _run_within(stack, tenants.follow(), "tenants")
+    fleet = Fleet(
+        membership,
+        config.incarnation,
+        tokenizer.fingerprint,
+        LivenessConfig(limits.silence_s, limits.stall_s),
+        decode_alone=limits.local_prefill_max_tokens > 0,
+    )
+    _run_within(stack, fleet.follow(), "fleet").add_done_callback(lambda _: stop.set())
+    path = tokenizer.path
+    admission = Admission(
+        config,
+        tokenizer,
+        tenants,
+        grammars=GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids),
+        tickets=ResumeTickets(await registry.ticket_key()),
+        sampling_defaults=(
+            sampling_defaults(path) if config.api.generation_config == "auto" else DEFAULTS
+        ),
+        prefill_rate=lambda: fleet.snapshot().prefill_rate,
+    )
+    await stack.enter_async_context(aclosing(admission))
+    queue = WaitQueue(limits.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
+    dispatch = Dispatch(fleet, queue, limits, tracer)
+    return GenerationService(admission, queue, dispatch, fleet, tracer), membership
+
+
+def _observe(
+    config: RouterConfig, service: GenerationService, recorder: Recorder, telemetry: Telemetry
+) -> Coroutine[Any, Any, None]:
+    """Connects metrics and tail sampling to the service; returns what measures the loop's lag."""
+    slos = slo.parse_all(config.limits.slos)
+    metrics = RouterMetrics(recorder, service.admission.model, slos)
+    metrics.observe(service)
+    sampler = SamplingPolicy(telemetry, service.fleet, config.limits.trace_slow_s, slos)
+    # In this order: a trace that is kept may be an exemplar of a metric.
+    service.stats.listeners = (sampler, metrics)
+    return measure_lag(metrics.lag.record)
+
+
 def _requested(*numbers: signal.Signals) -> asyncio.Event:
-    """Set by these signals."""
+    """An event that these signals set."""
     event = asyncio.Event()
     for number in numbers:
         asyncio.get_running_loop().add_signal_handler(number, event.set)
@@ -181,7 +186,7 @@ def _requested(*numbers: signal.Signals) -> asyncio.Event:
 async def _serve(
     stop: asyncio.Event, leave: asyncio.Event, hand_over: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
-    """Returns when this router is to stop, or has left its ports to a successor, if asked to."""
+    """Returns when this router must stop, or has left its ports to a successor on request."""
 
     async def left() -> None:
         await leave.wait()
@@ -206,10 +211,9 @@ def _has_siblings(shared: SharedState | None) -> bool:
 async def _workers_connected(
     membership: Membership, fleet: Fleet, shared: SharedState | None
 ) -> None:
-    """Returns once this router is connected to the workers that are there, or after a while.
+    """Returns once this router is connected to the registered workers, or after _JOIN_S.
 
-    Before, calls that are let in would find no worker; they wait at the port, or siblings take
-    them.
+    Earlier calls would find no worker; they wait at the port, or siblings accept them.
     """
 
     with contextlib.suppress(TimeoutError):
@@ -238,7 +242,7 @@ def _add_services(
     return health
 
 
-def _what_stays(config: RouterConfig, address: str, model: str) -> fleet_pb2.RouterStatus:
+def _constant_status(config: RouterConfig, address: str, model: str) -> fleet_pb2.RouterStatus:
     return fleet_pb2.RouterStatus(
         incarnation=config.incarnation,
         address=address,
@@ -251,7 +255,7 @@ def _what_stays(config: RouterConfig, address: str, model: str) -> fleet_pb2.Rou
 
 def _no_page(accept: str) -> tuple[str, bytes]:
     raise InvalidRequest(
-        "several processes serve at this port, and a page would be one of theirs: scrape each "
+        "several processes serve at this port, and a page would show only one of them: scrape each "
         "at its own port, from --metrics-port on"
     )
 
@@ -266,7 +270,7 @@ def _run_within(
 
 
 async def _cancelled(task: asyncio.Task[Any]) -> None:
-    """Ends a task; what it failed with is raised."""
+    """Ends a task; raises its error, if it failed."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
@@ -284,9 +288,9 @@ async def _follow_readiness(fleet: Fleet, health: Health) -> None:
 
 
 async def _leave(longest_s: float, service: GenerationService, server: grpc.aio.Server) -> None:
-    """Takes no connections any more, and serves those that there are to their end.
+    """Accepts no new connections, and serves the existing ones to their end.
 
-    What they ask has at most the time of a request without a deadline.
+    Their requests have at most the time of a request without a deadline.
     """
     ports = [leave() for leave in service.on_leave]
     with contextlib.suppress(TimeoutError):
@@ -297,9 +301,9 @@ async def _leave(longest_s: float, service: GenerationService, server: grpc.aio.
 async def _drain(
     drain_s: float, service: GenerationService, shared: grpc.aio.Server | None
 ) -> None:
-    """Takes nothing new; what runs may finish.
+    """Accepts no new requests; running ones may finish.
 
-    Callers of a server that is `shared` are told to connect again: a sibling takes them.
+    Callers of a `shared` server are asked to reconnect, and reach a sibling.
     """
     log.info("draining %d requests for at most %.0f s", service.running, drain_s)
     async with contextlib.AsyncExitStack() as stack:

@@ -1,9 +1,9 @@
-"""What the processes of one router share: their status, and what is in use of tenants' limits.
+"""State shared by the processes of one router: their status, and the usage of tenants' limits.
 
-It is a memfd that their parent makes and that they open through /proc: no file system has it, so
-nothing is left of it however they end. What two may write is read and written under a lock on its
-bytes (`fcntl`), which the kernel releases when its holder dies. A process that is stopped within
-one, some microseconds, delays the others by LOCK_S once in STUCK_S; they go on without it.
+It is a memfd that their parent creates and that they open through /proc, so nothing remains of it
+however they end. What two processes may write is read and written under a lock on its bytes
+(`fcntl`), which the kernel releases when its holder dies. A process that is stopped while it holds
+one (for some microseconds) delays the others by LOCK_S once in STUCK_S; they go on without it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from baton.v1 import fleet_pb2
 
 LOCK_S, STUCK_S = 0.02, 2.0
 _PAUSE_S = 50e-6
-_ROW = 1 << 20  # bytes for a process's status, by length; pages that are not used cost nothing
-_LENGTH = 4
+_ROW = 1 << 20  # bytes for a process's status; unused pages cost nothing
+_LENGTH = 4  # bytes before a status: its length
 MAX_TENANTS = 4096
-_DIGEST = 16  # of a tenant's name: zeros where a slot was never used
+_DIGEST = 16  # bytes of a tenant's digest; zeros in a slot that was never used
 _BUCKETS, _DOUBLE = 4, 8
 
 
-class Usage:
-    """What is in use of one tenant's limits; read and written under `lock`.
+class LimitUsage:
+    """The usage of one tenant's limits; read and written under `lock`.
 
-    `requests` and `tokens` are states of `router.admission.tenants.TokenBucket`.
+    `requests` and `tokens` are states of `router.admission.rate_limit.TokenBucket`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Usage:
         process: int = 0,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        """Without arguments it is this process's alone; zeros say that nothing is in use."""
+        """Without arguments it belongs to this process alone; zeros mean that nothing is used."""
         if values is None:
             values = memoryview(bytearray((_BUCKETS + 1) * _DOUBLE)).cast("d")
         self.requests, self.tokens = values[0:2], values[2:_BUCKETS]
@@ -55,33 +55,34 @@ class Usage:
 
     @property
     def running(self) -> int:
-        """Requests that run, in all processes."""
+        """Running requests in all processes."""
         return int(sum(self._running))
 
     @property
     def running_here(self) -> int:
-        """Those in this process."""
+        """Running requests in this process."""
         return int(self._running[self._process])
 
     def add_running(self, count: int) -> None:
-        """So many more run in this process, or fewer."""
+        """Adds to the running requests in this process; `count` may be negative."""
         self._running[self._process] += count
 
 
 class SharedState:
-    """The memory that the processes of one router share, as one of them or their parent has it."""
+    """The shared memory of one router's processes, opened by one of them or by their parent."""
 
     def __init__(self, path: str | Path, processes: int, process: int = 0) -> None:
-        """Of that many processes this is number `process`, from 0. Raises OSError.
+        """`processes`: their number; `process`: the index of this one. Raises OSError.
 
-        `path` is that of the parent's, or empty in the parent. Twice as many have room: each beside
-        its successor.
+        `path`: the parent's `path`; empty in the parent. There is room for twice as many, so that
+        each process can run beside its successor.
         """
         self._process, self._half = process, processes
         self._processes = processes = 2 * processes
-        # A tenant's buckets; of each process, what runs there, and 1 where it knows the tenant.
+        # A tenant's buckets, then for each process its running requests, then for each process 1
+        # if it uses the tenant.
         self._slot = _DIGEST + (_BUCKETS + 2 * processes) * _DOUBLE
-        self._tenants = processes * _ROW  # where they begin
+        self._tenants = processes * _ROW  # offset of their slots
         size = self._tenants + MAX_TENANTS * self._slot
         if path:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -89,16 +90,16 @@ class SharedState:
             self._fd = os.memfd_create("baton-router", os.MFD_CLOEXEC)
             os.ftruncate(self._fd, size)
         self._memory = mmap.mmap(self._fd, size)
-        self._patience = _Patience()
+        self._stuck = _StuckHolder()
 
     @property
     def path(self) -> str:
-        """Where processes of the same user find it while this one lives."""
+        """Path for processes of the same user while this one lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def usage(self, tenant: str) -> Usage:
-        """What is in use of a tenant's limits, until `release`. Raises ConfigError for one too
-        many."""
+    def usage(self, tenant: str) -> LimitUsage:
+        """The usage of a tenant's limits, valid until `release`. Raises ConfigError for too many
+        tenants."""
         digest = _digest(tenant)
         with self._table_lock:
             if (start := self._find(digest)) is None:
@@ -109,17 +110,17 @@ class SharedState:
             values = self._values(start)
             values[_BUCKETS + self._processes + self._process] = 1.0
             counts = values[: _BUCKETS + self._processes]
-            return Usage(counts, self._process, self._lock(start, self._slot))
+            return LimitUsage(counts, self._process, self._lock(start, self._slot))
 
     def release(self, tenant: str) -> None:
-        """This process does not know a tenant any more; nothing of it may run here."""
+        """Ends this process's use of a tenant, which must have no running requests here."""
         with self._table_lock:
             if (start := self._find(_digest(tenant))) is not None:
                 self._values(start)[_BUCKETS + self._processes + self._process] = 0.0
 
     def _find(self, digest: bytes) -> int | None:
-        """Where the slot of a tenant begins, or one that it may have: where all were used, that of
-        a tenant that no process knows any more."""
+        """Offset of a tenant's slot, or of a free one, or of one whose tenant no process uses any
+        more; None if there is none."""
         first = int.from_bytes(digest[:4], "little")
         starts = range(self._tenants, self._tenants + MAX_TENANTS * self._slot, self._slot)
         first %= MAX_TENANTS
@@ -137,16 +138,16 @@ class SharedState:
         return self._lock(self._tenants, MAX_TENANTS * self._slot)
 
     def _lock(self, start: int, length: int) -> _Lock:
-        return _Lock(self._fd, start, length, self._patience)
+        return _Lock(self._fd, start, length, self._stuck)
 
     def publish(self, status: fleet_pb2.GetStatusResponse) -> None:
-        """Shows this process's status to the others."""
+        """Publishes this process's status to the others."""
         text = status.SerializeToString()
         self._write(self._process, text if len(text) <= _ROW - _LENGTH else b"")
 
     def status(self, process: int) -> fleet_pb2.GetStatusResponse | None:
-        """What a process showed last; None before its first, after its end, and where it was
-        stopped while it wrote."""
+        """The last status that a process published; None before the first, after its end, and if
+        it was stopped while it wrote."""
         start = process * _ROW
         with self._lock(start, _ROW):
             length = int.from_bytes(self._memory[start : start + _LENGTH], "little")
@@ -156,16 +157,16 @@ class SharedState:
         return None
 
     def siblings(self) -> list[fleet_pb2.RouterStatus]:
-        """The other processes, as they showed themselves last."""
+        """The last published status of each other process."""
         others = (n for n in range(self._processes) if n != self._process)
         return [status.router for n in others if (status := self.status(n))]
 
     def successor(self, process: int) -> int:
-        """The number of what takes a process's place, while both run."""
+        """The index of the process that replaces this one, while both run."""
         return (process + self._half) % self._processes
 
     def forget(self, process: int) -> None:
-        """For the parent: a process has ended, and its requests with it."""
+        """Clears the state of a process that has ended; called by the parent."""
         self._write(process, b"")
         with self._table_lock:
             for number in range(MAX_TENANTS):
@@ -173,7 +174,7 @@ class SharedState:
                 values[_BUCKETS + process] = values[_BUCKETS + self._processes + process] = 0.0
 
     def close(self) -> None:
-        """For the parent, which uses no limits."""
+        """Closes the memory; called by the parent, which uses no limits."""
         self._memory.close()
         os.close(self._fd)
 
@@ -189,18 +190,18 @@ def _digest(tenant: str) -> bytes:
 
 
 @dataclass
-class _Patience:
-    """Until when nobody waits for a lock, as its holder was found to be stopped."""
+class _StuckHolder:
+    """The time until which no lock is waited for, because a holder seems to be stopped."""
 
-    none_until: float = 0.0  # time.monotonic()
+    skip_until: float = 0.0  # time.monotonic()
 
 
 class _Lock:
     """A lock on bytes of a file, against other processes."""
 
-    def __init__(self, fd: int, start: int, length: int, patience: _Patience) -> None:
+    def __init__(self, fd: int, start: int, length: int, stuck: _StuckHolder) -> None:
         self._fd, self._start, self._length = fd, start, length
-        self._patience = patience  # of all locks: one on all slots stands in the way of each
+        self._stuck = stuck  # shared by all locks: one on all slots blocks each of them
 
     def __enter__(self) -> Self:
         deadline = 0.0
@@ -211,10 +212,10 @@ class _Lock:
             except BlockingIOError:
                 now = time.monotonic()
                 deadline = deadline or now + LOCK_S
-                if now < self._patience.none_until:
+                if now < self._stuck.skip_until:
                     return self
                 if now >= deadline:
-                    self._patience.none_until = now + STUCK_S
+                    self._stuck.skip_until = now + STUCK_S
                     return self
                 time.sleep(_PAUSE_S)
 

@@ -1,15 +1,19 @@
-"""For every test: kernels are interpreted, whichever module imports triton first."""
+"""For every test: interpreted kernels, few examples of property tests, one thread a worker."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a job in a script's background
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # what tests start would ignore it, too
-if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread each
+import hypothesis
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job of a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # child processes inherit it
+if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core
     os.environ["OMP_NUM_THREADS"] = "1"
 
 import tests.interpreted  # noqa: F401
+
+# Other examples in each run; no deadline: machines are busy.
+hypothesis.settings.register_profile("suite", max_examples=50, deadline=None)
+hypothesis.settings.load_profile("suite")

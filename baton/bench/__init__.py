@@ -1,1 +1,1 @@
-"""The load generator: asks servers as their users would, and reports what the users got."""
+"""The load generator: sends requests as clients do, and reports what the clients see."""

@@ -1,7 +1,7 @@
-"""Sends requests to one server, each at its time or so many at once, and gathers the outcomes.
+"""Sends requests to one server, in an open or closed loop, and collects their outcomes.
 
-Bodies are made before they are due; a request is sent once. The generator also measures how late
-it was itself: its own slowness must not be taken for the server's.
+Bodies are built before they are due; requests are not retried. The generator measures its own
+lateness, so that it is not mistaken for the server's.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from itertools import chain, islice
 from baton.bench.request import INTERRUPTED, Demand, Outcome
 from baton.bench.servers import Server
 
-_AHEAD_TOKENS = 4_000_000  # of prompts made before the clock starts: some 20 MB
+_AHEAD_TOKENS = 4_000_000  # prompt tokens prepared before the start: about 20 MB
 _CHECK_S = 0.01
 
 
 @dataclass
 class Run:
-    """The outcomes of one run, of requests that still run, too, and how well the generator kept
-    time."""
+    """Outcomes of one run, including running requests, and the generator's own lateness."""
 
     outcomes: list[Outcome] = field(default_factory=list)
-    seconds: float = 0.0  # from its start to the end of the last request
+    seconds: float = 0.0  # from the start to the end of the last request
     loop_late_s: list[float] = field(default_factory=list)  # of a timer every 10 ms
     cpu_s: float = 0.0
 
     @property
     def ok(self) -> int:
-        """Requests that have ended well."""
+        """Number of requests that succeeded."""
         return sum(outcome.ok for outcome in self.outcomes if outcome.ended_s)
 
     @property
@@ -45,7 +44,7 @@ class Run:
 def _prepared(
     demands: Iterable[Demand], server: Server, most: int | None
 ) -> Iterator[tuple[Demand, bytes]]:
-    """Requests with their bodies: the first ones are made now, each other when it comes next."""
+    """Requests with their bodies: the first ones are built now, others when they are next."""
     made = ((demand, server.body(demand)) for demand in demands)
     ahead, tokens = list[tuple[Demand, bytes]](), 0
     for demand, body in islice(made, most):
@@ -57,17 +56,17 @@ def _prepared(
 
 
 class Generator:
-    """One run against one server; `run` has its outcomes so far."""
+    """One run against one server; `run` has the outcomes so far."""
 
     def __init__(self, server: Server, stop: asyncio.Event | None = None) -> None:
         self.run = Run()
         self._server = server
-        self._stop = stop or asyncio.Event()  # set: nothing more is begun, what runs is cancelled
+        self._stop = stop or asyncio.Event()  # when set, running requests are cancelled
         self._began = 0.0
         self._sending: set[asyncio.Task[None]] = set()
 
     async def open_loop(self, demands: Iterable[Demand]) -> Run:
-        """Each request at its time, whatever became of those before."""
+        """Sends each request at its time, whatever the state of earlier ones."""
         prepared = _prepared(demands, self._server, None)
         async with self._timed(), asyncio.TaskGroup() as sends:
             for demand, body in prepared:
@@ -78,13 +77,13 @@ class Generator:
                 if self._stop.is_set():
                     break
                 sends.create_task(self._send(demand, body, demand.at_s))
-                await asyncio.sleep(0)  # what is due goes out before more is made
+                await asyncio.sleep(0)  # due requests are sent before more bodies are built
         return self.run
 
     async def closed_loop(
         self, demands: Iterable[Demand], concurrency: int, limit_s: float = 0.0
     ) -> Run:
-        """So many requests at a time; nothing is begun `limit_s` after the start, 0: no limit."""
+        """Keeps a number of requests in flight; starts none after `limit_s` (0: no limit)."""
         prepared = _prepared(demands, self._server, concurrency * 4)
 
         async def loop() -> None:
@@ -102,7 +101,7 @@ class Generator:
 
     @asynccontextmanager
     async def _timed(self) -> AsyncIterator[None]:
-        """The clock of the run and what is measured beside it."""
+        """Starts the run's clock, and measures event loop lag and CPU time."""
 
         async def check_loop() -> None:
             while True:
@@ -115,7 +114,7 @@ class Generator:
             for task in self._sending:
                 task.cancel()
 
-        gc.freeze()  # what exists already is left out of the collections during the run
+        gc.freeze()  # existing objects are not scanned during the run
         self._began, cpu_s = time.monotonic(), time.process_time()
         tasks = [asyncio.create_task(check_loop()), asyncio.create_task(cancel_on_stop())]
         try:
@@ -143,7 +142,7 @@ class Generator:
             outcome.fail(INTERRUPTED, "the run was ended early")
             if not self._stop.is_set():
                 raise
-            task.uncancel()  # by `cancel_on_stop`: the run itself goes on to its report
+            task.uncancel()  # cancelled by `cancel_on_stop`: the run itself continues
         finally:
             outcome.ended_s = time.monotonic() - began
             self._sending.discard(task)

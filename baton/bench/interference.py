@@ -1,8 +1,8 @@
-"""Streams that run, and long prompts that arrive beside them: what do the streams notice?
+"""Measures how much long prompts disturb running streams.
 
-Two phases on the same server, one after the other: the streams alone, and with a long prompt every
-few seconds. Only a window of whole periods counts; prompts sent in it are waited for while the
-streams go on, so that no slow answer is left out.
+Two phases on the same server: the streams alone, and with a long prompt every few seconds. Only a
+window of complete periods counts; the streams continue until prompts sent in it are answered, so
+that slow answers count.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from baton.bench.servers import Server
 from baton.bench.stats import LONG_GAP_S, Stats, errors_of, spread_of
 from baton.bench.workload import Interference, Workload
 
-_LATEST_END_S = 40.0  # after the window; a prompt that is not answered by then has failed
+_LATEST_END_S = 40.0  # after the window; a later answer counts as failed
 
 
 def streams(workload: Workload) -> Iterator[Demand]:
-    """Endless. The first ones have different lengths, so that streams do not start in step."""
+    """Endless requests; the first have different lengths, so that streams do not end together."""
     for number, demand in enumerate(replace(workload, count=0, duration_s=0.0).demands()):
         share = min(1.0, (number + 1) / workload.concurrency)
         yield replace(demand, new_tokens=max(1, round(demand.new_tokens * share)))
@@ -35,11 +35,11 @@ async def interference(
     alone_first: bool,
     stop: asyncio.Event | None = None,
 ) -> tuple[Stats, list[Run]]:
-    """Runs both phases, with prompts that no cache has; also the runs.
+    """Runs both phases with uncached prompts; returns the statistics and the runs.
 
-    The workload's `concurrency` is the number of streams. With `stop` set it ends early, and the
-    statistics are of what there was. `kept` is the streams' tokens/s with prompts over those
-    without, and None unless every prompt was answered: a refused prompt does not interfere.
+    The workload's `concurrency` is the number of streams. Setting `stop` ends it early. `kept` is
+    the streams' tokens/s with prompts divided by those without, None unless every prompt was
+    answered: a refused prompt does not interfere.
     """
     phases: dict[bool, tuple[Run, Run]] = {}
     for number, has_prompts in enumerate((not alone_first, alone_first)):
@@ -73,7 +73,7 @@ async def phase(
     prompts: Iterator[Demand],
     stop: asyncio.Event | None = None,
 ) -> tuple[Run, Run]:
-    """The streams' run, which ends with the window, and the prompts'."""
+    """Runs of the streams, which ends with the window, and of the prompts."""
     ended = asyncio.Event()
     running, arriving = Generator(server, ended), Generator(server, ended)
     tasks = [
@@ -92,10 +92,10 @@ async def phase(
 
 
 def stream_stats(outcomes: Sequence[Outcome], window_s: tuple[float, float]) -> Stats:
-    """What happened to these requests inside the window.
+    """Statistics of these requests inside the window.
 
-    Requests that were cancelled at the end of the run count with the tokens they had. A gap is the
-    time between two messages of one request.
+    Requests cancelled at the end of the run count with the tokens they had. A gap is the time
+    between two messages of a request.
     """
     begin_s, end_s = window_s
     spans = [(o.sent_s + a, o.sent_s + b) for o in outcomes for a, b in pairwise(o.token_times_s)]
@@ -103,7 +103,7 @@ def stream_stats(outcomes: Sequence[Outcome], window_s: tuple[float, float]) -> 
     streamed_s = sum(part_s for part_s, _ in inside)
     waited_s = sum(part_s for part_s, gap_s in inside if gap_s > LONG_GAP_S)
     messages = sum(begin_s <= o.sent_s + at < end_s for o in outcomes for at in o.token_times_s)
-    # Over HTTP a message may bring several tokens; only a request's end says how many it had.
+    # Over HTTP a message may have several tokens; only the end of a request gives their number.
     ended = [outcome for outcome in outcomes if outcome.ok]
     tokens_per_message = 1.0
     if ended_messages := sum(len(outcome.token_times_s) for outcome in ended):

@@ -1,7 +1,7 @@
-"""A run's report: one JSON object from which the terminal's tables are made.
+"""A run's report: one JSON object, of which the terminal shows tables.
 
-`SCHEMA` names its form. A field that is added keeps the number; one that is renamed, removed or
-changes its meaning raises it. docs/benchmarking.md describes every field.
+`SCHEMA` is its version, which is raised when a field is renamed, removed or changes its meaning.
+docs/benchmarking.md describes every field.
 """
 
 from __future__ import annotations
@@ -13,13 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from baton.bench.generator import Run
-from baton.bench.stats import (
-    Stats,
-    limits_of,
-    percentile,
-    spread_of,
-    stats_of,
-)
+from baton.bench.stats import Stats, limits_of, percentile, spread_of, stats_of
 from baton.bench.workload import Workload
 from baton.config.slo import Slo
 
@@ -28,12 +22,12 @@ Report = dict[str, Any]
 
 _GOOD_SHARE = 0.9
 _MOST_REASON = 300  # characters
-_LATE_MS, _BUSY = 10.0, 0.85  # of the generator: beyond these the results are in doubt
+_LATE_MS, _BUSY = 10.0, 0.85  # of the generator: above these, results are doubtful
 
 
 @dataclass
 class Stage:
-    """The run of one load."""
+    """The run of one workload."""
 
     workload: Workload
     value: float | None = None  # of the sweep
@@ -56,7 +50,7 @@ def report_of(
     interference: Stats | None = None,
     further: Sequence[Run] = (),
 ) -> Report:
-    """The report of stages that have at least begun; `further` are runs in no stage."""
+    """The report of the stages that have started; `further`: runs outside stages."""
     reports = [stage.report(slo) for stage in stages]
     swept = [(stage["value"], stage["figures"]) for stage in reports if stage["value"] is not None]
     return {
@@ -75,9 +69,9 @@ def report_of(
 
 
 def failures_of(report: Report) -> str:
-    """How many requests failed and why, in one line; empty when none did.
+    """Number and causes of failed requests in one line; empty if none failed.
 
-    What was cancelled at the end of a run has not failed.
+    Requests cancelled at the end of a run do not count.
     """
     parts = [stage["figures"] for stage in report["stages"]]
     if found := report["interference"]:
@@ -91,7 +85,7 @@ def failures_of(report: Report) -> str:
 
 
 def generator_stats(runs: Sequence[Run]) -> dict[str, Any]:
-    """How late the generator itself was, and why it may have been the bottleneck."""
+    """The generator's lateness and load, and why it may have been the bottleneck."""
     late_s = [outcome.sent_s - outcome.at_s for run in runs for outcome in run.outcomes]
     loop_late_s = [late for run in runs for late in run.loop_late_s]
     cpu_share = sum(run.cpu_s for run in runs) / (sum(run.seconds for run in runs) or 1.0)
@@ -111,7 +105,7 @@ def generator_stats(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def knee_of(stages: Sequence[tuple[float, Stats]]) -> float | None:
-    """The stage before the first that is not good, by an SLO: no server should be driven beyond."""
+    """The last stage of a sweep before goodput drops below 90 %; None if there is none."""
     values = [value for value, _ in sorted(stages, key=lambda stage: stage[0])]
     good = {value for value, s in stages if s["goodput"] and s["goodput"]["share"] >= _GOOD_SHARE}
     first_bad = next((place for place, value in enumerate(values) if value not in good), 0)

@@ -1,6 +1,6 @@
-"""One request of a run: what is sent and when (`Demand`), and what its caller saw (`Outcome`).
+"""One request of a run: what is sent and when (`Demand`), and what its client saw (`Outcome`).
 
-Prompts are given by seeds, so that a long run is a small list.
+Prompts are given by seeds, so that a long run needs little memory.
 """
 
 from __future__ import annotations
@@ -33,24 +33,22 @@ def _ids(text: str) -> range:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How requests are made for a server."""
+    """How requests to a server are built."""
 
     GROUP: ClassVar[str] = "requests"
     model: str = ""  # empty: the first one it lists
     api_key: str | None = None
-    ttft_target_ms: int = 0  # over gRPC; 0: the router's own
-    stream: bool = True  # over HTTP; else answers come whole
+    ttft_target_ms: int = 0  # over gRPC; 0: the router's
+    stream: bool = True  # over HTTP
     prompt_form: str = option(
-        "ids", "--prompt-as", "token ids; text or a chat message of as many words", choices=_FORMS
+        "ids", "--prompt-as", "form of prompts; text and chat have as many words", choices=_FORMS
     )
     ids: range = option(
         range(1000, 4000), "--ids FIRST-END", "token ids in prompts (default: 1000-4000)", _ids
     )
-    stop_at_eos: bool = option(False, "--stop-at-eos", "for servers that do not know ignore_eos")
+    stop_at_eos: bool = option(False, "--stop-at-eos", "do not send ignore_eos")
     timeout_s: float = option(120.0, "--timeout S", "of a request", least=0.001, most=1e6)
-    keep_alive: bool = option(
-        True, "--keep-alive", "HTTP connections; some servers close them without saying so"
-    )
+    keep_alive: bool = option(True, "--keep-alive", "reuse HTTP connections")
 
     def __post_init__(self) -> None:
         options.check(self)
@@ -58,9 +56,9 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A request to send. Prompts that begin with equal parts share that prefix, token for token."""
+    """A request to send. Prompts that begin with equal parts share these tokens."""
 
-    at_s: float  # after the start of its run
+    at_s: float  # after the start of the run
     parts: tuple[tuple[int, int], ...]  # (seed, tokens) each
     new_tokens: int
 
@@ -72,14 +70,14 @@ class Demand:
         prompt: list[int] = []
         first, span = ids.start, len(ids)
         for seed, length in self.parts:
-            # Four bytes a token: a shorter part of the same seed is a prefix of a longer one.
+            # Four bytes a token: a part is a prefix of longer ones with the same seed.
             words = array("I", random.Random(seed).randbytes(length * 4))  # noqa: S311
             prompt += [word % span + first for word in words]
         return prompt
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """A text of about as many tokens, the same for the same ids: one short word each."""
+    """A text of about as many tokens: one short word for each id."""
     return " ".join(_WORDS[token_id % len(_WORDS)] for token_id in ids)
 
 
@@ -94,19 +92,19 @@ _WORDS = _TEXT.split()
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request. `at_s` and `sent_s` are seconds from the run's start, others from
+    """The outcome of a request. `at_s` and `sent_s` are seconds from the run's start, others from
     `sent_s`.
 
-    `token_times_s` has one time for each message that brought tokens, `token_counts` how many.
+    `token_times_s` has the time of each message with tokens, `token_counts` their number.
     """
 
-    at_s: float  # when it was due: a closed loop's, when the one before it had ended
+    at_s: float  # when it was due: in a closed loop, at the end of the previous request
     sent_s: float = 0.0
     planned_prompt_tokens: int = 0
     planned_output_tokens: int = 0
     status: str = OK
     message: str = ""
-    retry_after_s: float = 0.0  # the server's advice with a refusal; 0: none
+    retry_after_s: float = 0.0  # Retry-After of a refusal; 0: none
     token_times_s: array[float] = field(default_factory=lambda: array("d"))
     token_counts: array[int] = field(default_factory=lambda: array("I"))
     ended_s: float = 0.0
@@ -122,17 +120,17 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token; None if none came."""
+        """Time to first token; None without tokens."""
         return self.token_times_s[0] if self.token_times_s else None
 
     @property
     def e2e_s(self) -> float | None:
-        """Time to the last token; None if none came."""
+        """Time to the last token; None without tokens."""
         return self.token_times_s[-1] if self.token_times_s else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of an output token after the first; None of fewer than two tokens."""
+        """Mean time per output token after the first; None for fewer than two tokens."""
         if not self.token_times_s or self.output_tokens < 2:
             return None
         return (self.token_times_s[-1] - self.token_times_s[0]) / (self.output_tokens - 1)

@@ -1,4 +1,4 @@
-"""`baton bench serve`: warm-up, then each stage, then the report."""
+"""`baton bench serve`: warm-up, stages, report."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from baton.bench.workload import Interference, Settings
 from baton.config import options
 from baton.errors import ConfigError, Unavailable
 
-_WARM_UP_TOKENS = 16  # of output at most: enough to touch every part of a server
-_WARM_UP = 4  # requests, and so many at a time
+_WARM_UP_TOKENS = 16  # most output tokens of a warm-up request
+_WARM_UP = 4  # requests, all at a time
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _WRITTEN = (  # of an outcome, in requests.jsonl
     "at_s", "sent_s", "status", "message", "planned_prompt_tokens", "planned_output_tokens",
@@ -32,10 +32,10 @@ _WRITTEN = (  # of an outcome, in requests.jsonl
 
 
 async def run(settings: Settings, progress: Progress) -> Report:
-    """Runs it; returns the report, and writes its two files where there is an `output`.
+    """Runs a benchmark; returns the report, and writes it to `output` if given.
 
-    SIGINT or SIGTERM ends it early, with a report of what has been measured. Raises BatonError
-    when a server does not answer.
+    SIGINT or SIGTERM ends it early, with a report of the measurements so far. Raises BatonError if
+    the server does not answer.
     """
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(connected(*settings.target))
@@ -65,7 +65,7 @@ async def run(settings: Settings, progress: Progress) -> Report:
 
 @dataclass
 class _Bench:
-    """A run as it is driven, and what it has found."""
+    """State of a benchmark."""
 
     settings: Settings
     server: Server
@@ -76,9 +76,9 @@ class _Bench:
     further: list[Run] = field(default_factory=list)  # runs of interference
 
     async def warm_up(self) -> None:
-        """Opens connections and warms code paths; nothing of it is measured.
+        """Opens connections and warms up the server; nothing is measured.
 
-        The requests have the run's prompt lengths, prompts of their own and short outputs.
+        The requests have the workload's prompt lengths, other prompts, and short outputs.
         """
         workload, load = replace(self.settings.workload, salt=0), self.settings.interference
         number = self.settings.warm_up
@@ -90,7 +90,7 @@ class _Bench:
             for demand in islice(chain(long, workload.demands()), number)
         )
         generator = Generator(self.server, self.stop)
-        async with self.progress.of("warming up", generator.run):
+        async with self.progress.reporting("warming up", generator.run):
             done = await generator.closed_loop(demands, workload.concurrency or _WARM_UP)
         if done.outcomes and not self.stop.is_set() and not done.ok:
             first = done.outcomes[0]
@@ -98,19 +98,19 @@ class _Bench:
             raise Unavailable(f"{self.server.url} answers no request: {why}")
 
     async def measure(self) -> None:
-        """All stages, one after the other."""
+        """Runs all stages."""
         workload = self.settings.workload
         for value in self.settings.sweep or (None,):
             if self.stop.is_set():
                 return
             stage = Stage(workload if value is None else workload.at(value), value)
             self.stages.append(stage)
-            # Each stage has prompts of its own: else the second is served from caches. Salt 0 is
-            # the warm-up's.
+            # Each stage has different prompts, or later ones would be served from caches. Salt 0
+            # is the warm-up's.
             demands = replace(stage.workload, salt=len(self.stages)).demands()
             generator = Generator(self.server, self.stop)
             stage.run = generator.run
-            async with self.progress.of(stage.workload.label, generator.run):
+            async with self.progress.reporting(stage.workload.label, generator.run):
                 if workload.concurrency:
                     limit_s = workload.duration_s
                     await generator.closed_loop(demands, workload.concurrency, limit_s)
@@ -118,18 +118,18 @@ class _Bench:
                     await generator.open_loop(demands)
 
     async def interfere(self, load: Interference) -> None:
-        """The workload's streams with and without long prompts."""
+        """Measures the workload's streams with and without long prompts."""
         workload = replace(self.settings.workload, salt=1)
         alone_first = workload.seed % 2 == 0
         stats, self.further = await interference(
             self.server, workload, load, alone_first, self.stop
         )
-        if not self.stop.is_set():  # one that was ended early has no meaning
+        if not self.stop.is_set():  # statistics of a partial run are meaningless
             self.interference = stats
 
 
 def write(output: Path, report: Report, stages: Sequence[Stage]) -> None:
-    """report.json, and requests.jsonl with the outcomes that all is made of."""
+    """Writes report.json, and requests.jsonl with all outcomes."""
     (output / "report.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     with (output / "requests.jsonl").open("w") as lines:
         for place, stage in enumerate(stages):
@@ -145,7 +145,7 @@ def write(output: Path, report: Report, stages: Sequence[Stage]) -> None:
 
 @contextlib.contextmanager
 def _stop_on_signals(progress: Progress) -> Iterator[asyncio.Event]:
-    """An event that the first signal sets; the second one ends the program as usual."""
+    """An event that the first signal sets; a second signal ends the program."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     before = {signum: signal.getsignal(signum) for signum in _STOP_SIGNALS}
 
@@ -157,7 +157,7 @@ def _stop_on_signals(progress: Progress) -> Iterator[asyncio.Event]:
     def end_early() -> None:
         restore()
         stop.set()
-        progress.say("ended early: the report is of what has been measured")
+        progress.say("ended early: the report is of the measurements so far")
 
     for signum in _STOP_SIGNALS:
         loop.add_signal_handler(signum, end_early)
@@ -168,7 +168,7 @@ def _stop_on_signals(progress: Progress) -> Iterator[asyncio.Event]:
 
 
 def _asked(settings: Settings) -> dict[str, Any]:
-    """The options of the load and of its requests that are not at their defaults, and the seed."""
+    """Options of the load that differ from their defaults, and the seed."""
     given = options.values(settings) | options.values(settings.target[1])
     given = {key: value for key, value in given.items() if key not in ("slo", "output")}
     found: dict[str, Any] = json.loads(json.dumps(given, default=str))

@@ -1,6 +1,6 @@
-"""The servers under load: a Baton router over gRPC, or any server with OpenAI's API over HTTP.
+"""Clients of the servers under load: Baton routers over gRPC, OpenAI-compatible ones over HTTP.
 
-One attempt a request, no retries, no SDK between; what comes back goes into the `Outcome`.
+Requests are sent once, without retries and without the SDK.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 _GENERATE = "/baton.v1.InferenceService/Generate"
 _MODELS_TIMEOUT_S = 10.0
 _KEEP_ALIVE_S = 600.0
-_MESSAGE_CHARS = 300  # of an error that are kept
+_MESSAGE_CHARS = 300  # most of an error message
 
 
 class Server(abc.ABC):
-    """One server under load. Must be made where an event loop runs."""
+    """A server under load. Must be constructed in a running event loop."""
 
     protocol: str  # "grpc" or "openai"
 
     def __init__(self, url: str, options: RequestOptions) -> None:
         self.url, self._options = url, options
-        self.model = options.model  # the one that is used; known when it is connected
+        self.model = options.model  # set by `connect` if empty
 
     @abc.abstractmethod
     async def connect(self) -> None:
-        """Raises BatonError if the server does not answer."""
+        """Connects and finds the model. Raises BatonError if the server does not answer."""
 
     @abc.abstractmethod
     def body(self, demand: Demand) -> bytes:
-        """The request as it is sent: made before its time, so that making it delays nothing."""
+        """The serialised request, built before it is due."""
 
     @abc.abstractmethod
     async def send(self, body: bytes, outcome: Outcome, began: float) -> None:
-        """Sends it and records the outcome, errors too; only its own cancellation is raised.
+        """Sends a request and records the outcome, also of errors; raises only CancelledError.
 
-        `began`: time.monotonic() from which its times are taken.
+        `began`: start of its times, as time.monotonic().
         """
 
     @abc.abstractmethod
@@ -59,7 +59,7 @@ class Server(abc.ABC):
 
 @asynccontextmanager
 async def connected(url: str, options: RequestOptions) -> AsyncIterator[Server]:
-    """A server that has answered, by the form of its address. Raises BatonError."""
+    """Connects to a server, by the form of its URL. Raises BatonError."""
     server: Server
     if url.startswith(("http://", "https://")):
         server = HttpServer(url, options)
@@ -87,7 +87,7 @@ class GrpcServer(Server):
         self._metadata = rpc.bearer(options.api_key)
         self._generate: Any = self._channel.unary_stream(
             _GENERATE,
-            request_serializer=None,  # bodies are bytes already
+            request_serializer=None,  # bodies are bytes
             response_deserializer=inference_pb2.GenerateResponse.FromString,
         )
 
@@ -158,7 +158,7 @@ class HttpServer(Server):
         self._models, self._completions = f"{base}/models", f"{base}/{path}"
         self._timeout = aiohttp.ClientTimeout(total=options.timeout_s)
         called = tls.current()
-        self._name = called.server_name or None  # in its certificate; None: its host
+        self._name = called.server_name or None  # in the certificate; None: the host
         key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         kept: Any = (
             {"keepalive_timeout": _KEEP_ALIVE_S} if options.keep_alive else {"force_close": True}
@@ -235,7 +235,7 @@ class HttpServer(Server):
             outcome.fail("UNREACHABLE", str(error))
         except aiohttp.ClientError as error:
             outcome.fail("BROKEN", str(error) or type(error).__name__)
-        except (ValueError, LineTooLong) as error:  # a line longer than any event of a completion
+        except (ValueError, LineTooLong) as error:  # a line too long for an event
             outcome.fail("GARBLED", str(error))
 
     async def close(self) -> None:
@@ -243,9 +243,9 @@ class HttpServer(Server):
 
 
 async def _read_stream(response: aiohttp.ClientResponse, outcome: Outcome, began: float) -> None:
-    """Reads server-sent events to their end; each is timed when its last line has been read.
+    """Reads server-sent events to their end; an event's time is that of its last line.
 
-    Source: WHATWG HTML Living Standard, section 9.2; only `data` fields matter to completions.
+    Source: WHATWG HTML Living Standard, section 9.2; completions use only `data` fields.
     """
     is_done, data = False, list[bytes]()
     async for line in response.content:
@@ -280,14 +280,14 @@ def _record_event(data: bytes, outcome: Outcome, now_s: float) -> None:
 
 
 def _has_output(choice: dict[str, Any]) -> bool:
-    """Whether a chunk brings text; a role alone, or an empty string, is no token."""
+    """Whether a chunk has text; a role or an empty string is no token."""
     delta = choice.get("delta") or choice.get("message") or {}
     names = ("content", "reasoning_content", "reasoning")
     return bool(choice.get("text")) or any(map(delta.get, names))
 
 
 def _error_message(text: str) -> str:
-    """The message in an error of OpenAI's shape; else the text as it is."""
+    """The message of an error in OpenAI's format; else the text."""
     try:
         error = json.loads(text)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
@@ -296,6 +296,6 @@ def _error_message(text: str) -> str:
 
 
 async def _note_connection(session: Any, context: SimpleNamespace, params: Any) -> None:
-    """Records in an outcome that its request had to open a connection."""
+    """Records in an outcome that its request opened a connection."""
     if isinstance(outcome := context.trace_request_ctx, Outcome):
         outcome.opened_connection = True

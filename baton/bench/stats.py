@@ -1,4 +1,4 @@
-"""The statistics of one stage of a run, made from the outcomes of its requests.
+"""Computes the statistics of a stage from the outcomes of its requests.
 
 The definitions are those of vLLM's `bench serve`; docs/benchmarking.md has the formulas and all
 fields of these dictionaries.
@@ -24,7 +24,7 @@ _MOST_ERRORS = 10
 
 
 def spread_of(values: Iterable[float | None]) -> Spread | None:
-    """Mean and percentiles of the values there are; None of none."""
+    """Mean and percentiles of the known values; None without any."""
     known = np.array([value for value in values if value is not None])
     if not known.size:
         return None
@@ -36,21 +36,21 @@ def spread_of(values: Iterable[float | None]) -> Spread | None:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """Linear between the two nearest ranks (numpy's default); NaN of none."""
+    """Percentile with linear interpolation (numpy's default); NaN without values."""
     known = list(values)
     return float(np.percentile(known, percent)) if known else math.nan
 
 
 class Figure(NamedTuple):
-    """One number of the statistics: where it is, and how tables show it."""
+    """One number of the statistics: its path, and its form in tables."""
 
     title: str
     path: str  # as "ttft_s.p50"
     factor: float = 1
     form: str = ".1f"
 
-    def of(self, stats: Any) -> float | None:
-        """The number, where there is one."""
+    def value_in(self, stats: Any) -> float | None:
+        """Reads the number from statistics; None if missing."""
         for key in self.path.split("."):
             stats = stats and stats[key]
         return None if stats is None else float(stats)
@@ -105,9 +105,9 @@ INTERFERENCE_FIGURES = (
 
 
 def stats_of(outcomes: Iterable[Outcome], seconds: float, slo: Slo | None = None) -> Stats:
-    """What became of requests. Latencies and tokens are of those that ended OK.
+    """Statistics of requests. Latencies and tokens are those of successful ones.
 
-    `seconds` is the time over which rates are taken. Interrupted requests count nowhere else.
+    `seconds`: the time for rates. Interrupted requests are only counted as such.
     """
     every = list(outcomes)
     sent = [outcome for outcome in every if outcome.status != INTERRUPTED]
@@ -142,23 +142,23 @@ def stats_of(outcomes: Iterable[Outcome], seconds: float, slo: Slo | None = None
         "phases": _phases(ok),
         "prefix_cache": _prefix_cache(ok),
         "short_outputs": sum(o.output_tokens < o.planned_output_tokens for o in ok),
-        # Where messages give a count: another one than the usage at the stream's end.
+        # Streams whose messages add up to another number of tokens than their usage.
         "miscounted": sum(bool(o.finish) and sum(o.token_counts) != o.output_tokens for o in ok),
         "opened_connections": sum(o.opened_connection for o in every),
     }
 
 
 def limits_of(slo: Slo) -> dict[str, float]:
-    """Its limits by name, seconds."""
+    """Finite limits of an SLO by name, in seconds."""
     limits = {"ttft": slo.ttft_s, "tpot": slo.tpot_s, "e2e": slo.e2e_s}
     return {name: limit_s for name, limit_s in limits.items() if math.isfinite(limit_s)}
 
 
 def goodput_of(sent: Sequence[Outcome], per_s: float, limits: dict[str, float]) -> Stats:
-    """Of all requests sent, those that met every limit; one that failed has met nothing."""
+    """Share and rate of requests that met every limit, and shares for each limit."""
 
     def meets(outcome: Outcome, name: str, limit_s: float) -> bool:
-        # An answer of one token has no time per output token, and so meets any limit on it.
+        # An answer of one token has no time per output token, and meets any limit on it.
         value_s: float | None = getattr(outcome, f"{name}_s")
         return outcome.ok and (value_s is None or value_s <= limit_s)
 
@@ -175,7 +175,7 @@ def goodput_of(sent: Sequence[Outcome], per_s: float, limits: dict[str, float]) 
 
 
 def errors_of(sent: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """Requests that failed, by status: how many, and the message of the first."""
+    """Number of failed requests by status, with the first message of each."""
     failed = [outcome for outcome in sent if not outcome.ok]
     first = {outcome.status: outcome.message for outcome in reversed(failed)}
     counts = Counter(outcome.status for outcome in failed)
@@ -195,7 +195,7 @@ def _prefix_cache(ok: Sequence[Outcome]) -> Stats | None:
 
 
 def _phases(ok: Sequence[Outcome]) -> Stats | None:
-    """Where the time went according to a Baton server, and outside it."""
+    """Time in phases as reported by a Baton server, and outside the server."""
     pairs = [(outcome, outcome.finish) for outcome in ok if outcome.finish is not None]
     if not pairs:
         return None

@@ -20,14 +20,14 @@ _SWEPT = (
     *("requests_per_s", "output_tokens_per_s", "goodput.share"),
 )
 _EVERY_S = 5.0
-_RECENT = 100  # requests whose TTFT is shown while a run goes on
+_RECENT = 100  # last requests whose TTFT is shown during a run
 
 
 def report_lines(report: Report) -> Iterator[str]:
     """The whole report as lines of text."""
     yield f"{report['server']['url']}  {report['server']['model']}"
     if report["partial"]:
-        yield "PARTIAL: ended early; results are of what had ended by then"
+        yield "PARTIAL: ended early; results are of the requests until then"
     for stage in report["stages"]:
         yield from _stage(stage)
     if report["interference"]:
@@ -43,13 +43,13 @@ def report_lines(report: Report) -> Iterator[str]:
 def median_table(
     title: str, figures: Sequence[Figure], rounds: Mapping[str, Sequence[Any]]
 ) -> list[str]:
-    """A column for each server: medians over its rounds, with the extremes of several.
+    """A column for each server with medians over its rounds, and extremes if there are several.
 
-    Without figures that no server has.
+    Figures that no server has are left out.
     """
     rows = [[title, *rounds]]
     for figure in figures:
-        values = [[figure.of(one) for one in found] for found in rounds.values()]
+        values = [[figure.value_in(one) for one in found] for found in rounds.values()]
         known = [[v * figure.factor for v in some if v is not None] for some in values]
         if any(known):
             rows.append([figure.title, *(median_of(some, figure.form) for some in known)])
@@ -57,7 +57,7 @@ def median_table(
 
 
 def median_of(values: Sequence[float], form: str) -> str:
-    """The median, and the extremes of several: "5 (3-9)"; "-" of none."""
+    """The median, with extremes if there are several values: "5 (3-9)"; "-" without values."""
     if not values:
         return "-"
     middle = f"{percentile(values, 50):{form}}"
@@ -68,7 +68,7 @@ def median_of(values: Sequence[float], form: str) -> str:
 
 def _stage(stage: Mapping[str, Any]) -> Iterator[str]:
     stats = stage["figures"]
-    values = [(figure, figure.of(stats)) for figure in FIGURES]
+    values = [(figure, figure.value_in(stats)) for figure in FIGURES]
     rows = [(f"  {figure.title}", figure.show(value)) for figure, value in values if value]
     yield from ("", *align([(stage["label"], ""), *rows]))
     if goodput := stats["goodput"]:
@@ -114,8 +114,8 @@ class Progress:
         self.say = say or partial(print, file=sys.stderr)
 
     @asynccontextmanager
-    async def of(self, what: str, run: Run) -> AsyncIterator[None]:
-        """Says what the run has done, every few seconds as long as the block lasts."""
+    async def reporting(self, what: str, run: Run) -> AsyncIterator[None]:
+        """Reports the state of `run` every few seconds during the block."""
 
         async def repeat() -> None:
             for number in itertools.count(1):
@@ -130,7 +130,7 @@ class Progress:
 
 
 def _status(run: Run) -> str:
-    """A run in one line."""
+    """The state of a run in one line."""
     sent = len(run.outcomes)
     parts = [f"{sent} sent", f"{run.ok} done", f"{sent - run.ok - run.failed} running"]
     if run.failed:

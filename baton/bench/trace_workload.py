@@ -1,8 +1,8 @@
-"""Requests recorded at public services, scaled to a machine: two file formats.
+"""Reads request traces of public services in two formats, and scales them.
 
-Mooncake (JSON Lines): equal `hash_ids` at equal places are equal text.
+Mooncake (JSON Lines): equal leading `hash_ids` are equal prefixes.
 Source: R. Qin et al., "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving".
-Azure LLM inference (CSV): prompts share nothing.
+Azure LLM inference (CSV): prompts have no common prefixes.
 Source: P. Patel et al., "Splitwise: Efficient Generative LLM Inference Using Phase Splitting".
 """
 
@@ -22,26 +22,24 @@ from baton.config.options import option
 from baton.errors import ConfigError
 
 _TOKENS_OF_AN_ID = 512
-_OWN_SEED = 1 << 64  # apart from hash ids, which are small
+_OWN_SEED = 1 << 64  # above all hash ids
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How a trace is fitted to a machine."""
+    """Scaling of a trace."""
 
     GROUP: ClassVar[str] = "trace"
-    rate: float = option(
-        1.0, "--rate-scale X", "times as many requests a second", least=1e-6, most=1e6
-    )
+    rate: float = option(1.0, "--rate-scale X", "factor for the arrival rate", least=1e-6, most=1e6)
     length: float = option(
-        1.0, "--length-scale X", "times as long prompts and outputs", least=1e-6, most=1e6
+        1.0, "--length-scale X", "factor for prompt and output lengths", least=1e-6, most=1e6
     )
     max_prompt: int = option(
-        0, "--max-prompt TOKENS", "cut prompts to that (default: not cut)", least=1
+        0, "--max-prompt TOKENS", "truncate longer prompts (default: no limit)", least=1
     )
     max_output: int = option(
-        0, "--max-output TOKENS", "cut outputs to that (default: not cut)", least=1
+        0, "--max-output TOKENS", "truncate longer outputs (default: no limit)", least=1
     )
 
     def __post_init__(self) -> None:
@@ -56,7 +54,7 @@ class _Row(NamedTuple):
 
 
 def demands(path: Path, scale: Scale) -> list[Demand]:
-    """The trace's requests in order of time, the first at 0 s; raises ConfigError."""
+    """The trace's requests in order of time, starting at 0 s. Raises ConfigError."""
     try:
         with path.open(newline="") as file:
             rows = sorted(_read(path, file), key=lambda row: row.at_s)
@@ -74,7 +72,7 @@ def demands(path: Path, scale: Scale) -> list[Demand]:
 
 
 def _read(path: Path, file: TextIO) -> Iterator[_Row]:
-    """Each line as a row; the first line shows which format it is."""
+    """Parses each line; the first line determines the format."""
     start = file.readline()
     file.seek(0)
     parse: Callable[[Any], _Row] = _mooncake
@@ -116,11 +114,11 @@ def _length(tokens: int, factor: float, most: int) -> int:
 def _parts(
     hash_ids: Sequence[int], total: int, factor: float, own_seed: int
 ) -> tuple[tuple[int, int], ...]:
-    """One part for each hash id, and what they do not cover as a part of its own."""
+    """A part for each hash id, and one for the rest of the prompt."""
     parts: list[tuple[int, int]] = []
     begin = 0
     for i, hash_id in enumerate(hash_ids, start=1):
-        # Ends are rounded, not sizes, so that the rounding does not add up over a long prompt.
+        # Ends are rounded, not sizes, so that rounding errors do not add up.
         end = min(round(i * _TOKENS_OF_AN_ID * factor), total)
         if end > begin:
             parts.append((hash_id, end - begin))

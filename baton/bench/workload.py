@@ -1,4 +1,4 @@
-"""Which requests a run sends: from a trace, or made up; the same for the same seed."""
+"""The requests of a run, from a trace or generated; determined by the seed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from baton.config.slo import Slo
 from baton.errors import ConfigError
 
 _FORMS = "512, 100-200, lognormal:MEDIAN,SIGMA or lognormal:MEDIAN,SIGMA,MOST"
-_SALT_SHIFT = 128  # above the seeds of parts
-_PREFIX_SEED, _PROMPT_SEED = 1 << 80, 1 << 96  # apart from those of prompts' own parts
+_SALT_SHIFT = 128  # bits, above the seeds of parts
+_PREFIX_SEED, _PROMPT_SEED = 1 << 80, 1 << 96  # above the seeds of traces
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of lengths in tokens, at least 1 each: even between `low` and `high`.
+    """A distribution of lengths in tokens, at least 1: uniform between `low` and `high`.
 
-    With a `sigma` it is lognormal with the median `low`, cut at `high` if that is more.
+    With a `sigma` it is lognormal with the median `low`, truncated at `high` if larger.
     """
 
     low: int
@@ -38,7 +38,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """From "512", "100-200", "lognormal:512,0.8" or "lognormal:512,0.8,4096".
+        """Parses "512", "100-200", "lognormal:512,0.8" or "lognormal:512,0.8,4096".
 
         Raises ConfigError.
         """
@@ -68,31 +68,29 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """An open loop (`rate`, or a trace's times) or, with a `concurrency`, a closed one.
+    """An open loop (`rate`, or a trace's times) or, with `concurrency`, a closed loop.
 
-    `count` or `duration_s` ends it; a trace may end before either.
+    It ends after `count` requests, after `duration_s`, or with the trace.
     """
 
     GROUP: ClassVar[str] = "load"
-    rate: float = option(1.0, "--rate R", "requests a second", least=1e-6, most=1e6)
+    rate: float = option(1.0, "--rate R", "requests per second", least=1e-6, most=1e6)
     concurrency: int = option(
-        0, "--concurrency N", "requests at a time, without a rate (default: an open loop)", least=1
+        0, "--concurrency N", "requests in flight, instead of a rate (default: open loop)", least=1
     )
     # Gaps are gamma-distributed of this shape: their variance is 1/shape of a Poisson process's.
     burstiness: float = option(
-        1.0, "--burstiness B", "of arrivals: 1 is Poisson, less is burstier, more is steadier",
+        1.0, "--burstiness B", "shape of arrivals: 1 is Poisson, less burstier, more steadier",
         least=1e-3, most=1e6,
     )  # fmt: skip
     duration_s: float = option(
         0.0,
         "--duration S",
-        "begin requests for so long (default: 30, unless --count or --trace)",
+        "time in which requests are started (default: 30, unless --count or --trace)",
         least=1e-3,
         most=1e6,
     )
-    count: int = option(
-        0, "--count N", "send so many requests (default: as many as arrive)", least=1
-    )
+    count: int = option(0, "--count N", "number of requests (default: until --duration)", least=1)
     prompt_lengths: Lengths = option(
         Lengths(256, 256), "--prompt-tokens LENGTHS", f"{_FORMS} (default: 256)", Lengths.parse
     )
@@ -100,13 +98,13 @@ class Workload:
         Lengths(64, 64), "--output-tokens LENGTHS", f"{_FORMS} (default: 64)", Lengths.parse
     )
     shared_prefix: int = option(
-        0, "--shared-prefix TOKENS", "put before each prompt that is no trace's (default: none)"
+        0, "--shared-prefix TOKENS", "length of a common prefix of generated prompts (default: 0)"
     )
-    prefixes: int = option(1, "--prefixes N", "different shared prefixes", least=1)
+    prefixes: int = option(1, "--prefixes N", "number of different shared prefixes", least=1)
     seed: int = option(
-        0, "--seed N", "same seed, same requests (default: another each time, in no cache)"
+        0, "--seed N", "seed of the requests (default: random, so that no cache has them)"
     )
-    salt: int = 0  # another one makes other prompts of the same lengths at the same times
+    salt: int = 0  # changes prompts, not their lengths and times
     trace: Path | None = option(
         None, "--trace FILE", "replay a Mooncake JSONL or an Azure CSV trace", group="trace"
     )
@@ -116,9 +114,9 @@ class Workload:
         options.check(self)
 
     def demands(self) -> Iterator[Demand]:
-        """Its requests in order of time; endless where only the clock ends them.
+        """The requests in order of time; endless if only the duration limits them.
 
-        Raises ConfigError when there is none.
+        Raises ConfigError if there are none.
         """
         demands = (
             iter(trace_workload.demands(self.trace, self.scale))
@@ -133,7 +131,7 @@ class Workload:
         return map(self.salted, itertools.chain((first,), demands))
 
     def at(self, value: float) -> Workload:
-        """This workload at another rate; of a trace, at another rate scale."""
+        """This workload at another rate, or a trace at another rate scale."""
         if self.trace:
             return replace(self, scale=replace(self.scale, rate=value))
         return replace(self, rate=value)
@@ -147,12 +145,12 @@ class Workload:
         return f"{self.rate:g} req/s"
 
     def salted(self, demand: Demand) -> Demand:
-        """The same sizes in other words for each seed and salt."""
+        """The request with other tokens for each seed and salt."""
         base = (self.seed << 32 | self.salt) << _SALT_SHIFT
         return replace(demand, parts=tuple((base + seed, n) for seed, n in demand.parts))
 
     def _generated(self) -> Iterator[Demand]:
-        # Two generators: sizes stay the same when the rate changes.
+        # Two generators: lengths do not depend on the rate.
         arrivals, sizes = random.Random(self.seed), random.Random(self.seed + 1)  # noqa: S311
         times: Iterator[float] = itertools.repeat(0.0)
         if not self.concurrency:
@@ -169,17 +167,17 @@ class Workload:
 
 @dataclass(frozen=True)
 class Interference:
-    """Long prompts, one at the beginning of each period of the window. Lengths are tokens."""
+    """Long prompts, one at the start of each period of the window. Lengths are tokens."""
 
     prompt: int = 2048
     output: int = 8
     every_s: float = 6.0
     periods: int = 4
-    ramp_s: float = 4.0  # before the window, until all streams run
+    ramp_s: float = 4.0  # for all streams to start, before the window
 
     @classmethod
     def parse(cls, text: str) -> Interference:
-        """From "2048,6": tokens, and seconds from one prompt to the next. Raises ConfigError."""
+        """Parses "2048,6": tokens, and seconds between prompts. Raises ConfigError."""
         if not re.fullmatch(r"[1-9]\d*(,\d*[1-9]\d*|,\d*\.\d*[1-9]\d*)?", text):
             raise ConfigError(f"{text!r}: write TOKENS,SECONDS, as 2048,6")
         tokens, _, every_s = text.partition(",")
@@ -187,11 +185,11 @@ class Interference:
 
     @property
     def window_s(self) -> tuple[float, float]:
-        """Begin and end of what counts, seconds after the start: whole periods."""
+        """Start and end of the measured periods, in seconds after the start."""
         return self.ramp_s, self.ramp_s + self.periods * self.every_s
 
     def prompts(self, workload: Workload) -> Iterator[Demand]:
-        """None of them is one of the workload's own."""
+        """The long prompts, which differ from the workload's."""
         for number in range(self.periods):
             at_s = self.ramp_s + number * self.every_s
             parts = ((_PROMPT_SEED + number, self.prompt),)
@@ -201,13 +199,13 @@ class Interference:
 def _rates(text: str) -> tuple[float, ...]:
     rates = tuple(map(float, text.split(",")))
     for rate in rates:
-        Workload(rate=rate)  # raises ConfigError: before the first one is measured
+        Workload(rate=rate)  # raises ConfigError before anything is measured
     return rates
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run of `baton bench serve` is to do."""
+    """Settings of `baton bench serve`."""
 
     GROUP: ClassVar[str] = "measuring"
     workload: Workload = part(Workload)
@@ -215,18 +213,18 @@ class Settings:
     sweep: Sequence[float] = option(
         (),
         "--sweep R,R,...",
-        "these rates, of a trace --rate-scales, in turn",
+        "measure these rates (with --trace: rate scales) in turn",
         _rates,
         group="load",
     )
-    interference: Interference | None = None  # beside the workload, which is then streams
+    interference: Interference | None = None
     slo: Slo | None = option(
-        None, "--slo LIMITS", "what is good: ttft=0.5,tpot=0.05,e2e=10, in seconds", Slo.parse
+        None, "--slo LIMITS", "limits of goodput in seconds: ttft=0.5,tpot=0.05,e2e=10", Slo.parse
     )
     warm_up: int | None = option(
-        None, "--warm-up N", "requests first, not measured (default: 4, or --concurrency)", int
+        None, "--warm-up N", "unmeasured requests at first (default: 4, or --concurrency)", int
     )
-    output: Path | None = option(None, "--output DIR", "for report.json and requests.jsonl", Path)
+    output: Path | None = option(None, "--output DIR", "write report.json and requests.jsonl", Path)
 
     def __post_init__(self) -> None:
         options.check(self)

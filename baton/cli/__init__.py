@@ -15,17 +15,20 @@ from baton.cli import (
     bench,
     certs,
     chat,
+    demo,
     doctor,
     explain,
     generate,
     health,
-    services,
+    router,
     status,
     top,
     trace,
+    up,
+    workers,
 )
 from baton.cli.options import HelpFormatter, take_rest, use_tls
-from baton.cli.services import fix_for
+from baton.cli.process_setup import fix_for
 from baton.errors import BatonError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -47,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"baton {_version()}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (
-        *(services, generate, chat, status, explain, health),
+        *(up, demo, router, workers, generate, chat, status, explain, health),
         *(doctor, top, trace, bench, certs),
     ):
         module.add_commands(commands)
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has all that it wants, as `head`, and nobody is to be told. The
+        # The reader of our output, as `head`, has all that it wants: not an error. The
         # interpreter's last flush must not trip over it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE

@@ -1,4 +1,4 @@
-"""`baton bench serve` puts a server under load; `baton bench engine` measures an engine alone."""
+"""`baton bench serve` loads a server and measures it; `baton bench engine` measures an engine."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from typing import Any
 from baton.bench.request import RequestOptions
 from baton.bench.workload import Interference, Lengths, Settings
 from baton.cli import options
-from baton.cli.services import limit_cpu, with_threads
+from baton.cli.process_setup import limit_cpu, with_threads
 from baton.config import EngineConfig
 from baton.config.options import build
 
 _TEXT = """\
-Sends requests to a Baton router (gRPC) or to any server with OpenAI's API, at given times whatever
-becomes of them (--rate, --trace) or so many at once (--concurrency), and reports latencies,
-throughput and goodput as tables; with --output also as report.json, and each request
-(requests.jsonl). Ctrl-C ends it early, with a report of what there is."""
+Sends requests to a Baton router (gRPC) or any OpenAI-compatible server, at fixed arrival times
+(open loop: --rate, --trace) or with a fixed number in flight (closed loop: --concurrency), and
+reports latencies, throughput and goodput as tables; with --output also as report.json, with each
+request in requests.jsonl. Ctrl-C ends it early, with a report of the requests so far."""
 _EXAMPLES = """\
   baton bench serve --rate 4 --duration 30 --slo ttft=0.5,tpot=0.05
   baton bench serve --concurrency 16 --count 500 --prompt-tokens lognormal:512,0.8 --output DIR
-  baton bench serve --sweep 1,2,4,8                                 where does it bend?
+  baton bench serve --sweep 1,2,4,8                                 find the highest good rate
   baton bench serve --trace conversation_trace.jsonl --length-scale 0.05 --rate-scale 0.5 \\
-        --duration 120                                              a day's shape, made small
+        --duration 120                                              a recorded load, scaled down
   baton bench serve --interference                                  streams beside long prompts
   baton bench serve --target http://127.0.0.1:8000 --rate 2         any OpenAI-compatible server"""
 _ENGINE_TEXT = """\
-Loads a model in this process, without a cluster, and measures how fast its engine computes prompts,
-one at a time, and how long a decode step takes with 1, 2, 4 and up to --max-batch sequences: what
-docs/sizing.md asks for. Give a worker's options, on a machine like a worker's."""
+Loads a model in this process and measures its engine: prefill speed of single prompts, and the time
+of a decode step with 1, 2, 4 … --max-batch sequences. docs/sizing.md uses these figures. Give the
+options of a worker, on a worker's machine."""
 _ENGINE_EXAMPLES = """\
   baton bench engine --model ~/models/Llama-3.1-8B-Instruct --quantization int8 --threads 8
   baton bench engine --model DIR --context 4000 --max-batch 16 --kv-cache 8GiB --json"""
 _DEFAULT_DURATION_S, _INTERFERENCE_S = 30.0, 24.0
-_OWN_LOAD = "it has a load of its own"
+_OWN_LOAD = "it defines its load itself"
 _CONFLICTS = (
-    ("rate", "concurrency", "so many requests a second, or so many at a time"),
-    ("trace", "rate", "a trace has its own times: --rate-scale"),
+    ("rate", "concurrency", "the load is either open or closed loop"),
+    ("trace", "rate", "a trace has arrival times: use --rate-scale"),
     ("sweep", "concurrency", "a sweep is of rates"),
     ("trace", "shared-prefix", "a trace's hash_ids are the prefixes"),
     *(("interference", other, _OWN_LOAD) for other in ("rate", "sweep", "trace")),
@@ -48,14 +48,14 @@ _CONFLICTS = (
 
 
 def add_commands(commands: options.Commands) -> None:
-    """Adds `bench` with what can be benchmarked."""
+    """Adds `bench serve` and `bench engine`."""
     parser = commands.add_parser(
         "bench",
-        help="measure how fast a server answers, or an engine computes",
-        description="Measures how fast a server answers, or an engine computes.",
+        help="measure the speed of a server or an engine",
+        description="Measures the speed of a server or an engine.",
         epilog="examples:\n  baton bench serve --rate 4 --duration 30\n"
         "  baton bench engine --model DIR\n\n"
-        "`baton bench WHAT --help` tells more.",
+        "`baton bench WHAT --help` shows the options.",
         formatter_class=options.HelpFormatter,
     )
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
@@ -64,8 +64,8 @@ def add_commands(commands: options.Commands) -> None:
     options.add_declared(serve, Settings)
     options.add_declared(serve, RequestOptions)
     text = (
-        "instead: --concurrency streams (6), alone and beside a prompt of so many tokens every S "
-        "seconds (default: 2048,6), for --duration (24) after they have started"
+        "measure instead how a prompt of TOKENS every S seconds disturbs --concurrency streams "
+        "(default: 2048,6; 6 streams, --duration 24)"
     )
     serve.add_argument(
         "--interference",
@@ -82,7 +82,7 @@ def add_commands(commands: options.Commands) -> None:
     engine = options.add_command(kinds, "engine", text, _ENGINE_TEXT, _ENGINE_EXAMPLES)
     engine.add_argument(
         "--context", type=options.count, default=512, metavar="TOKENS",
-        help="of each sequence that decodes",
+        help="context length of each decoding sequence",
     )  # fmt: skip
     engine.add_argument("--json", action="store_true", help="print the rates as one JSON object")
     options.add_declared(engine, EngineConfig)
@@ -94,7 +94,7 @@ def _add_server_options(group: options.Options) -> None:
     add = group.add_argument
     text = "HOST:PORT of a Baton router, or http://HOST:PORT of an OpenAI-compatible server"
     add("--target", default=options.DEFAULT_TARGET, metavar="URL", help=text)
-    add("--model", default="", metavar="NAME", help="of --target (default: its first)")
+    add("--model", default="", metavar="NAME", help="model name (default: the server's first)")
     options.add_key_option(group)
     options.add_tls_options(group)
 
@@ -132,7 +132,7 @@ def _run_engine(args: argparse.Namespace) -> int:
 
     check_model(engine, worker=True)
     limit_cpu(engine.threads, engine.cpus)
-    from baton.local.engine_bench import DecodeRate, PrefillRate, measure
+    from baton.bench.engine import DecodeRate, PrefillRate, measure
 
     def show(rate: PrefillRate | DecodeRate) -> None:
         if args.json:
@@ -150,7 +150,7 @@ def _run_engine(args: argparse.Namespace) -> int:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """What the options ask for; raises ConfigError."""
+    """Settings of the benchmark from the command line; raises ConfigError."""
     given = vars(args)
     values: dict[str, Any] = {"seed": random.randrange(1 << 31)}  # noqa: S311
     interference: Interference | None = given.get("interference")

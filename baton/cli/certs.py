@@ -1,4 +1,4 @@
-"""`baton certs`: an authority and certificates to try TLS with, or to run a small cluster on."""
+"""`baton certs`: makes a CA and certificates for trying TLS or for a small cluster."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from baton.cli import options
 
 _TEXT = """\
 Writes ca.pem, ca-key.pem, and for each of router, prefill, decode and admin ROLE.pem and
-ROLE-key.pem. A process of the cluster knows the others by these names, whatever their addresses;
-callers of a router check its host name, so that --host has to name every one of a router's. With a
-ca-key.pem in DIR, certificates are made anew and signed by that authority: processes take them up
-without a restart. Keep ca-key.pem off the machines that serve."""
+ROLE-key.pem. Processes of the cluster identify each other by these names; clients check a router's
+host name: give each with --host. If DIR has a ca-key.pem, new certificates are signed with it, and
+running processes reload them. Keep ca-key.pem off the machines that serve."""
 _EXAMPLES = """\
   baton certs tls --host router.example.com --host 10.0.0.9
   baton router --tls-cert tls/router.pem --tls-key tls/router-key.pem --tls-ca tls/ca.pem
@@ -24,15 +23,15 @@ _EXAMPLES = """\
 def add_commands(commands: options.Commands) -> None:
     """Adds the command."""
     parser = options.add_command(commands, "certs", "make certificates for TLS", _TEXT, _EXAMPLES)
-    parser.add_argument("dir", type=Path, metavar="DIR", help="where the files go")
+    parser.add_argument("dir", type=Path, metavar="DIR", help="directory to write to")
     parser.add_argument(
         "--host",
         action="append",
         default=[],
         metavar="NAME",
-        help="host name or IP address of routers; once for each (always: localhost)",
+        help="host name or IP address of a router; may be repeated (localhost is included)",
     )
-    parser.add_argument("--days", type=options.count, default=365, help="that they are valid for")
+    parser.add_argument("--days", type=options.count, default=365, help="validity in days")
     parser.set_defaults(run=_run, extra="local")
 
 

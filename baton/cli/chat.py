@@ -1,4 +1,4 @@
-"""`baton chat`: a conversation with a chat model, in the terminal or through a pipe."""
+"""`baton chat`: a conversation with a chat model, on a terminal or through a pipe."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from baton.client import Completion
 
 _TEXT = """\
-Each line is a message, and one that begins with \"\"\" goes on to the next \"\"\". ctrl-C stops an
-answer, ctrl-D leaves. Without a terminal the first error ends it, with exit status 1."""
+Each line is a message; a message of several lines begins and ends with \"\"\". ctrl-C stops an
+answer, ctrl-D quits. Without a terminal the first error ends it, with exit status 1."""
 _EXAMPLES = """\
   baton chat
   baton chat --system 'Answer in one sentence.' --temperature 0.7
   printf 'Name a colour.\\nAnother one.\\n' | baton chat"""
 _COMMANDS = """\
-/system TEXT      what the model is told before the conversation; nothing without TEXT
-/set NAME VALUE   a sampling option, as temperature 0.2; its default without VALUE
+/system TEXT      set the system prompt; without TEXT remove it
+/set NAME VALUE   set a sampling option, as temperature 0.2; without VALUE reset it
 /retry            answer the last message again
-/clear            begin anew, with the same system text and options
-/quit             leave, as ctrl-D
+/clear            start over with the same system prompt and options
+/quit             quit, as ctrl-D
 \"\"\" begins and ends a message of several lines; with a space before it, / begins one, too."""
 _QUOTES = '"""'
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
-# What a model writes must not steer the terminal.
+# Output of a model must not contain control sequences of the terminal.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 Message = dict[str, str]
@@ -41,9 +41,9 @@ Message = dict[str, str]
 def add_commands(commands: options.Commands) -> None:
     """Adds `chat`."""
     parser = options.add_command(commands, "chat", "talk to a chat model", _TEXT, _EXAMPLES)
-    text = "what the model is told before the conversation (default: nothing)"
+    text = "system prompt (default: none)"
     parser.add_argument("--system", default="", metavar="TEXT", help=text)
-    add_sampling_options(parser, "in an answer (default: what the context leaves)")
+    add_sampling_options(parser, "longest answer (default: the rest of the context)")
     add_where_options(parser)
     parser.set_defaults(run=_run)
 
@@ -70,8 +70,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _converse(chat: Chat, interactive: bool) -> int:
-    """Reads and answers messages up to the end of input."""
-    interrupted = False  # at the prompt, just before
+    """Reads and answers messages until the end of input; returns the exit status."""
+    interrupted = False  # at the previous prompt
     while True:
         try:
             text = _read(interactive)
@@ -82,7 +82,7 @@ def _converse(chat: Chat, interactive: bool) -> int:
             if interrupted or not interactive:
                 raise
             interrupted = True
-            print("\nctrl-C once more, or ctrl-D, leaves", file=sys.stderr)
+            print("\npress ctrl-C again, or ctrl-D, to quit", file=sys.stderr)
         except BatonError as error:
             if not interactive:
                 raise
@@ -100,7 +100,7 @@ def _read(interactive: bool) -> str | None:
         if line is None:
             raise InvalidRequest(f"the message has no end: close it with {_QUOTES}")
         text += "\n" + line
-    return " " + text.removesuffix(_QUOTES).strip("\n")  # it is no command
+    return " " + text.removesuffix(_QUOTES).strip("\n")  # the space: not a command
 
 
 def _line(prompt: str) -> str | None:
@@ -116,19 +116,19 @@ def _line(prompt: str) -> str | None:
 
 
 class Chat:
-    """A conversation: its messages, and what is asked for with each."""
+    """A conversation and its sampling options."""
 
     def __init__(
         self, client: Client, target: str, asked: dict[str, Any], system: str, interactive: bool
     ) -> None:
-        """`asked`: the SDK's options · interactive: ctrl-C ends an answer, not the program."""
+        """`asked`: options of the SDK; `interactive`: ctrl-C ends an answer, not the program."""
         self._client = client
         self._target = target
         self._asked = asked
         self._defaults = dict(asked)
         self._system = system
         self._interactive = interactive
-        self._messages: list[Message] = []  # without the system text
+        self._messages: list[Message] = []  # without the system prompt
         self._commands: dict[str, Callable[[str], None]] = {
             "help": lambda rest: print(_COMMANDS),
             "system": self._set_system,
@@ -138,10 +138,10 @@ class Chat:
         }
 
     def take(self, text: str) -> bool:
-        """Answers a message or runs a command; False where it asks to leave. Raises BatonError."""
+        """Answers a message or runs a command; False for /quit. Raises BatonError."""
         if not text.startswith("/"):
             if text.strip():
-                self._drop_last("user")  # it was not answered
+                self._drop_last("user")  # unanswered
                 self._messages.append({"role": "user", "content": text.removeprefix(" ")})
                 self._answer()
             return True
@@ -154,7 +154,7 @@ class Chat:
         return True
 
     def _answer(self) -> None:
-        """Streams the answer to what the messages end with; ctrl-C stops it."""
+        """Streams the answer to the last message; ctrl-C stops it."""
         system = [{"role": "system", "content": self._system}] if self._system else []
         parts: list[str] = []
         timeout_s = self._asked.get("timeout")
@@ -207,7 +207,7 @@ class Chat:
 
 
 def _told(answer: Completion) -> str:
-    """An answer's tokens, times and route in a line."""
+    """Tokens, times and route of an answer in one line."""
     usage, timing, route = answer.usage, answer.timing, answer.route
     parts = [
         f"{usage.completion_tokens} tokens" + " (cut)" * (answer.finish_reason == "length"),

@@ -1,4 +1,4 @@
-"""`baton doctor`: what this machine has and lacks, and how a cluster's KV would travel."""
+"""`baton doctor`: checks this machine, and a cluster's workers and transports."""
 
 from __future__ import annotations
 
@@ -20,41 +20,46 @@ if TYPE_CHECKING:
     from baton.v1.fleet_pb2 import GetStatusResponse
 
 _TEXT = """\
-Looks at this machine: Python, torch, compilers, memory, GPUs and what connects them, etcd, ports.
-Where a router answers, also at its cluster: what each worker computes on, which transport every
-pair of workers takes and how fast KV has gone over it, why not a faster one, whether KV quietly
-goes over sockets, and whether requests are handed over at all. With --model also at a model,
-without loading it: could a worker with these options serve it here, and what would it take. Exit
-status 0 if nothing failed; warnings are allowed."""
+Checks this machine: Python, torch, compilers, memory, GPUs and their interconnects, etcd, ports.
+If a router answers, also its cluster: each worker's device, the transport of every pair of workers,
+its measured speed, why a faster one is not used, and whether requests are handed over at all. With
+--model also whether a worker with these options can serve that model here, and the memory it needs,
+without loading it. Exit status 0 if nothing failed; warnings are allowed."""
 _EXAMPLES = """\
   baton doctor
   baton doctor --test
   baton doctor --model ~/models/Qwen3-8B --quantization int8 --kv-cache 8GiB
   baton doctor --target 10.0.0.9:7700 --json"""
-_MODEL_TEXT = "Hugging Face model directory: look at it, too"
+_MODEL_TEXT = "Hugging Face model directory to check"
 _WORKER_COLUMNS = {
     "role": "role", "incarnation": "worker", "address": "address", "state": "state",
     "device": "computes on", "peers": "peers", "rdma": "RDMA", "transports": "transports",
 }  # fmt: skip
 _PAIR_COLUMNS = {
     "prefill": "prefill", "decode": "decode", "transport": "transport", "in_use": "in use",
-    "gb_per_s": "GB/s", "why": "why none that is faster",
+    "gb_per_s": "GB/s", "why": "why none faster",
 }  # fmt: skip
 _REPORT_S, _HEARTBEAT_S = 2.0, 0.2  # workers report to routers five times a second
-_MAX_SUBJECT = 28  # what names pairs can be longer, and alone is
+_MAX_SUBJECT = 28  # columns; subjects that name pairs may be longer
 
 
 def add_commands(commands: options.Commands) -> None:
     """Adds `doctor`."""
-    summary = "look for what is missing or slow"
+    summary = "check this machine and a cluster"
     parser = options.add_command(commands, "doctor", summary, _TEXT, _EXAMPLES)
     add = parser.add_argument
     text = f"the router's address (default: {options.DEFAULT_TARGET}, if one answers there)"
     add("--target", metavar="HOST:PORT", help=text)
     options.add_tls_options(parser)
     options.add_key_option(parser)
-    add("--timeout", type=seconds, default=3.0, metavar="SECONDS", help="for the router's answer")
-    text = "first have a prompt of up to 1,024 random tokens handed over between each pair (of 64)"
+    add(
+        "--timeout",
+        type=seconds,
+        default=3.0,
+        metavar="SECONDS",
+        help="longest wait for the router",
+    )
+    text = "first hand over a prompt of up to 1,024 random tokens between each pair (at most 64)"
     add("--test", action="store_true", help=text)
     add("--json", action="store_true", help="print one JSON object")
     options.add_declared(parser, EngineConfig, "with --model", {"model": _MODEL_TEXT})
@@ -66,7 +71,7 @@ def _run(args: argparse.Namespace) -> int:
     plan: EngineConfig | None = options.settings(EngineConfig, "doctor", args)
     if plan == EngineConfig() and "model" not in vars(args):
         plan = None
-    args.extra = "worker" if plan else None  # whichever of its libraries is missing
+    args.extra = "worker" if plan else None  # the extra to install if a library is missing
     report = look(args.target, args.timeout, options.api_key(args), args.test, plan)
     print(json.dumps(report) if args.json else render(report))
     return 1 if report["status"] == "fail" else 0
@@ -79,10 +84,10 @@ def look(
     test: bool,
     plan: EngineConfig | None = None,
 ) -> dict[str, Any]:
-    """The object of `baton doctor --json`; `test`: after requests of its own, `plan`: of a worker.
+    """The object of `baton doctor --json`; `test`: with test handoffs; `plan`: for a worker.
 
-    Raises BatonError when none of the routers answers that `target` names, or `test` needs, or one
-    wants another key.
+    Raises BatonError if no router answers although `target` or `test` is given, or the key is
+    wrong.
     """
     from baton.local import doctor, doctor_cluster
 
@@ -126,7 +131,7 @@ def look(
 def _router_status(
     target: str | None, api_key: str | None, timeout_s: float
 ) -> GetStatusResponse | None:
-    """A router's view; None when none answers at the default address, where none need be."""
+    """A router's status; None if none answers at the default address."""
     import grpc
 
     from baton.net import rpc
@@ -153,18 +158,18 @@ def _router_status(
 
 
 def _reported(addresses: str, api_key: str | None, timeout_s: float) -> GetStatusResponse | None:
-    """A router's view once every open link has told what it has sent, or soon."""
+    """A router's status, after a short wait for reports of all open links."""
     deadline = time.monotonic() + _REPORT_S
     while True:
         status = _router_status(addresses, api_key, timeout_s)
-        told = status and all(one.sent_bytes for one in status.pairs if one.state == "OPEN")
-        if told or time.monotonic() > deadline:
+        reported = status and all(one.sent_bytes for one in status.pairs if one.state == "OPEN")
+        if reported or time.monotonic() > deadline:
             return status
         time.sleep(_HEARTBEAT_S)
 
 
 def render(report: dict[str, Any]) -> str:
-    """The object of `baton doctor --json` as text for people."""
+    """Renders the object of `baton doctor --json` as text."""
     lines = ["this machine", *_findings(report["machine"]), ""]
     if report["model"]:
         lines += ["a worker of the model", *_findings(report["model"]), ""]
@@ -189,7 +194,7 @@ def render(report: dict[str, Any]) -> str:
     levels = [finding["level"] for finding in every]
     failed, warned = levels.count("fail"), levels.count("warn")
     counts = f"{failed} failed, {warned} warning{'' if warned == 1 else 's'}"
-    return "\n".join([*lines, "", counts if failed or warned else "nothing is missing"])
+    return "\n".join([*lines, "", counts if failed or warned else "no problems found"])
 
 
 def _findings(findings: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -12,9 +12,9 @@ from baton.cli.generate import add_prompt_options, prompt_of
 from baton.tables import table
 
 _TEXT = """\
-Shows every pair of workers with what the router expects of it (time to first token, time per output
-token, tokens to compute first, tokens cached), the best first, and why others are left out. Nothing
-is run."""
+Shows the router's estimate for every pair of workers (time to first token, time per output token,
+tokens queued before it, cached tokens), the best first, and why pairs are left out. The request is
+not run."""
 _EXAMPLES = """\
   baton explain 'class Stack:'
   cat main.py | baton explain - --max-tokens 500 --json"""
@@ -32,8 +32,8 @@ def add_commands(commands: options.Commands) -> None:
     parser = options.add_command(commands, "explain", summary, _TEXT, _EXAMPLES)
     add_prompt_options(parser)
     add = parser.add_argument
-    add("--max-tokens", type=int, metavar="TOKENS", help="in the completion (default: 64)")
-    add("--cache-salt", metavar="TEXT", help="of the prefix cache it would use (default: none)")
+    add("--max-tokens", type=int, metavar="TOKENS", help="longest completion (default: 64)")
+    add("--cache-salt", metavar="TEXT", help="salt of the prefix cache (default: none)")
     options.add_question_options(parser)
     options.add_key_option(parser)
     parser.set_defaults(run=_run)
@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def render(explanation: Mapping[str, Any]) -> str:
-    """The object of `baton explain --json` as text for people."""
+    """Renders the object of `baton explain --json` as text."""
     tenant = f" of tenant {explanation['tenant']}" if explanation["tenant"] else ""
     rows = [_row(candidate) for candidate in explanation["candidates"]]
     columns = dict(_COLUMNS)

@@ -1,4 +1,4 @@
-"""`baton generate`: one completion, streamed to stdout, from a cluster or from this process."""
+"""`baton generate`: streams one completion to stdout, from a cluster or an engine here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
-from baton.cli.services import limit_cpu, with_threads
+from baton.cli.process_setup import limit_cpu, with_threads
 from baton.config import EngineConfig, model_path
 from baton.config.options import numbers
 from baton.errors import InvalidRequest
@@ -28,7 +28,7 @@ _EXAMPLES = """\
   baton generate 'class Stack:' --max-tokens 100
   cat main.py | baton generate - --temperature 0.8 --seed 1
   baton generate --token-ids 1,52,311 --json
-  baton generate 'class Stack:' --local            without a cluster: the same tokens"""
+  baton generate 'class Stack:' --local            without a cluster"""
 
 _MAX_TOKENS = ("--max-tokens", int, "TOKENS")
 _LOGPROBS = ("--logprobs", int, "N", "report log-probabilities with N alternatives (with --json)")
@@ -39,30 +39,27 @@ _SAMPLING_OPTIONS = (
     ("--top-p", float, "P", f"sample from the fewest tokens that reach P ({_MODELS}, else 1)"),
     ("--min-p", float, "P", f"drop tokens below P times the most likely ({_MODELS}, else 0)"),
     ("--seed", int, "N", "makes sampling repeatable (default: a random one)"),
-    ("--min-tokens", int, "TOKENS", "before an end of sequence counts (default: 0)"),
+    ("--min-tokens", int, "TOKENS", "fewest tokens before the output may end (default: 0)"),
 )
 _CLUSTER_OPTIONS = (
-    ("--timeout", options.seconds, "SECONDS", "for the whole request (default: none)"),
+    ("--timeout", options.seconds, "SECONDS", "deadline of the request (default: the router's)"),
     ("--ttft-target", options.ttft_target, "SECONDS",
-     "until the first token, else it is refused at once (default: the router's)"),
+     "refuse the request if its first token will take longer (default: the router's)"),
 )  # fmt: skip
-# What reads the values of those that take one, by their names in the SDK and in SamplingParams.
+# Parsers of sampling options by their names in the SDK and SamplingParams.
 SAMPLING = {
     flag[2:].replace("-", "_"): parse for flag, parse, *_ in (_MAX_TOKENS, *_SAMPLING_OPTIONS)
 }
 _SAMPLING = (*SAMPLING, "logprobs", "ignore_eos")
-_OF_A_CLUSTER = ("timeout", "priority", "ttft_target")  # by these names in the SDK's options
-_MODEL_TEXT = (
-    "the model's name in requests (default: whichever the router serves); with --local its "
-    "directory (default: demo)"
-)
+_OF_A_CLUSTER = ("timeout", "priority", "ttft_target")  # names in the SDK
+_MODEL_TEXT = "model name (default: the router's); with --local a model directory (default: demo)"
 
 
 def add_commands(commands: options.Commands) -> None:
     """Adds `generate`."""
     parser = options.add_command(commands, "generate", "complete a prompt", _TEXT, _EXAMPLES)
     add_prompt_options(parser)
-    _add_options(add_sampling_options(parser, "in the completion (default: 64)"), (_LOGPROBS,))
+    _add_options(add_sampling_options(parser, "longest completion (default: 64)"), (_LOGPROBS,))
     where = add_where_options(parser)
     where.add_argument("--local", action="store_true", help="run the engine in this process")
     where.add_argument("--json", action="store_true", help="print one JSON object at the end")
@@ -72,39 +69,41 @@ def add_commands(commands: options.Commands) -> None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> options.Options:
-    """How tokens are sampled, and where an output ends; see `asked_of`."""
+    """Adds options of sampling and of the output's end; `asked_of` reads them."""
     group = parser.add_argument_group("sampling")
     _add_options(group, ((*_MAX_TOKENS, max_tokens), *_SAMPLING_OPTIONS))
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends it; may be repeated")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="stop string; may be repeated"
+    )
     group.add_argument(
         "--structured-outputs", type=_json, metavar="JSON",
-        help='what the output has to match: {"json": SCHEMA}, {"regex": "…"}, {"choice": ["…"]} or '
-        '{"grammar": "…"} (default: anything)',
+        help='constraint on the output: {"json": SCHEMA}, {"regex": "…"}, {"choice": ["…"]} or '
+        '{"grammar": "…"} (default: none)',
     )  # fmt: skip
-    text = "go on after the end of sequence"
+    text = "continue after an end-of-sequence token"
     group.add_argument("--ignore-eos", action="store_true", default=None, help=text)
     return group
 
 
 def add_where_options(parser: argparse.ArgumentParser) -> options.Options:
-    """Which router is asked, with what key, and how long for; see `asked_of`."""
+    """Adds options of the router, key and deadline; `asked_of` reads them."""
     group = parser.add_argument_group("where")
     options.add_target_option(group)
     _add_options(group, _CLUSTER_OPTIONS)
     options.add_key_option(group)
-    text = "next to other requests that wait (default: the tenant's)"
+    text = "priority among waiting requests (default: the tenant's)"
     group.add_argument("--priority", choices=("low", "normal", "high"), help=text)
     return group
 
 
 def asked_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What both of these asked for, as the SDK's options."""
+    """The values of `add_sampling_options` and `add_where_options` as options of the SDK."""
     names = ("stop", *_OF_A_CLUSTER, "structured_outputs")
     return {**_sampling(args), **{name: getattr(args, name) for name in names}}
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    """PROMPT and what it is; the parser's namespace has `usage_error` too."""
+    """Adds PROMPT and its forms; the namespace also gets `usage_error`."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT|-", help="text; - reads it from stdin")
     add, ids = parser.add_argument_group("prompt").add_argument, numbers
     add("--token-ids", type=ids, metavar="1,2,3", help="token ids instead of text")
@@ -113,9 +112,9 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prompt_of(args: argparse.Namespace) -> Any:
-    """What `add_prompt_options` asked for; ends the program on bad usage.
+    """The prompt of `add_prompt_options`; exits on a usage error.
 
-    Raises InvalidRequest when stdin is not text.
+    Raises InvalidRequest if stdin is not text.
     """
     if (args.prompt is None) == (args.token_ids is None):
         args.usage_error("give either PROMPT (or - for stdin) or --token-ids")
@@ -136,7 +135,7 @@ def _json(text: str) -> Any:
 
 def _from_stdin() -> str:
     if sys.stdin.isatty():
-        print("baton: the prompt is read from here; ctrl-D ends it", file=sys.stderr)
+        print("baton: type the prompt, then ctrl-D", file=sys.stderr)
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
@@ -161,13 +160,13 @@ def _run(args: argparse.Namespace) -> int:
     try:
         completion = (_run_local if args.local else _run_remote)(args, prompt, show)
     finally:
-        if shown:  # whatever comes next begins on a line of its own
+        if shown:  # further output starts on a new line
             print(flush=True)
     if args.json:
         print(json.dumps(completion.to_dict(), ensure_ascii=False))
     elif not completion.text:
         count = len(completion.token_ids)
-        print(f"baton: no text, but {count} tokens: --json shows them", file=sys.stderr)
+        print(f"baton: {count} tokens without text: --json shows them", file=sys.stderr)
     return 0 if completion.finish_reason else 1
 
 
@@ -177,7 +176,7 @@ def _check_usage(args: argparse.Namespace) -> None:
             option = "--" + name.replace("_", "-")
             args.usage_error(f"{option} is for a cluster; it does not go with --local")
     if "random-weights" in args and not args.local:
-        args.usage_error("--random-weights goes with --local: a cluster has its own model")
+        args.usage_error("--random-weights needs --local: a cluster has loaded its model")
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -201,7 +200,7 @@ def _run_remote(args: argparse.Namespace, prompt: Any, show: Callable[[str], Non
 
 def _run_local(args: argparse.Namespace, prompt: Any, show: Callable[[str], None]) -> Completion:
     engine = with_threads(options.settings(EngineConfig, "generate", args))
-    args.extra = "worker"  # whichever of its libraries is missing
+    args.extra = "worker"  # the extra to install if a library is missing
     from baton.local.model_check import check_model
 
     check_model(engine)

@@ -16,10 +16,10 @@ from baton.errors import Unavailable
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - of services that listen there
 _MAX_ANSWER_BYTES = 1000
 _TEXT = """\
-Asks a router or a worker by the gRPC health protocol (grpc.health.v1). Exit status 0 if it takes
-work; 1 if it does not, with the reason on stderr. Without --target it asks the service whose
-environment it shares, as in a container: at BATON_OPT_HEALTH_PORT by HTTP, else at BATON_OPT_PORT,
-with the certificates that BATON_OPT_TLS_CERT and its like name."""
+Queries a router or a worker by the gRPC health protocol (grpc.health.v1). Exit status 0 if it
+accepts requests, else 1 with the reason on stderr. Without --target it queries the service in the
+same container: at BATON_OPT_HEALTH_PORT by HTTP, else at BATON_OPT_PORT, with the certificates of
+BATON_OPT_TLS_CERT and the like."""
 _EXAMPLES = """\
   baton health
   baton health --target 10.0.0.7:7710 --timeout 2"""
@@ -27,9 +27,9 @@ _EXAMPLES = """\
 
 def add_commands(commands: options.Commands) -> None:
     """Adds the command."""
-    summary = "ask whether a process takes work"
+    summary = "check whether a process accepts requests"
     parser = options.add_command(commands, "health", summary, _TEXT, _EXAMPLES)
-    text = "address of a router or worker (default: of the service with this environment)"
+    text = "address of a router or worker (default: from this environment)"
     options.add_question_options(parser, text, json=False)
     parser.set_defaults(target="")
     parser.set_defaults(run=_run, extra="router")
@@ -78,7 +78,7 @@ def _ask_by_http(host: str, port: int, timeout_s: float) -> int:
 
 
 def _take_its_name(target: str, timeout_s: float) -> None:
-    """Calls our own service by a name that its certificate has, whatever its address."""
+    """Sets the TLS server name to one in the certificate of this container's service."""
     from baton.net import tls
 
     host, port = split_address(target)

@@ -1,4 +1,4 @@
-"""Options on the command line: those that `baton.config` declares, and what commands share."""
+"""Command-line options: those declared in `baton.config`, and those that commands share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIGS: dict[str, type[Any]] = {
     "bench engine": EngineConfig,
     "doctor": EngineConfig,  # with --model
 }
-# vLLM's names of options that mean the same here; each is taken where ours is one.
+# Accepted aliases: vLLM's names of the same options.
 ALIASES = {
     "--max-model-len": "--max-context",
     "--served-model-name": "--model-name",
@@ -55,21 +55,21 @@ ALIASES = {
     "--ssl-ca-certs": "--tls-client-ca",
     "--uvicorn-log-level": "--log-level",
 }
-# Those of which ours is another thing, or which nothing here needs.
-_NOT_NEEDED = "nothing here needs it: leave it out"
+# Hints for options of vLLM that do not exist here.
+_NOT_NEEDED = "it is not needed: leave it out"
 SIMILAR = {
     "--max-num-batched-tokens": "do you mean --chunk-tokens?",
     "--num-gpu-blocks-override": "do you mean --kv-blocks?",
     "--data-parallel-size": "do you mean --decode (and --prefill) of `baton up`?",
-    "--pipeline-parallel-size": "layers are not divided among processes: --tp divides each layer",
+    "--pipeline-parallel-size": "there is no pipeline parallelism: use --tp",
     "--enforce-eager": "do you mean --no-graphs?",
     "--speculative-config": "do you mean --speculate TOKENS?",
     "--enable-lora": "do you mean --lora DIR?",
     "--lora-modules": "do you mean --lora DIR?",
     "--allowed-origins": "do you mean --cors-origins?",
     "--tokenizer": "the tokenizer is read from --model DIR",
-    "--seed": "a request has its own seed",
-    "--trust-remote-code": "code of a model directory is never run: leave it out",
+    "--seed": "seeds are given with requests",
+    "--trust-remote-code": "code in a model directory is never run: leave it out",
     "--enable-chunked-prefill": _NOT_NEEDED,
     "--enable-auto-tool-choice": _NOT_NEEDED,
     "--enable-reasoning": _NOT_NEEDED,
@@ -85,7 +85,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps line breaks of descriptions and examples; adds defaults that the text does not tell."""
+    """Keeps line breaks of descriptions and examples; adds defaults that a text does not state."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
@@ -107,7 +107,7 @@ def add_command(
     examples: str,
     aliases: Sequence[str] = (),
 ) -> Any:
-    """A command's parser with help in our form: summary, explanation, options, examples."""
+    """Adds a command's parser; its help has summary, explanation, options and examples."""
     parser = commands.add_parser(
         name,
         aliases=aliases,
@@ -121,9 +121,9 @@ def add_command(
 
 
 def take_rest(args: argparse.Namespace, rest: Sequence[str]) -> None:
-    """What the command's parser left: one model, as of `vllm serve MODEL`, where it takes --model.
+    """Handles arguments that the parser left: a model, as in `vllm serve MODEL`, else an error.
 
-    Anything else ends the process, as a wrong option does, with what was probably meant.
+    An error exits the process with the nearest known option.
     """
     parser: argparse.ArgumentParser = args.parser
     flags = parser._option_string_actions
@@ -139,7 +139,7 @@ def take_rest(args: argparse.Namespace, rest: Sequence[str]) -> None:
         return
     else:
         text = f"unrecognized arguments: {' '.join(rest)}"
-    # The usage, which argparse puts before, would be forty lines.
+    # Without the usage, which would be forty lines.
     parser.exit(2, f"{parser.prog}: error: {text} (`{parser.prog} --help` lists all)\n")
 
 
@@ -149,9 +149,9 @@ def add_declared(
     group: str = "",
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """The options that a settings class declares, in its groups or in one; `texts` replace helps.
+    """Adds the options of a settings class, in its groups or in one; `texts` replace helps.
 
-    Only what is written on the command line gets into the namespace, under its key.
+    The namespace gets only options that are given, under their keys.
     """
     declared = options.declared(cls).values()
     titles = [group or cls.GROUP, *(group or one.group for one in declared)]
@@ -180,20 +180,20 @@ def _add(group: Any, one: Option, text: str) -> None:
 
 
 def add_config_option(parser: argparse.ArgumentParser) -> None:
-    """Where settings come from that are not on the command line."""
+    """Adds --config."""
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="TOML file with options by name, as max-batch = 32. The command line goes first, then "
-        f"environment variables as {options.PREFIX}MAX_BATCH=32, then the file (default: none)",
+        help="TOML file with options by name, as max-batch = 32; the command line and environment "
+        f"variables, as {options.PREFIX}MAX_BATCH=32, take precedence (default: none)",
     )
 
 
 def settings(cls: type[C], command: str, args: argparse.Namespace, **given: Any) -> C:
-    """A command's settings: its line's, else its environment's, else the file's of `--config`.
+    """A command's settings, from the command line, the environment and the file of `--config`.
 
-    `--config` with a JSON object in place of a file stands for file and environment: so `baton up`
-    starts its processes. Raises ConfigError.
+    `--config` with a JSON object replaces file and environment: `baton up` starts its processes so.
+    Raises ConfigError.
     """
     mine = options.declared(CONFIGS[command])
     line = {key: vars(args)[key] for key in mine if key in vars(args)}
@@ -202,7 +202,7 @@ def settings(cls: type[C], command: str, args: argparse.Namespace, **given: Any)
 
 
 def service_values() -> options.Values:
-    """What environment and file say to a service beside which this command runs, by key."""
+    """Options, by key, of the service in whose container this command runs."""
     return _read(options.declared(RouterConfig) | options.declared(WorkerConfig), "")
 
 
@@ -214,7 +214,7 @@ def _read(mine: Mapping[str, Option], config: str) -> options.Values:
 
 
 def positive(text: str, error: str = "{!r} is no number above 0") -> float:
-    """A finite number above 0."""
+    """Parses a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -225,46 +225,43 @@ def positive(text: str, error: str = "{!r} is no number above 0") -> float:
 
 
 def seconds(text: str) -> float:
-    """A time above 0."""
+    """Parses seconds above 0."""
     return positive(text, "{!r} is no time: write seconds above 0")
 
 
 def ttft_target(text: str) -> float:
-    """Seconds until the first token."""
+    """Parses a target for the time to first token, in seconds."""
     if (value := seconds(text)) > MAX_TTFT_TARGET_S:
         raise ConfigError(f"{text} is over {MAX_TTFT_TARGET_S} s: {TTFT_HINT}")
     return value
 
 
 def count(text: str) -> int:
-    """A whole number above 0."""
+    """Parses a whole number above 0."""
     if not text.isdecimal() or int(text) == 0:
         raise ConfigError(f"{text!r} is no number of things: write 1 or more")
     return int(text)
 
 
-_TARGET_TEXT = "the router's address; of several, separated by commas, any one and then the others"
+_TARGET_TEXT = "router's address; several, separated by commas, are tried in turn"
 
 
 def add_target_option(group: Options, text: str = _TARGET_TEXT) -> None:
-    """Which router to call."""
+    """Adds --target and the TLS options."""
     group.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help=text)
     add_tls_options(group)
 
 
 _TLS_OPTIONS = {
-    "--tls-ca": (
-        "FILE",
-        "PEM file with the authority of --target's certificate: calls it with TLS",
-    ),
-    "--tls-cert": ("FILE", "PEM file with our certificate, where it asks for one"),
-    "--tls-key": ("FILE", "PEM file with our certificate's key"),
-    "--tls-name": ("NAME", "in --target's certificate, as decode.baton (default: its host)"),
+    "--tls-ca": ("FILE", "PEM file with the CA of the router's certificate; turns on TLS"),
+    "--tls-cert": ("FILE", "PEM file with a client certificate, if the server asks for one"),
+    "--tls-key": ("FILE", "PEM file with the private key of --tls-cert"),
+    "--tls-name": ("NAME", "name in the server's certificate, as decode.baton (default: its host)"),
 }
 
 
 def add_tls_options(group: Options) -> None:
-    """How to call with TLS; also from the environment, as the services' options are."""
+    """Adds the TLS options of a client, whose defaults come from the environment."""
     for flag, (metavar, text) in _TLS_OPTIONS.items():
         variable = options.PREFIX + flag.strip("-").upper().replace("-", "_")
         default = os.environ.get(variable, "")
@@ -274,18 +271,18 @@ def add_tls_options(group: Options) -> None:
 
 
 def add_key_option(group: Options) -> None:
-    """Which key to show; see `api_key`."""
-    text = "with the key to show the router (default: the variable BATON_API_KEY, if set)"
+    """Adds --api-key-file; `api_key` reads it."""
+    text = "file with the API key (default: the variable BATON_API_KEY, if set)"
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help=text)
 
 
 def api_key(args: argparse.Namespace) -> str | None:
-    """Of a command with `add_key_option`. Raises ConfigError."""
+    """The API key of a command with `add_key_option`. Raises ConfigError."""
     return api_key_of(args.api_key_file, os.environ.get("BATON_API_KEY"))
 
 
 def api_key_of(path: Path | None, default: str | None) -> str | None:
-    """The key in the file, else the default, if it is not empty; never shown in messages."""
+    """The key in the file, else a non-empty default; messages never contain it."""
     if path is None:
         return default or None
     try:
@@ -298,7 +295,7 @@ def api_key_of(path: Path | None, default: str | None) -> str | None:
 
 
 def use_tls(args: argparse.Namespace) -> None:
-    """Makes the files that a command names this process's. Raises ConfigError."""
+    """Uses a command's TLS options for this process's connections. Raises ConfigError."""
     if not getattr(args, "tls_ca", ""):
         return
     from baton.net import tls
@@ -310,7 +307,7 @@ def use_tls(args: argparse.Namespace) -> None:
 def add_question_options(
     parser: argparse.ArgumentParser, text: str = _TARGET_TEXT, json: bool = True
 ) -> None:
-    """Whom to ask, how long to wait, and the form of the answer."""
+    """Adds the options of commands that query a router: target, timeout and --json."""
     add_target_option(parser, text)
     parser.add_argument(
         "--timeout", type=seconds, default=5.0, metavar="SECONDS", help="for its answer"
@@ -321,7 +318,7 @@ def add_question_options(
 
 @contextlib.contextmanager
 def calling(target: str, timeout_s: float | None, what: str = "router") -> Iterator[None]:
-    """Says in our words what gRPC says of a router that is not there or takes too long."""
+    """Replaces gRPC's errors about unreachable or slow routers by ones that name the remedy."""
     try:
         yield
     except Unavailable as error:
@@ -340,7 +337,7 @@ def calling(target: str, timeout_s: float | None, what: str = "router") -> Itera
 
 
 def _tls_hint(target: str) -> str:
-    """What is wrong where `target` speaks TLS; empty where it does not, or nothing is wrong."""
+    """The mistake in calling a `target` that uses TLS; empty if there is none."""
     from baton.net import tls
 
     ours = tls.current()
@@ -362,17 +359,19 @@ def _tls_hint(target: str) -> str:
                     if encrypted.selected_alpn_protocol() is None:
                         return _speaks_http(address.strip(), host, port)
                     if ours.ca_file is None:
-                        return f"{address.strip()} speaks TLS: name its authority with --tls-ca"
+                        return f"{address.strip()} uses TLS: name its CA with --tls-ca"
                     if ours.cert_file is None:
-                        return f"{address.strip()} wants a certificate: --tls-cert and --tls-key"
+                        return f"{address.strip()} needs a certificate: --tls-cert and --tls-key"
             except ssl.SSLCertVerificationError as error:
-                wrong = f"--tls-ca does not vouch for {address.strip()}: {error.verify_message}"
-                return f"{wrong} (its name, if that is not its host, is given by --tls-name)"
+                wrong = f"--tls-ca did not sign {address.strip()}: {error.verify_message}"
+                return (
+                    f"{wrong} (if its certificate has another name than its host, give --tls-name)"
+                )
     return ""
 
 
 def _http_hint(target: str) -> str:
-    """What to write instead where `target` names a router's HTTP port; empty where it does not."""
+    """A hint if `target` is a router's HTTP port; else empty."""
     for address in target.split(","):
         try:
             host, port = split_address(address.strip().removeprefix("http://").rstrip("/"))

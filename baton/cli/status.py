@@ -12,14 +12,14 @@ from baton.tables import table
 
 _STATES = {
     "STARTING": "loads its model or warms up",
-    "DRAINING": "finishes its requests and takes no new ones",
+    "DRAINING": "finishes its requests and accepts no new ones",
     "MISMATCH": "serves another model than this router",
-    "UNREACHABLE": "is registered, but there is no connection to it",
-    "SILENT": "is connected, but without a heartbeat for longer than --silence",
+    "UNREACHABLE": "is registered, but cannot be connected to",
+    "SILENT": "is connected, but sent no heartbeat for longer than --silence",
     "STALLED": "answers, but its engine makes no progress",
-    "EJECTED": "gets no requests for a while: calls to it failed",
-    "QUARANTINED": "of a pair: is not used for a while after a failed transfer",
-    "NOT_SERVING": "of a router: no pair of workers is ready, or it is draining",
+    "EJECTED": "gets no requests for a while after failed calls",
+    "QUARANTINED": "(pair) is not used for a while after a failed transfer",
+    "NOT_SERVING": "(router) no pair of workers is ready, or it is draining",
 }
 _TEXT = "\n".join(
     [
@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def render(status: Mapping[str, Any]) -> str:
-    """The object of `baton status --json` as text for people."""
+    """Renders the object of `baton status --json` as text."""
     router, workers, pairs = status["router"], status["workers"], status["pairs"]
     routers = [router, *status["siblings"]]  # processes at the same address
     lines = [
@@ -89,7 +89,7 @@ def _router_lines(router: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _worker_columns(workers: Sequence[Mapping[str, Any]]) -> Mapping[str, str]:
-    """The columns of the workers' table: some are there only when they tell something."""
+    """The columns of the workers' table; device and reason only if they are informative."""
     on_gpus = any(worker.get("device", "cpu") != "cpu" for worker in workers)
     device = {"device": "computes on"} if on_gpus else {}
     reason = {"reason": "reason"} if any(worker["reason"] for worker in workers) else {}

@@ -9,10 +9,9 @@ from baton.cli import options
 from baton.cli.options import count, seconds
 
 _TEXT = """\
-Shows what routers and workers do now: requests and goodput a second, batches, KV blocks, tokens a
-second, transfers, and what went wrong lately. Goodput counts requests that ended well and, where
-they had a target for their first token, met it. Keys: q quits, r shows one role's workers, s
-sorts them."""
+Shows routers and workers live: requests and goodput per second, batches, KV blocks, tokens per
+second, transfers, recent failures. Goodput counts requests that succeeded and met their target for
+the first token, if any. Keys: q quits, r selects a role's workers, s changes their order."""
 _EXAMPLES = """\
   baton top
   baton top --target 10.0.0.9:7700,10.0.0.10:7700 --interval 0.5
@@ -23,13 +22,13 @@ def add_commands(commands: options.Commands) -> None:
     """Adds `top`."""
     parser = options.add_command(commands, "top", "watch the cluster live", _TEXT, _EXAMPLES)
     add = parser.add_argument
-    text = "the router's address; of several, separated by commas, all are shown"
+    text = "router's address; several, separated by commas, are all shown"
     add("--target", default=options.DEFAULT_TARGET, metavar="HOST:PORT", help=text)
     options.add_tls_options(parser)
     options.add_key_option(parser)
-    add("--interval", type=seconds, default=1.0, metavar="SECONDS", help="between two looks")
+    add("--interval", type=seconds, default=1.0, metavar="SECONDS", help="time between two polls")
     add("--once", action="store_true", help="print one frame, with rates over one interval")
-    add("--width", type=count, metavar="COLUMNS", help="of --once's frame (default: 160)")
+    add("--width", type=count, metavar="COLUMNS", help="width of --once's frame (default: 160)")
     parser.set_defaults(run=_run, extra="cli")
 
 

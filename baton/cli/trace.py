@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     from baton.local.trace_tree import TraceSummary
 
 _TEXT = """\
-Draws what a request did, and when, in client, router and workers, and says how much of its time
-the spans account for. `baton up` keeps the last traces in memory, and a router says where. A trace
-id is what `baton generate --json` and `baton top` show; without one the requests whose traces
-are kept are listed."""
+Draws a request's spans in client, router and workers over time, and the share of its time that
+they account for. `baton up` keeps the last traces in memory. `baton generate --json` and
+`baton top` show trace ids; without one, the requests with traces are listed."""
 _EXAMPLES = """\
   baton trace                                      the last requests
   baton trace --slowest 5                          those that took longest
-  baton trace --last                               the whole trace of the last request
+  baton trace --last                               the trace of the last request
   baton trace 4bf92f3577b34da6a3ce929d0e0e4736"""
 _COLUMNS = {
     "trace_id": "trace", "ended": "ended", "took": "took ms", "input_tokens": "tokens in",
@@ -46,7 +45,7 @@ def add_commands(commands: options.Commands) -> None:
     source = parser.add_argument_group("where the traces are")
     options.add_target_option(source)
     options.add_key_option(source)
-    text = "where `baton up` keeps traces (default: where the router exports to)"
+    text = "address at which `baton up` keeps traces (default: the router's --otlp)"
     source.add_argument("--from", dest="source", metavar="HOST:PORT", help=text)
     add = parser.add_argument
     add("--timeout", type=seconds, default=10.0, metavar="SECONDS", help="for the answer")
@@ -70,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
             print(json.dumps({"traces": [asdict(summary) for summary in found]}))
             return 0
         if not found:
-            raise Stale(f"{source.name} keeps no trace of a request yet")
+            raise Stale(f"{source.name} has no trace of a request yet")
         if not args.last:
             failed = any(summary.error is not None for summary in found)
             columns = {key: title for key, title in _COLUMNS.items() if failed or key != "error"}
@@ -81,8 +80,8 @@ def _run(args: argparse.Namespace) -> int:
     spans = [span for trace in traces for span in trace]
     if not spans:
         raise Stale(
-            f"{source.name} has no trace {trace_id}: it is older than those that are kept, was not "
-            "sampled, or belongs to another cluster"
+            f"{source.name} has no trace {trace_id}: it was dropped as too old, not sampled, or "
+            "belongs to another cluster"
         )
     if args.json:
         coverage = trace_tree.coverage(spans)

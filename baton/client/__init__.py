@@ -1,4 +1,4 @@
-"""The SDK: `Client` and `AsyncClient` talk to routers over gRPC; torch-free."""
+"""The SDK: `Client` and `AsyncClient` call routers over gRPC."""
 
 from baton.client.aio import AsyncClient, AsyncStream
 from baton.client.request import Options, Prompt
@@ -10,11 +10,11 @@ from baton.client.results import (
     Timing,
     TokenLogprobs,
     ToolCall,
-    ToolCallDelta,
     Usage,
 )
 from baton.client.retry import RetryPolicy
 from baton.client.sync import Client, Stream
+from baton.generation.tool_call import ToolCallDelta
 
 __all__ = [
     "AsyncClient",

@@ -1,4 +1,4 @@
-"""The asyncio client: a thin shell over grpc.aio around `baton.client.call`."""
+"""The asyncio client: grpc.aio around `baton.client.call`."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from baton.errors import Cancelled
 from baton.net import rpc
 from baton.v1 import fleet_pb2, inference_pb2
 
-_CLOSED = "the client was closed while the call ran"  # gRPC cancels the task that awaits it
+_CLOSED = "the client was closed while the call ran"  # gRPC cancels the task that awaits the call
 
 
 class AsyncStream(BaseStream, AbstractAsyncContextManager["AsyncStream"]):
     """`baton.client.Stream` for asyncio: an asynchronous iterator of `Delta`.
 
-    Cancelling the task that reads it cancels the request, too.
+    Cancelling the task that iterates it cancels the request.
     """
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
-        """The next output; raises BatonError, with the output so far as its `partial`."""
+        """The next output. Raises BatonError, whose `partial` is the output so far."""
         while not self._call.over:
             try:
                 if self._responses is None:
@@ -44,7 +44,7 @@ class AsyncStream(BaseStream, AbstractAsyncContextManager["AsyncStream"]):
             except grpc.RpcError as rpc_error:
                 wait_s = self._call.failed(rpc.error_of(rpc_error))
             except asyncio.CancelledError:
-                # A call cancelled by close() says so to its reader in the same way as a cancelled
+                # A call that close() cancels raises the same error in its reader as a cancelled
                 # task does; only the task's own cancellation goes on.
                 if not _task_is_cancelled() and (
                     self._call.over or self._call.failed(Cancelled(_CLOSED)) is None
@@ -70,11 +70,11 @@ class AsyncStream(BaseStream, AbstractAsyncContextManager["AsyncStream"]):
         self._cancel()
 
     def __del__(self) -> None:
-        self._cancel()  # not every version of grpc.aio does so for a call that is dropped
+        self._cancel()  # not all versions of grpc.aio cancel a call that is dropped
 
 
 class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
-    """`baton.Client` for asyncio, with the same methods and parameters; one event loop's own.
+    """`baton.Client` for asyncio, with the same methods and parameters, for one event loop.
 
     async with baton.AsyncClient("127.0.0.1:7700") as client:
         done = await client.generate("def f(", max_tokens=32)
@@ -85,7 +85,7 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
     _grpc: ClassVar[Any] = grpc.aio
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """The whole completion of a text, of token ids, or of chat messages; see `Options`."""
+        """Completes a text, token ids or chat messages; see `Options`."""
         options.setdefault("stream_interval", WHOLE_INTERVAL)
         async with self.stream(prompt, **options) as stream:
             async for _ in stream:
@@ -93,28 +93,28 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
         return stream.completion
 
     async def chat(self, messages: Messages, **options: Unpack[Options]) -> Completion:
-        """The answer to a conversation, with `tool_calls` and `reasoning` beside its text."""
+        """Answers a conversation: text, `tool_calls` and `reasoning`."""
         return await self.generate(messages, **options)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
-        """The same completion as it is written. Raises InvalidRequest before anything is sent."""
+        """Streams a completion. Raises InvalidRequest before anything is sent."""
         return AsyncStream(self._generate_call(prompt, options), self._send)
 
     async def embed(self, prompt: Prompt, **options: Unpack[Options]) -> tuple[float, ...]:
-        """The embedding of a text, of token ids, or of chat messages: as the checkpoint's
-        sentence-transformers files say, else the last token's hidden state at length 1."""
+        """Embeds a text, token ids or chat messages, as the checkpoint's sentence-transformers
+        files say; without them, by the last token's hidden state, normalized."""
         options["max_tokens"], options["embedding"] = 0, True
         return (await self.generate(prompt, **options)).embedding
 
     async def tokenize(
         self, prompt: Prompt, *, model: str | None = None, timeout: float | None = 10.0
     ) -> list[int]:
-        """The token ids that `generate` would run for a text or for chat messages."""
+        """The token ids of a text or of chat messages, as `generate` would run them."""
         request = tokenize_request(prompt, model)
         return list((await self._unary("Tokenize", request, timeout)).token_ids)
 
     async def models(self, *, timeout: float | None = 10.0) -> list[Model]:
-        """The models the router serves."""
+        """The models that the router serves."""
         request = inference_pb2.ListModelsRequest()
         return models_of(await self._unary("ListModels", request, timeout))
 
@@ -123,14 +123,14 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
         return status_of(await self._unary("GetStatus", fleet_pb2.GetStatusRequest(), timeout))
 
     async def explain(self, prompt: Prompt, **options: Unpack[Options]) -> dict[str, Any]:
-        """Where `generate` would run this request now, and why; nothing is run."""
+        """Explains where `generate` would run a request now; nothing is run."""
         request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
         return fields_of(await self._unary("Explain", request, options.get("timeout")))
 
     async def close(self) -> None:
-        """Closes the connections; what still runs on them is cancelled."""
+        """Closes the connections; running calls are cancelled."""
         self._closed = True
-        for call in list(self._calls):  # gRPC does not end all by itself
+        for call in list(self._calls):  # gRPC does not end all of them
             call.cancel()
         for channel in self._channels.values():
             await channel.close(None)

@@ -1,6 +1,6 @@
-"""What both clients share of a call: addresses, attempts, deadline, trace, outcome.
+"""The part of a call that both clients share: addresses, attempts, deadline, trace, result.
 
-The clients add only the waiting: they send, receive and sleep as this module says.
+It does no I/O: the clients send, receive and sleep as it decides.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from baton import config
 from baton.client.request import Options, Prompt, generate_request, timeout_of
 from baton.client.results import (
-    REASONS,
     Completion,
     Delta,
     Route,
     Timing,
     Usage,
     delta_of,
-    of_message,
+    from_message,
     prompt_logprobs_of,
     tool_calls_of,
     transport_name,
 )
 from baton.client.retry import RetryPolicy
 from baton.errors import BatonError, Cancelled, ConfigError, Unavailable, quoted
+from baton.generation.enum_names import FINISH_REASONS
 from baton.net import rpc, tls
 from baton.telemetry import propagation, tracing
 from baton.v1 import common_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -42,7 +42,7 @@ _FLEET = fleet_pb2_grpc.FleetServiceStub
 
 
 def _addresses(target: str | Sequence[str]) -> tuple[str, ...]:
-    """Of "host:port", several separated by commas, or a sequence of them. Raises ConfigError."""
+    """Parses "host:port", several separated by commas, or a sequence. Raises ConfigError."""
     parts = target.split(",") if isinstance(target, str) else target
     if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
         raise ConfigError(f"target must be HOST:PORT or several of them, not {quoted(target)}")
@@ -63,7 +63,7 @@ def _addresses(target: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class BaseStream:
-    """What both clients' streams have in common; `send` starts an attempt of `call`."""
+    """The base of both clients' streams; `send` starts an attempt of `call`."""
 
     def __init__(self, call: GenerateCall, send: Callable[[GenerateCall], Any]) -> None:
         self._call = call
@@ -72,7 +72,7 @@ class BaseStream:
 
     @property
     def completion(self) -> Completion:
-        """The whole completion; raises Cancelled if the stream was not read to its end."""
+        """The completion. Raises Cancelled if the stream was not read to its end."""
         return self._call.completion
 
     def _cancel(self) -> None:
@@ -82,7 +82,7 @@ class BaseStream:
 
 
 class BaseClient:
-    """What `Client` and `AsyncClient` have in common: where to call, and with what."""
+    """The base of `Client` and `AsyncClient`: addresses, channels and credentials."""
 
     _grpc: ClassVar[Any]  # grpc or grpc.aio
 
@@ -97,26 +97,26 @@ class BaseClient:
         retry: RetryPolicy | None = None,
     ) -> None:
         self._addresses = _addresses(target)
-        # Index of the address to try first. By chance: clients share out among the routers.
+        # Index of the address to try first; random, to spread clients over the routers.
         self._preferred = random.randrange(len(self._addresses))  # noqa: S311 - guards nothing
-        self._failed_at = [-math.inf] * len(self._addresses)  # by index, time.monotonic()
+        self._failed_at = [-math.inf] * len(self._addresses)  # time.monotonic(), by index
         self._retry = retry or RetryPolicy()
         self._closed = False
         self._metadata = rpc.bearer(api_key)
         cert, key, ca = (Path(f) if f else None for f in (cert_file, key_file, ca_file))
         self._tls = tls.Credentials(cert, key, ca) if ca else tls.current()
-        self._tls.of_client()  # a mistake is raised here
-        # By address and credentials. Calls that run on one with old ones end there, and gRPC ends
-        # the connection of a channel that has been without calls for long.
+        self._tls.of_client()  # raises ConfigError for unusable files
+        # By address and credentials. Calls on a channel with older credentials end there, and gRPC
+        # closes the connection of a channel that is idle for long.
         self._channels: dict[tuple[str, Any], Any] = {}
-        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()  # that `close` has to cancel
+        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()  # for `close` to cancel
 
     def _channel(self, address: str) -> Any:
-        """Made when it is first used: one of asyncio belongs to the loop that runs then."""
+        """A channel, created at its first use because asyncio's belong to the running loop."""
         key = address, (credentials := self._tls.of_client())
         if key not in self._channels:
             channel = rpc.channel(address, credentials, self._grpc)
-            self._channels.setdefault(key, channel)  # another thread may have been faster
+            self._channels.setdefault(key, channel)  # another thread may have added one
         return self._channels[key]
 
     def _send(self, call: GenerateCall) -> Any:
@@ -127,7 +127,7 @@ class BaseClient:
         return responses
 
     def _send_unary(self, attempts: Attempts, method: str, request: Any) -> Any:
-        """Starts an attempt; returns the response, or with asyncio what to await for it."""
+        """Starts an attempt; returns the response, or an awaitable of it with asyncio."""
         stub = _FLEET if method in ("GetStatus", "Explain") else _INFERENCE
         send = getattr(stub(self._channel(attempts.address)), method)
         metadata = (*self._metadata, *propagation.inject())
@@ -138,16 +138,16 @@ class BaseClient:
 
 
 class Attempts:
-    """Where a call is tried, how long it may still take, and whether it is tried again."""
+    """The attempts of a call: their addresses, the time left, and retries."""
 
     def __init__(self, client: BaseClient, timeout: float | None) -> None:
-        """Raises InvalidRequest where `timeout` is no time."""
+        """Raises InvalidRequest for an invalid `timeout`."""
         timeout_s = timeout_of(timeout)
         self._client = client
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._count = 1
         self._address = client._preferred
-        self._tried: set[int] = set()  # since all were
+        self._tried: set[int] = set()  # indexes, since all were tried
         self._begun = False
         self._failing_since: float | None = None  # time.monotonic()
 
@@ -160,19 +160,19 @@ class Attempts:
 
     @property
     def time_left_s(self) -> float | None:
-        """What the next attempt may take, for gRPC; None is unlimited."""
+        """The next attempt's time-out for gRPC; None: unlimited."""
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def received(self, output: bool) -> None:
-        """A message came, with or without output: if the stream breaks, it is worth going on."""
+        """Notes that a message arrived, so that a broken stream is continued."""
         self._begun = True
         if output:
             self._count, self._failing_since = 1, None
 
     def failed(self, error: BatonError) -> float:
-        """Moves on to the next attempt and says how many seconds to wait before it.
+        """Prepares the next attempt; returns the seconds to wait before it.
 
-        Raises the error itself when it is final, and Cancelled when the client is closed.
+        Raises the error if it is final, and Cancelled if the client is closed.
         """
         if self._client._closed:
             raise Cancelled("the client was closed while the call ran") from error
@@ -192,15 +192,15 @@ class Attempts:
             raise error
         self._count += 1
         self._client._failed_at[self._address] = now
-        # Later calls start there too, so that one dead router is paid for once.
+        # Later calls start there, so that a dead router delays one call only.
         self._client._preferred = self._address = self._next_address()
         return wait_s
 
     def _next_address(self) -> int:
-        """Of two that were not tried yet, taken by chance, the one that failed the longest ago.
+        """Picks two untried addresses at random; returns the one whose failure is older.
 
-        A router that fails or is full sends its clients to several others, and few of them to one
-        that has just refused them.
+        The clients of a failed or full router thus spread over several others, and few of them
+        reach one that has just refused requests.
         """
         self._tried.add(self._address)
         everywhere = range(len(self._client._addresses))
@@ -212,7 +212,7 @@ class Attempts:
 
 
 class GenerateCall:
-    """One completion from its request to its last message, over as many attempts as it takes."""
+    """A completion from its request to its last message, over all of its attempts."""
 
     def __init__(
         self, client: BaseClient, request: inference_pb2.GenerateRequest, timeout: float | None
@@ -221,7 +221,7 @@ class GenerateCall:
         sampling = request.sampling
         is_greedy = sampling.HasField("temperature") and sampling.temperature == 0
         if not (is_greedy or sampling.HasField("seed")):
-            # Chosen here, so that another router can go on with the same random numbers.
+            # Chosen here, so that another router can continue with the same random numbers.
             sampling.seed = random.getrandbits(64)
         self.over = False
         self.attempts = Attempts(client, timeout)
@@ -231,7 +231,7 @@ class GenerateCall:
         self._token_ids: list[int] = []
         self._last_reason = common_pb2.FINISH_REASON_UNSPECIFIED
         self._finish: inference_pb2.Finish | None = None
-        # The global tracer: a no-op unless the program that uses the SDK has set one up.
+        # The global tracer does nothing unless the program has set one up.
         self._span = trace.get_tracer("baton.client").start_span(
             "baton.client.generate",
             kind=SpanKind.CLIENT,
@@ -241,7 +241,7 @@ class GenerateCall:
 
     @property
     def completion(self) -> Completion:
-        """The whole completion; raises Cancelled if the stream was not read to its end."""
+        """The completion. Raises Cancelled if the stream was not read to its end."""
         if self._finish is None:
             raise Cancelled("the stream was not read to its end: it has no completion")
         return self._completion()
@@ -256,9 +256,9 @@ class GenerateCall:
             raise
 
     def received(self, response: inference_pb2.GenerateResponse) -> Delta | None:
-        """Takes a message; the new output, if it carries some.
+        """Processes a message; returns its output, if it has any.
 
-        Raises Unavailable for a router that begins anew what it should go on with.
+        Raises Unavailable for a router that starts over instead of continuing.
         """
         delta = None
         match response.WhichOneof("event"):
@@ -266,8 +266,8 @@ class GenerateCall:
                 self._started = response.started
                 if (resumed := self._started.resumed_tokens) != len(self._token_ids):
                     error = Unavailable(
-                        f"the router would begin after {resumed} tokens and {len(self._token_ids)} "
-                        "have come: it cannot go on with another router's stream"
+                        f"the router continues after {resumed} tokens, but {len(self._token_ids)} "
+                        "were received: it cannot continue another router's stream"
                     )
                     self._fail(error)
                     raise error
@@ -283,10 +283,10 @@ class GenerateCall:
         return delta
 
     def failed(self, error: BatonError) -> float | None:
-        """Seconds to wait before the next attempt; None when there is nothing more to do.
+        """Seconds to wait before the next attempt; None if the completion is complete.
 
-        The next attempt goes on behind what has come. Raises the error when it is final; its
-        `partial` is what has come.
+        The next attempt continues behind the output so far. Raises the error if it is final, with
+        that output as `partial`.
         """
         if self._last_reason and not self._finish:  # only the last message is missing
             self._finish = self._finish_so_far()
@@ -307,11 +307,11 @@ class GenerateCall:
         return wait_s
 
     def ended(self) -> float | None:
-        """The router closed the stream: as `failed`, unless the last message has come."""
+        """Called when the router closed the stream; like `failed` before the last message."""
         return self.failed(Unavailable("the stream ended without its last message"))
 
     def close(self) -> None:
-        """Ends the call for its caller. Harmless after the end."""
+        """Ends the call; may be called again."""
         if not self.over:
             self.over = True
             self._span.end()
@@ -322,13 +322,13 @@ class GenerateCall:
         return Completion(
             text="".join(delta.text for delta in self._deltas),
             token_ids=tuple(self._token_ids),
-            finish_reason=REASONS.get(finish.reason),
+            finish_reason=FINISH_REASONS.get(finish.reason),
             stop=finish.stop,
             logprobs=tuple(logprob for delta in self._deltas for logprob in delta.logprobs),
             prompt_logprobs=prompt_logprobs_of(self._prompt_logprobs),
             embedding=tuple(finish.embedding),
-            usage=of_message(Usage, finish.usage),
-            timing=of_message(Timing, finish.timing),
+            usage=from_message(Usage, finish.usage),
+            timing=from_message(Timing, finish.timing),
             route=Route(
                 prefill=route.prefill or None,
                 decode=route.decode or None,
@@ -342,7 +342,7 @@ class GenerateCall:
         )
 
     def _finish_so_far(self) -> inference_pb2.Finish:
-        """The last message as far as it is known without it."""
+        """Reconstructs a last message that did not arrive."""
         usage = common_pb2.Usage(
             prompt_tokens=self._started.prompt_tokens, completion_tokens=len(self._token_ids)
         )

@@ -1,4 +1,4 @@
-"""Turns what a caller types into request messages. Knows no network."""
+"""Builds request messages from prompts and options."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from baton.errors import InvalidRequest, quoted
+from baton.generation.enum_names import PRIORITIES
 from baton.v1 import common_pb2, inference_pb2
 
 # Chat messages such as {"role": "user", "content": "Hello"}. Content may also be parts such as
-# {"type": "text", "text": "Hello"}. An assistant's may have "tool_calls", in OpenAI's form or as
-# `Completion.message` has them, and a tool's message the "tool_call_id" that it answers.
+# {"type": "text", "text": "Hello"}. An assistant's may have "tool_calls", in OpenAI's form or
+# as in `Completion.message`, and a tool's message has the "tool_call_id" that it answers.
 Messages = Sequence[Mapping[str, Any]]
 # Plain text, token ids, or chat messages.
 Prompt = str | Sequence[int] | Messages
-# The stream interval of output that is read as a whole.
+# The stream interval of output that is not streamed.
 WHOLE_INTERVAL = 16
-_LONGEST_S = 1e9  # gRPC takes what is far beyond for no time at all
+_LONGEST_S = 1e9  # gRPC overflows for much longer times
 _PROMPT = (
     'prompt must be text, token ids, or chat messages such as {"role": "user", "content": "Hi"}'
 )
 
 
 class Options(TypedDict, total=False):
-    """Options of a completion; left out (or None), the server's default holds."""
+    """Options of a completion; comments begin with the server's default, which None selects."""
 
-    model: str | None  # the only one the server has
-    # 64; 0: computes the prompt alone;
-    # baton.generation.sampling_params.FILL_CONTEXT: as many as the context leaves
+    model: str | None  # the served one
+    # 64; 0: no output, for log-probabilities or an embedding of the prompt;
+    # baton.generation.sampling_params.FILL_CONTEXT: the rest of the context
     max_tokens: int | None
-    # Of these, what the model's generation_config.json says, else as behind it
+    # The next five: the model's generation_config.json, else
     temperature: float | None  # 1; 0: greedy
     top_k: int | None  # 0: all
     top_p: float | None  # 1
@@ -45,39 +46,41 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str] | None  # none
     include_stop: bool | None  # False: the stop string is not part of the text
     stop_token_ids: Sequence[int] | None  # none
-    embedding: bool | None  # False; True with max_tokens 0 reports the prompt's embedding
+    embedding: bool | None  # False; True, with max_tokens 0: return the prompt's embedding
     min_tokens: int | None  # 0
     allowed_token_ids: Sequence[int] | None  # any
-    bad_words: Sequence[str] | None  # texts that the output must not have; none
-    suffix: str | None  # what follows the text to be written, for models that fill in the middle
-    add_special_tokens: bool | None  # to text yes, to a chat no
-    truncate_prompt_tokens: int | None  # of a longer prompt the last so many tokens; all of it
-    show_special_tokens: bool | None  # False: they are no text
+    bad_words: Sequence[str] | None  # none; texts that the output must not contain
+    suffix: str | None  # none; text after the output, for fill-in-the-middle models
+    add_special_tokens: bool | None  # True for text, False for a chat
+    truncate_prompt_tokens: int | None  # no; number of tokens to keep at the end of the prompt
+    show_special_tokens: bool | None  # False; True: special tokens of the output are text
     ignore_eos: bool | None  # False
-    logprobs: int | None  # off; 0 reports the chosen tokens alone
-    prompt_logprobs: int | None  # off; 0 reports the prompt's own tokens alone
-    # {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}}, or a pydantic
-    # model class: JSON by its schema; any text
+    logprobs: int | None  # off; number of alternatives
+    prompt_logprobs: int | None  # off; number of alternatives
+    # any text; {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}}, or a
+    # pydantic model class for its schema
     response_format: Mapping[str, Any] | type | None
-    # What the output has to match, under one key: "json" (a schema), "json_object" (True), "regex",
-    # "choice" (texts), "grammar" (Lark or GBNF); any text
+    # any text; one of the keys "json" (a schema), "json_object" (True), "regex", "choice" (texts),
+    # "grammar" (Lark or GBNF)
     structured_outputs: Mapping[str, Any] | None
-    # Of a chat: functions that may be called, in OpenAI's form; no tools
+    # none; functions that a chat's model may call, in OpenAI's form
     tools: Sequence[Mapping[str, Any]] | None
-    # "auto", "none", "required", or {"type": "function", "function": {"name": …}}; "auto"
+    # "auto"; "none", "required", or {"type": "function", "function": {"name": …}}
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None  # True
-    max_thinking_tokens: int | None  # of reasoning; as the model likes
-    chat_template_kwargs: Mapping[str, Any] | None  # further variables of the template; none
-    continue_final_message: bool | None  # False: an answer to it
-    cache_salt: str | None  # shares the prefix cache
-    priority: str | None  # "low", "normal", "high" next to others that wait; the tenant's own
-    ttft_target: float | None  # refused at once unless it can begin in so many seconds; no target
-    # Tokens in a delta, at least, but for the first and the last; 1, and 16 where the completion is
-    # wanted as a whole. More cost the cluster less, and when a worker dies so many come later
+    max_thinking_tokens: int | None  # no limit; reasoning tokens
+    chat_template_kwargs: Mapping[str, Any] | None  # none; additional variables of the template
+    continue_final_message: bool | None  # False: answer it
+    cache_salt: str | None  # none; cached prefixes are shared by requests of the same salt
+    priority: str | None  # the tenant's; "low", "normal" or "high"
+    ttft_target: float | None  # none; seconds: refuse at once if the first token would be later
+    # 1, or 16 for `generate`; tokens in each delta except the first and last. Larger deltas cost
+    # less, and delay more tokens when a worker fails
     stream_interval: int | None
-    workers: Sequence[str] | None  # incarnations that alone may serve it, to test a pair; any
-    timeout: float | None  # seconds for everything, retries included; the server's
+    workers: (
+        Sequence[str] | None
+    )  # any; incarnations of the workers that may serve it, to test a pair
+    timeout: float | None  # the server's; seconds for the whole call, retries included
 
 
 _SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
@@ -85,25 +88,20 @@ _PLAIN = (
     *("model", "include_stop", "cache_salt", "workers", "suffix", "bad_words"),
     *("add_special_tokens", "truncate_prompt_tokens", "show_special_tokens", "stream_interval"),
 )
-_PRIORITIES = {
-    "low": common_pb2.PRIORITY_LOW,
-    "normal": common_pb2.PRIORITY_NORMAL,
-    "high": common_pb2.PRIORITY_HIGH,
-}
 
 
 def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
-    """The message for a prompt and `Options`, without its timeout.
+    """Builds the message of a prompt and `Options`, without its time-out.
 
-    Raises InvalidRequest naming what no message can hold; ranges are the router's to check.
+    Raises InvalidRequest for values of a wrong type; the router checks ranges.
     """
     request = inference_pb2.GenerateRequest()
     _set_input(request, prompt)
     for name, value in options.items():
         if value is None or name == "timeout":
             continue
-        if name in _RESTRICTIONS:
-            _restrict(request.sampling, name, value)
+        if name in _STRUCTURED_OUTPUTS:
+            _set_structured_output(request.sampling, name, value)
         elif name in _CHAT:
             if not request.HasField("chat"):
                 raise InvalidRequest(f"{name} is for chat messages", name)
@@ -115,9 +113,9 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
         elif name == "stop":
             _set(request, name, [value] if isinstance(value, str) else value, name)
         elif name == "priority":
-            if not isinstance(value, str) or value not in _PRIORITIES:
-                raise InvalidRequest(f"priority must be one of {', '.join(_PRIORITIES)}", name)
-            request.priority = _PRIORITIES[value]
+            if not isinstance(value, str) or value not in PRIORITIES:
+                raise InvalidRequest(f"priority must be one of {', '.join(PRIORITIES)}", name)
+            request.priority = PRIORITIES[value]
         elif name == "ttft_target":
             _set(request, "ttft_target_ms", _checked(name, _milliseconds, value), name)
         else:
@@ -125,15 +123,15 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
     return request
 
 
-def _restrict(sampling: common_pb2.SamplingParams, name: str, value: Any) -> None:
+def _set_structured_output(sampling: common_pb2.SamplingParams, name: str, value: Any) -> None:
     if sampling.HasField("structured_output"):
-        raise InvalidRequest(f"give one of {', '.join(_RESTRICTIONS)}", name)
-    if (output := _checked(name, _RESTRICTIONS[name], value)) is not None:
+        raise InvalidRequest(f"give one of {', '.join(_STRUCTURED_OUTPUTS)}", name)
+    if (output := _checked(name, _STRUCTURED_OUTPUTS[name], value)) is not None:
         sampling.structured_output.CopyFrom(output)
 
 
 def response_format(value: Any) -> common_pb2.StructuredOutput | None:
-    """OpenAI's `response_format`, or a pydantic model class; None is any text. Raises TypeError."""
+    """Parses OpenAI's `response_format` or a pydantic model class. Raises TypeError."""
     if hasattr(value, "model_json_schema"):
         return structured_outputs({"json": value.model_json_schema()})
     match value:
@@ -150,7 +148,7 @@ def response_format(value: Any) -> common_pb2.StructuredOutput | None:
 
 
 def structured_outputs(value: Mapping[str, Any]) -> common_pb2.StructuredOutput:
-    """vLLM's `structured_outputs`. Raises TypeError."""
+    """Parses vLLM's `structured_outputs`. Raises TypeError."""
     if isinstance(value, Mapping) and len(value) == 1:
         ((form, given),) = value.items()
         if form == "json_object" and given is True:
@@ -163,7 +161,7 @@ def structured_outputs(value: Mapping[str, Any]) -> common_pb2.StructuredOutput:
     raise TypeError(f"give one of json, json_object, regex, choice, grammar, not {quoted(value)}")
 
 
-_RESTRICTIONS: Mapping[str, Callable[[Any], common_pb2.StructuredOutput | None]] = {
+_STRUCTURED_OUTPUTS: Mapping[str, Callable[[Any], common_pb2.StructuredOutput | None]] = {
     "response_format": response_format,
     "structured_outputs": structured_outputs,
 }
@@ -209,7 +207,7 @@ _CHAT: Mapping[str, Callable[[inference_pb2.Chat, Any], None]] = {
 
 
 def timeout_of(timeout: Any) -> float | None:
-    """Seconds for everything; None is no limit of ours. Raises InvalidRequest."""
+    """Checks a time-out in seconds; None: the server's. Raises InvalidRequest."""
     if timeout is None:
         return None
     if isinstance(timeout, (str, bool)) or math.isnan(_checked("timeout", float, timeout)):
@@ -218,7 +216,7 @@ def timeout_of(timeout: Any) -> float | None:
 
 
 def tokenize_request(prompt: Prompt, model: str | None) -> inference_pb2.TokenizeRequest:
-    """The message that asks for a text's or a chat's token ids; raises InvalidRequest."""
+    """Builds the message to tokenize a text or a chat. Raises InvalidRequest."""
     request = inference_pb2.TokenizeRequest()
     _set(request, "model", model or "", "model")
     if not isinstance(prompt, str) and not _is_chat(prompt):
@@ -236,7 +234,7 @@ def _set_input(request: Any, prompt: Any) -> None:
     else:
         try:
             if isinstance(prompt, (bytes, bytearray)):
-                raise TypeError("its bytes would be taken for token ids")
+                raise TypeError("bytes would be read as token ids")
             ids = [operator.index(token_id) for token_id in prompt]
         except TypeError as error:
             raise InvalidRequest(f"{_PROMPT}, not {quoted(prompt)}", "prompt") from error
@@ -251,7 +249,7 @@ def _is_chat(prompt: Prompt) -> bool:
 
 def _message(message: Mapping[str, Any]) -> inference_pb2.ChatMessage:
     if not isinstance(message, Mapping):
-        raise TypeError(f"{quoted(message)} is not a chat message among others")
+        raise TypeError(f"{quoted(message)} is not a chat message")
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = "\n".join(map(_text_of, content))
@@ -278,7 +276,7 @@ def _text_of(part: Any) -> str:
 
 def _milliseconds(seconds: float) -> int:
     if not 0 < seconds < math.inf:
-        raise ValueError(f"{seconds} is no time: give seconds above 0")
+        raise ValueError(f"{seconds} must be seconds above 0")
     return max(1, round(seconds * 1000))
 
 
@@ -294,6 +292,6 @@ def _set(message: Any, name: str, value: Any, field: str) -> None:
 def _checked(field: str, convert: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return convert(*arguments)
-    # What protobuf raises, and a mapping without what it needs.
+    # Protobuf's errors, and those of a mapping that lacks a key.
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise InvalidRequest(f"{field}: {error}", field) from error

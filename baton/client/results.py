@@ -1,27 +1,23 @@
-"""What callers get back, as plain values: completions, models, the state of the cluster."""
+"""The values that clients return: completions, models, the state of the cluster."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from baton.generation.enum_names import FinishReason
+from baton.generation.tool_call import ToolCallDelta
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2, worker_pb2
 
 C = TypeVar("C")
-FinishReason = Literal["stop", "length", "tool_calls"]
 _LOAD = (
     *("queue_tokens", "running"),
     *("blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined"),
 )
-REASONS: dict[int, FinishReason] = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
-}
 
 
 @dataclass(frozen=True)
@@ -31,26 +27,16 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
-    rank: int | None = None  # of a prompt's token: 1 where none is likelier
+    rank: int | None = None  # of a prompt's token; 1 is the likeliest
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model asks for; `arguments` is a JSON object as it wrote it."""
+    """A call that the model requests; `arguments` is a JSON object."""
 
     id: str
     name: str
     arguments: str
-
-
-@dataclass(frozen=True)
-class ToolCallDelta:
-    """A piece of call `index` of an output: first its id and name, then more of its arguments."""
-
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,17 +52,17 @@ class Delta:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in a prefix cache
-    reasoning_tokens: int = 0  # of the output
+    reasoning_tokens: int = 0  # part of completion_tokens
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Where the time went, as the router measured it, in milliseconds; `transfer_bytes` of KV."""
+    """Durations measured by the router, milliseconds, and the bytes of KV transferred."""
 
     queue_ms: float = 0.0
     ttft_ms: float = 0.0
@@ -88,7 +74,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Route:
-    """Incarnations of the workers that served the request; None for a role that no worker had."""
+    """Incarnations of the workers that served a request; None for a role not needed."""
 
     prefill: str | None = None
     decode: str | None = None
@@ -100,9 +86,9 @@ class Route:
 class Completion:
     """A completion. Only the partial one of a failed request has no `finish_reason`.
 
-    `stop` is the stop string that was met, empty if none was. `logprobs` and `prompt_logprobs` are
-    empty unless asked for; a prompt's first token has none. `reasoning` is what the model thought
-    before its answer, the `text`.
+    `stop` is the stop string that ended the output, or empty. `logprobs` and `prompt_logprobs` are
+    empty unless requested; a prompt's first token has none. `reasoning` precedes the answer, which
+    is `text`.
     """
 
     text: str
@@ -122,7 +108,7 @@ class Completion:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The assistant's turn, for the messages of the next call."""
+        """The assistant's turn, to append to the messages of the next call."""
         calls = [asdict(call) for call in self.tool_calls]
         return {"role": "assistant", "content": self.text, "tool_calls": calls}
 
@@ -134,12 +120,12 @@ class Completion:
 
 
 def transport_name(transport: int) -> str | None:
-    """ "shm" for TRANSPORT_SHM and so on; None when unspecified, the number when not known here."""
+    """The transport's name, as "shm"; None if unspecified, the number if unknown here."""
     return _enum_name(common_pb2.Transport.DESCRIPTOR, transport) if transport else None
 
 
 def delta_of(message: inference_pb2.Delta) -> Delta:
-    """Of a message of a stream."""
+    """Converts a message of a stream."""
     logprobs = [
         TokenLogprobs(
             position.chosen.token_id,
@@ -153,12 +139,12 @@ def delta_of(message: inference_pb2.Delta) -> Delta:
         tuple(message.token_ids),
         tuple(logprobs),
         message.reasoning,
-        tuple(of_message(ToolCallDelta, call) for call in message.tool_calls),
+        tuple(from_message(ToolCallDelta, call) for call in message.tool_calls),
     )
 
 
 def tool_calls_of(deltas: Sequence[Delta]) -> tuple[ToolCall, ...]:
-    """The calls of a stream, put together."""
+    """Joins the pieces of a stream's tool calls."""
     calls: dict[int, ToolCall] = {}
     for piece in (piece for delta in deltas for piece in delta.tool_calls):
         call = calls.get(piece.index) or ToolCall(piece.id, piece.name, "")
@@ -167,7 +153,7 @@ def tool_calls_of(deltas: Sequence[Delta]) -> tuple[ToolCall, ...]:
 
 
 def prompt_logprobs_of(message: common_pb2.PromptLogprobs) -> tuple[TokenLogprobs | None, ...]:
-    """Of each token of a prompt; empty where nothing has come."""
+    """Log-probabilities of a prompt's tokens; empty if the message is."""
     width = len(message.top_ids) // max(1, len(message.logprobs))
     likeliest = tuple(zip(message.top_ids, message.top_logprobs, strict=True))
     rows = zip(message.token_ids[1:], message.logprobs, message.ranks, strict=True)
@@ -178,24 +164,24 @@ def prompt_logprobs_of(message: common_pb2.PromptLogprobs) -> tuple[TokenLogprob
     return (None, *found) if message.token_ids else ()
 
 
-def of_message(cls: type[C], message: Message) -> C:
-    """A dataclass from a message's fields of the same names."""
+def from_message(cls: type[C], message: Message) -> C:
+    """Builds a dataclass from the message's fields of the same names."""
     return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model that is served."""
+    """A served model."""
 
     name: str
     max_context: int  # longest sequence in tokens, prompt and output together
     vocab_size: int
-    chat: bool  # whether chat messages can be used
+    chat: bool  # whether it accepts chat messages
 
 
 def models_of(response: inference_pb2.ListModelsResponse) -> list[Model]:
-    """The models a router listed."""
-    return [of_message(Model, model) for model in response.models]
+    """Converts a list of models."""
+    return [from_message(Model, model) for model in response.models]
 
 
 def status_of(response: fleet_pb2.GetStatusResponse) -> dict[str, Any]:
@@ -209,7 +195,7 @@ def status_of(response: fleet_pb2.GetStatusResponse) -> dict[str, Any]:
 
 
 def device_of(record: common_pb2.WorkerRecord) -> str:
-    """What a worker computes on: "H100 80GB HBM3", "2 H100 80GB HBM3" with two ranks, "cpu"."""
+    """A worker's device: "H100 80GB HBM3", "2 H100 80GB HBM3" for two ranks, or "cpu"."""
     name = record.hardware.gpu.name.removeprefix("NVIDIA ")
     return f"{record.kv_pools} {name}" if name and record.kv_pools > 1 else name or "cpu"
 
@@ -222,7 +208,7 @@ def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:
         "reason": worker.reason,
         "device": device_of(worker.record),
         **{name: load[name] for name in _LOAD},
-        # A worker that has not reported its load yet has registered its pool's size.
+        # Before its first load report, a worker's record has the size of its pool.
         "blocks_total": load["blocks_total"] or record["blocks_total"],
     }
 
@@ -237,12 +223,12 @@ def _pair(pair: worker_pb2.PairStatus) -> dict[str, Any]:
 
 
 def gb_per_s(pair: worker_pb2.PairStatus) -> float | None:
-    """How fast a link has moved KV so far, while it did; None before the first handoff."""
+    """The mean rate of a link's transfers; None before the first handoff."""
     return round(pair.sent_bytes / pair.sent_ms / 1e6, 3) if pair.sent_ms else None
 
 
 def fields_of(message: Message) -> dict[str, Any]:
-    """A message as JSON can hold it: what `baton explain --json` prints."""
+    """Converts a message to values for JSON, as `baton explain --json` prints them."""
     return {
         field.name: _plain(field, getattr(message, field.name))
         for field in message.DESCRIPTOR.fields
@@ -252,7 +238,7 @@ def fields_of(message: Message) -> dict[str, Any]:
 def _plain(field: Any, value: Any) -> Any:
     if isinstance(value, Message):
         return fields_of(value)
-    if isinstance(value, Mapping):  # of scalars
+    if isinstance(value, Mapping):  # a map of scalars
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(field, item) for item in value]
@@ -260,7 +246,7 @@ def _plain(field: Any, value: Any) -> Any:
 
 
 def _enum_name(enum: Any, value: int) -> str:
-    """ "prefill" for WORKER_ROLE_PREFILL; the number where only a newer version has a name."""
+    """The short name, as "prefill" for WORKER_ROLE_PREFILL; the number if unknown here."""
     if (known := enum.values_by_number.get(value)) is None:
         return str(value)
     prefix = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", enum.name).upper() + "_"

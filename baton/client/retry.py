@@ -1,4 +1,4 @@
-"""When to try again: pure decisions, no clock, no network, no randomness."""
+"""Retry decisions, without clock, network or randomness."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ _ADVICE_JITTER = 0.25
 class RetryPolicy:
     """Exponential backoff with jitter, at another router address each time.
 
-    A server's advice is the shortest wait, and is stretched by chance, so that clients that were
-    refused together do not come back together. What one router has no room for another has not
-    either, as they share the workers; but one that is not available says nothing of the others.
-    `max_attempts` counts the first one; every address gets at least one. However many attempts that
-    takes, a request is sent again where a router said when it may work, and a stream that has begun
-    goes on as soon as a router is back: until the deadline, or without one as long as no more than
-    `keep_trying_s` have passed since the first failure or the last output. `max_attempts=1` turns
-    all of it off.
+    A server's retry-after is the minimum wait, plus jitter, so that clients refused together do not
+    return together. An overloaded router means waiting, because all routers share the workers; an
+    unavailable one does not, because another may work. `max_attempts` includes the first, and every
+    address gets at least one. Beyond it, requests are retried if a router gave a retry-after, and
+    started streams are continued, until the deadline; without one, for `keep_trying_s` after the
+    first failure or the last output. `max_attempts=1` disables all retries.
     """
 
     max_attempts: int = 4
@@ -41,9 +39,9 @@ class RetryPolicy:
     ) -> float | None:
         """Seconds until the next attempt, after `attempts` of them, at another router address.
 
-        `jitter` in [0, 1) is random, `failing_s` how long it has failed, `begun` whether messages
-        had come before. None means that the error is final: it cannot pass, there were enough
-        attempts, or the wait would outlast `time_left_s` (None: unlimited).
+        `jitter`: random, in [0, 1). `failing_s`: seconds since the first failure. `begun`: whether
+        messages were received. `time_left_s`: until the deadline; None: unlimited. Returns None
+        if the error is final: not retryable, too many attempts, or no time left.
         """
         if not isinstance(error, RetryableError):
             return None
@@ -56,7 +54,7 @@ class RetryPolicy:
         wait_s = error.retry_after_s * (1 + _ADVICE_JITTER * jitter)
         if isinstance(error, Unavailable) and attempts < addresses:
             wait_s = 0.0
-        if rounds := attempts // addresses:  # otherwise there is an address that was not tried
+        if rounds := attempts // addresses:  # else an address is untried
             backoff_s = min(self.first_delay_s * 2.0 ** min(rounds - 1, 32), self.max_delay_s)
             wait_s = max(wait_s, backoff_s * (0.5 + jitter / 2))
         return None if time_left_s is not None and wait_s >= time_left_s else wait_s

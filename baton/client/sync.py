@@ -1,4 +1,4 @@
-"""The blocking client: a thin shell over grpc around `baton.client.call`."""
+"""The blocking client: grpc around `baton.client.call`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from baton.v1 import fleet_pb2, inference_pb2
 
 
 class Stream(BaseStream, AbstractContextManager["Stream"]):
-    """One completion as it is written: an iterator of `Delta`.
+    """A streamed completion: an iterator of `Delta`.
 
-    The request is sent when the iteration begins. After it, `completion` is the whole. Closing the
-    stream early (`close()`, leaving its `with` block, dropping it) cancels the request everywhere.
+    The request is sent when the iteration begins; after its end, `completion` is complete. Closing
+    the stream early (`close()`, leaving its `with` block, dropping it) cancels the request.
     """
 
     def __init__(self, call: GenerateCall, send: Callable[[GenerateCall], Any]) -> None:
@@ -38,12 +38,14 @@ class Stream(BaseStream, AbstractContextManager["Stream"]):
         return self
 
     def __next__(self) -> Delta:
-        """The next output; raises BatonError, with the output so far as its `partial`."""
+        """The next output. Raises BatonError, whose `partial` is the output so far."""
         while not self._call.over:
             try:
                 if self._responses is None:
                     self._responses = self._send(self._call)
-                    if self._call.over:  # closed by another thread that had nothing to cancel yet
+                    if (
+                        self._call.over
+                    ):  # another thread closed it before there was a call to cancel
                         self._responses.cancel()
                 delta = self._call.received(next(self._responses))
             except StopIteration:
@@ -73,25 +75,25 @@ class Stream(BaseStream, AbstractContextManager["Stream"]):
 class Client(BaseClient, AbstractContextManager["Client"]):
     """A client of one or several routers of a cluster. Safe to share between threads.
 
-    `target` is "host:port", several of them separated by commas, or a sequence of them: any one is
-    called, and another where that is gone or overloaded. `ca_file` turns TLS on and names the
-    certificates to trust, `cert_file` and `key_file` are for routers that ask for a certificate;
-    `api_key` is sent as a bearer token.
+    `target`: "host:port", several separated by commas, or a sequence of them. One is called at
+    random, and another one if it is unavailable or overloaded. `ca_file`: certificates to trust,
+    which turns TLS on; `cert_file` and `key_file`: for routers that need a client's certificate;
+    `api_key`: sent as a bearer token.
 
         with baton.Client("127.0.0.1:7700") as client:
             print(client.generate("def f(", max_tokens=32).text)
             for delta in client.stream("def f(", max_tokens=32):
                 print(delta.text, end="")
 
-    Every method raises `baton.errors.BatonError`; DeadlineExceeded is a TimeoutError, too.
-    Unavailable and Overloaded are retried with backoff before they are raised. A stream that broke
-    goes on behind the tokens that have come; see `RetryPolicy`.
+    Every method raises `baton.errors.BatonError`; DeadlineExceeded is also a TimeoutError.
+    Unavailable and Overloaded are retried with backoff before they are raised. A broken stream
+    continues behind the tokens received; see `RetryPolicy`.
     """
 
     _grpc: ClassVar[Any] = grpc
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """The whole completion of a text, of token ids, or of chat messages; see `Options`.
+        """Completes a text, token ids or chat messages; see `Options`.
 
         client.generate([{"role": "user", "content": "Hello"}], max_tokens=32, temperature=0.7)
         """
@@ -102,28 +104,28 @@ class Client(BaseClient, AbstractContextManager["Client"]):
         return stream.completion
 
     def chat(self, messages: Messages, **options: Unpack[Options]) -> Completion:
-        """The answer to a conversation, with `tool_calls` and `reasoning` beside its text."""
+        """Answers a conversation: text, `tool_calls` and `reasoning`."""
         return self.generate(messages, **options)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
-        """The same completion as it is written. Raises InvalidRequest before anything is sent."""
+        """Streams a completion. Raises InvalidRequest before anything is sent."""
         return Stream(self._generate_call(prompt, options), self._send)
 
     def embed(self, prompt: Prompt, **options: Unpack[Options]) -> tuple[float, ...]:
-        """The embedding of a text, of token ids, or of chat messages: as the checkpoint's
-        sentence-transformers files say, else the last token's hidden state at length 1."""
+        """Embeds a text, token ids or chat messages, as the checkpoint's sentence-transformers
+        files say; without them, by the last token's hidden state, normalized."""
         options["max_tokens"], options["embedding"] = 0, True
         return self.generate(prompt, **options).embedding
 
     def tokenize(
         self, prompt: Prompt, *, model: str | None = None, timeout: float | None = 10.0
     ) -> list[int]:
-        """The token ids that `generate` would run for a text or for chat messages."""
+        """The token ids of a text or of chat messages, as `generate` would run them."""
         request = tokenize_request(prompt, model)
         return list(self._unary("Tokenize", request, timeout).token_ids)
 
     def models(self, *, timeout: float | None = 10.0) -> list[Model]:
-        """The models the router serves."""
+        """The models that the router serves."""
         return models_of(self._unary("ListModels", inference_pb2.ListModelsRequest(), timeout))
 
     def status(self, *, timeout: float | None = 10.0) -> dict[str, Any]:
@@ -131,12 +133,12 @@ class Client(BaseClient, AbstractContextManager["Client"]):
         return status_of(self._unary("GetStatus", fleet_pb2.GetStatusRequest(), timeout))
 
     def explain(self, prompt: Prompt, **options: Unpack[Options]) -> dict[str, Any]:
-        """Where `generate` would run this request now, and why; nothing is run."""
+        """Explains where `generate` would run a request now; nothing is run."""
         request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
         return fields_of(self._unary("Explain", request, options.get("timeout")))
 
     def close(self) -> None:
-        """Closes the connections; what still runs on them is cancelled."""
+        """Closes the connections; running calls are cancelled."""
         self._closed = True
         for channel in self._channels.values():
             channel.close()

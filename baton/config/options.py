@@ -1,12 +1,12 @@
-"""Options, each declared once: a dataclass field says its flag, its help and what it may be.
+"""Declares options: a dataclass field has its flag, help and allowed values.
 
     max_batch: int = option(64, "--max-batch SEQUENCES", "in one engine step", least=1)
 
-is the flag `--max-batch`, the environment variable `BATON_OPT_MAX_BATCH`, the key `max-batch` of a
-configuration file, a check whenever the dataclass is made, and a line of docs/reference/cli.md. A
-child process gets its settings as one JSON object with the same keys.
+declares the flag `--max-batch`, the environment variable `BATON_OPT_MAX_BATCH`, the key `max-batch`
+of a configuration file, a check when the dataclass is constructed, and a line of
+docs/reference/cli.md. Child processes get their settings as one JSON object with the same keys.
 
-Knows neither argparse (`baton.cli.options`) nor any of the options (`baton.config`).
+`baton.cli.options` adds options to argparse parsers.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Option:
-    """What a field of a settings dataclass says of itself."""
+    """Declaration of a field of a settings dataclass."""
 
     flag: str  # --name
-    metavar: str  # what its value is, for people
+    metavar: str  # form of the value, in helps
     help: str
     parse: Callable[[str], Any]  # raises ConfigError or ValueError
     default: Any
     field: str = ""
-    group: str = ""  # heading in the help: GROUP of the class that declares the field
+    group: str = ""  # heading in the help; default: GROUP of the declaring class
     choices: tuple[str, ...] = ()
     least: float = 0  # a number's bounds
     most: float = math.inf
-    hint: str = ""  # added to the error when it is out of bounds
-    many: bool = False  # may be given several times: the field is a tuple
-    sets: str = ""  # another field that gets its value, while this one becomes True
+    hint: str = ""  # added to the error for a value out of bounds
+    many: bool = False  # may be repeated: the field is a tuple
+    sets: str = ""  # another field that gets the value; this one becomes True
 
     @property
     def key(self) -> str:
@@ -58,11 +58,11 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is given as --name or --no-name, without a value."""
+        """Whether it has no value: --name or --no-name."""
         return self.parse is switch
 
     def read(self, text: str) -> Any:
-        """The value that a user wrote; raises ConfigError."""
+        """Parses and checks a value; raises ConfigError."""
         try:
             value = self.parse(text)
         except ValueError:
@@ -71,7 +71,7 @@ class Option:
         return value
 
     def check(self, value: Any) -> None:
-        """Raises ConfigError, naming the flag and the field, for a value it may not have."""
+        """Raises ConfigError, with flag and field, for a value that is not allowed."""
         if isinstance(value, str):
             self.parse(value)
         if self.choices and value not in self.choices:
@@ -91,9 +91,9 @@ class Option:
 def option(
     default: Any, usage: str, help: str, parse: Callable[[str], Any] | None = None, **more: Any
 ) -> Any:
-    """A field with this default. `usage` is "--flag METAVAR", or "--flag" for a switch or choice.
+    """Declares a field. `usage`: "--flag METAVAR", or "--flag" for a switch or choice.
 
-    Without `parse` the metavar gives the type of a value, else the default's type.
+    Without `parse`, the value's type follows from the metavar, else from the default.
     """
     flag, _, metavar = usage.partition(" ")
     parsers: dict[Any, Any] = {"FILE": Path, "SIZE": size, "PORT": int, bool: switch}
@@ -106,7 +106,7 @@ def option(
 
 
 def part(cls: type[Any], without: Collection[str] = ()) -> Any:
-    """A field that is a settings dataclass of its own; fields `without` have no options here."""
+    """Declares a nested settings dataclass; its fields in `without` have no options here."""
     metadata = {"part": cls, "without": frozenset(without)}
     return dataclasses.field(default_factory=cls, metadata=metadata)
 
@@ -121,9 +121,9 @@ def declared(cls: type[Any], without: Collection[str] = ()) -> dict[str, Option]
 
 
 def check(settings: Any) -> None:
-    """Raises ConfigError when a field is out of its option's bounds; parts check themselves.
+    """Raises ConfigError if a field is out of bounds; parts check themselves.
 
-    A default may be out of them: 0 means there that none was given.
+    Defaults may be out of bounds: 0 can mean "not given".
     """
     for one in _own(type(settings)):
         if (value := getattr(settings, one.field)) != one.default:
@@ -131,7 +131,7 @@ def check(settings: Any) -> None:
 
 
 def build(cls: type[C], values: Mapping[str, Any], **given: Any) -> C:
-    """The dataclass from values by key, and fields that are `given`. Raises ConfigError."""
+    """Constructs the dataclass from values by key and `given` fields. Raises ConfigError."""
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if "part" in field.metadata:
             given.setdefault(field.name, build(field.metadata["part"], values))
@@ -146,7 +146,7 @@ def build(cls: type[C], values: Mapping[str, Any], **given: Any) -> C:
 
 
 def values(settings: Any) -> Values:
-    """What differs from the defaults, by key."""
+    """Values that differ from the defaults, by key."""
     found: Values = {}
     for field in dataclasses.fields(settings):
         if "part" in field.metadata:
@@ -161,18 +161,17 @@ def values(settings: Any) -> Values:
 
 
 def to_json(settings: Any) -> str:
-    """What differs from the defaults, as an object that `read` takes."""
+    """Values that differ from the defaults, as JSON that `read` accepts."""
     return json.dumps(values(settings))
 
 
 def read(
     options: Mapping[str, Option], known: Collection[str], environ: Mapping[str, str], config: str
 ) -> Values:
-    """What `--config` and the environment, which goes before a file, say of `options`, by key.
+    """Values of `options` from the environment and, with lower precedence, from `--config`.
 
-    `config` is a TOML file or what `to_json` wrote, which stands for both. Other `known` options
-    are left out, and so are empty variables. Raises ConfigError, for an unknown name with the
-    nearest that is known.
+    `config` is a TOML file, or JSON of `to_json`, which replaces both. Other `known` options and
+    empty variables are ignored. Raises ConfigError; for an unknown name with the nearest known one.
     """
     try:
         if config.startswith("{"):
@@ -194,7 +193,7 @@ def read(
 def _typed(
     options: Mapping[str, Option], raw: Mapping[str, Any], known: Collection[str], unknown: str
 ) -> Values:
-    """Values as fields have them, of texts, numbers and lists."""
+    """Converts texts, numbers and lists to the fields' types."""
     found: Values = {}
     for key, value in raw.items():
         if key not in known:
@@ -216,14 +215,14 @@ def _typed(
 
 
 def switch(text: str) -> bool:
-    """Of "true" or "false" (yes, no, on, off, 1, 0)."""
+    """Parses "true" or "false" (yes, no, on, off, 1, 0)."""
     if (value := _SWITCH.get(text.lower())) is None:
         raise ConfigError(f"{text!r} is neither true nor false")
     return value
 
 
 def size(text: str) -> int:
-    """Bytes from "512MiB", "2GB" (of 1,000 each) or "1048576"."""
+    """Parses a size in bytes: "512MiB", "2GB" (powers of 1,000) or "1048576"."""
     match = re.fullmatch(rf"(\d+)\s*({'|'.join(_UNITS)})", text)
     if not match:
         raise ConfigError(f"{text!r} is no size: write 512MiB, 2GB or bytes")
@@ -239,7 +238,7 @@ def split_address(address: str, flag: str = "address") -> tuple[str, int]:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers from "1,2,3"."""
+    """Parses whole numbers: "1,2,3"."""
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
         raise ConfigError(f"{text!r} is no list of numbers: write 1,2,3")
     return tuple(int(number) for number in text.split(","))

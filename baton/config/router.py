@@ -61,10 +61,7 @@ class RouterLimits:
         least=1,
     )
     default_timeout_s: float = option(
-        600.0,
-        "--default-timeout SECONDS",
-        "deadline of requests that do not set one",
-        least=0.001,
+        600.0, "--default-timeout SECONDS", "deadline of requests that do not set one", least=0.001
     )
     ttft_target_s: float = option(
         0.0,

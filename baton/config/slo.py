@@ -1,4 +1,4 @@
-"""Service level objectives: what a class of callers was promised, and whether a request kept it."""
+"""Service level objectives: latency targets of a class of requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 
 @dataclass(frozen=True)
 class Slo:
-    """The targets of one class, in seconds; infinite where none was promised."""
+    """Targets of a class, in seconds; infinite if not set."""
 
     name: str
     ttft_s: float = math.inf
@@ -23,7 +23,7 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """Of "[NAME:]ttft=SECONDS,tpot=SECONDS[,e2e=SECONDS]". Raises ConfigError."""
+        """Parses "[NAME:]ttft=SECONDS,tpot=SECONDS[,e2e=SECONDS]". Raises ConfigError."""
         before, colon, after = text.rpartition(":")
         name = before if colon else "default"
         parts = [_TARGET.fullmatch(part) for part in after.split(",")]
@@ -38,12 +38,12 @@ class Slo:
         return cls(name, **targets)
 
     def met(self, ttft_s: float, tpot_s: float, e2e_s: float) -> bool:
-        """Whether a request that took so long kept all of it."""
+        """Whether these latencies meet all targets."""
         return ttft_s <= self.ttft_s and tpot_s <= self.tpot_s and e2e_s <= self.e2e_s
 
 
 def parse_all(texts: tuple[str, ...]) -> tuple[Slo, ...]:
-    """All classes. Raises ConfigError, also where two have the same name."""
+    """Parses all classes. Raises ConfigError, also for repeated names."""
     classes = tuple(map(Slo.parse, texts))
     names = [slo.name for slo in classes]
     if twice := {name for name in names if names.count(name) > 1}:

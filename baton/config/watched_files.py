@@ -1,4 +1,4 @@
-"""Files that are read again when they change: certificates, tenants and their keys."""
+"""Detects changes of files that are reloaded: certificates, tenants."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from pathlib import Path
 
 
 class WatchedFiles:
-    """Tells whether the files that were read through it are others by now."""
+    """Files that are watched after they have been read."""
 
     def __init__(self) -> None:
         self._seen: dict[Path, tuple[int, ...] | None] = {}
 
     def read(self, path: Path) -> bytes:
-        """Its content. Raises OSError; such a file is watched, too, and changes when it comes."""
+        """Reads and watches a file. Raises OSError; a missing file is watched, too."""
         self._seen[path] = _stamp(path)
         return path.read_bytes()
 
     @property
     def changed(self) -> bool:
-        """Whether any of them was replaced or written to, has come or has gone."""
+        """Whether any file was replaced, changed, created or removed."""
         return any(_stamp(path) != seen for path, seen in tuple(self._seen.items()))
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """What changes with a file's content. Links are followed: Kubernetes replaces those."""
+    """Metadata that change with a file's content. Links are followed: Kubernetes replaces them."""
     try:
         found = path.stat()
     except OSError:

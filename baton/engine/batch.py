@@ -1,7 +1,7 @@
-"""What one step computes, as tensors, and how plans become such batches.
+"""The input tensors of a step, and how they are built.
 
-Most steps go on with the same sequences, one token further. Then the last batch's tensors are
-written again: each library call costs tens of microseconds while weights fill the cache.
+Most steps continue the same sequences by one token. Then the tensors of the previous batch are
+reused: each library call costs tens of microseconds while weights fill the cache.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Rows of a step, sequence after sequence; those that have one row come first.
+    """Rows of a step by sequence; sequences with one row come first.
 
-    All are int32, on the model's device.
+    All tensors are int32, on the model's device.
 
     token_ids: `[rows]` · context_lens: `[sequences]`, tokens before a sequence's first row, whose
     KV is in the pool · query_lens: `[sequences]`, rows of each, which attend causally to the
-    context and to each other · block_tables: `[sequences, width]`, the blocks of each sequence in
-    its order, at least those of context and rows; what lies behind them is 0 · logit_rows: `[n]`,
-    rows whose next-token scores are wanted, ascending · num_decodes: how many sequences have one
+    context and to each other · block_tables: `[sequences, width]`, the blocks of each sequence, at
+    least those of context and rows, padded with 0 · logit_rows: `[n]`, rows whose logits are
+    wanted, ascending · num_decodes: number of sequences with one
     row (known to the host) · wants_hidden: whether `StepModel.hidden` is to be written.
     """
 
@@ -58,7 +58,7 @@ class StepModel(Protocol):
         """
 
     def close(self) -> None:
-        """No step runs any more."""
+        """Frees what the model uses; no step follows."""
 
 
 Ints = npt.NDArray[np.int32]
@@ -76,21 +76,22 @@ class BatchBuilder:
     def build(self, step: ScheduledStep) -> StepBatch:
         """The batch of a step, valid until the next is built.
 
-        Its logit rows are, for each work, those of `scored` positions and, if it samples, of the
-        last known token and of each proposed token behind it.
+        Its logit rows are, of each sequence, those of `scored` positions and, if it samples, of the
+        last known token and of each proposed token after it.
         """
-        work = step.sequences
-        on_cpu = self._device.type == "cpu"  # a GPU's decode steps are launched in another way
-        if not on_cpu or work[-1].count > 1 or not all(map(_decodes, work)):
-            return self.new_batch(work)
-        if self._last is None or not self._last.continues(work):
-            self._last = _DecodeBatch(work)
-        return self._last.batch(work)
+        scheduled = step.sequences
+        on_cpu = (
+            self._device.type == "cpu"
+        )  # on a GPU, decode steps have an input batch of their own
+        if not on_cpu or scheduled[-1].count > 1 or not all(map(_decodes, scheduled)):
+            return self.new_batch(scheduled)
+        if self._last is None or not self._last.continues(scheduled):
+            self._last = _DecodeBatch(scheduled)
+        return self._last.batch(scheduled)
 
-    def new_batch(self, work: list[ScheduledSequence]) -> StepBatch:
-        """A batch of tensors of its own."""
+    def new_batch(self, scheduled: list[ScheduledSequence]) -> StepBatch:
         token_ids, logit_rows = list[int](), list[int]()
-        for item in work:
+        for item in scheduled:
             if scored := item.scored:
                 before = len(token_ids) - item.start
                 logit_rows += range(before + scored.start, before + scored.stop)
@@ -98,14 +99,14 @@ class BatchBuilder:
             token_ids += item.proposed
             if item.samples:
                 logit_rows += range(len(token_ids) - 1 - len(item.proposed), len(token_ids))
-        context_lens = [item.start for item in work]
-        query_lens = [item.count for item in work]
+        context_lens = [item.start for item in scheduled]
+        query_lens = [item.count for item in scheduled]
         num_decodes = query_lens.count(1)
         assert query_lens[:num_decodes] == [1] * num_decodes, "single-token rows come first"
         spans = zip(context_lens, query_lens, strict=True)
         needed = [-(-(start + count) // self._block_size) for start, count in spans]
-        block_tables = np.zeros((len(work), max(needed)), np.int32)
-        for row, item, used in zip(block_tables, work, needed, strict=True):
+        block_tables = np.zeros((len(scheduled), max(needed)), np.int32)
+        for row, item, used in zip(block_tables, scheduled, needed, strict=True):
             row[:used] = item.sequence.block_ids[:used]
         return StepBatch(
             token_ids=self._tensor(np.array(token_ids, np.int32)),
@@ -114,7 +115,7 @@ class BatchBuilder:
             block_tables=self._tensor(block_tables),
             logit_rows=self._tensor(np.array(logit_rows, np.int32)),
             num_decodes=num_decodes,
-            wants_hidden=any(item.sequence.params.embedding for item in work),
+            wants_hidden=any(item.sequence.params.embedding for item in scheduled),
         )
 
     def _tensor(self, values: Ints) -> torch.Tensor:
@@ -122,11 +123,11 @@ class BatchBuilder:
 
 
 def on_device(values: Ints, device: torch.device) -> torch.Tensor:
-    """These numbers where a model computes."""
+    """A tensor of these numbers on a device."""
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
-    # A copy of other memory would wait for all that runs on the device.
+    # A copy of unpinned memory would wait for everything on the device.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -135,11 +136,11 @@ def _decodes(item: ScheduledSequence) -> bool:
 
 
 class _DecodeBatch:
-    """Sequences on a CPU that are all one token behind, whose batch is written again each step."""
+    """A decode batch on a CPU, whose tensors are written again for each step."""
 
-    def __init__(self, work: list[ScheduledSequence]) -> None:
-        count = len(work)
-        self._sequences = [item.sequence for item in work]
+    def __init__(self, scheduled: list[ScheduledSequence]) -> None:
+        count = len(scheduled)
+        self._sequences = [item.sequence for item in scheduled]
         self._blocks = [sequence.block_ids for sequence in self._sequences]
         self._num_blocks = [len(blocks) for blocks in self._blocks]
         width = max(self._num_blocks) + _SPARE_BLOCKS
@@ -153,9 +154,9 @@ class _DecodeBatch:
         tables = torch.from_numpy(self._tables)
         self._batch = StepBatch(token_ids, context_lens, query_lens, tables, logit_rows, count)
 
-    def continues(self, work: list[ScheduledSequence]) -> bool:
-        """Whether these are the same sequences, and have room here; takes in blocks they got."""
-        if [item.sequence for item in work] != self._sequences:
+    def continues(self, scheduled: list[ScheduledSequence]) -> bool:
+        """Whether these are the same sequences and fit; adds blocks that they were given."""
+        if [item.sequence for item in scheduled] != self._sequences:
             return False
         for at, sequence in enumerate(self._sequences):
             blocks = sequence.block_ids
@@ -164,10 +165,10 @@ class _DecodeBatch:
                 return False
         return True
 
-    def batch(self, work: list[ScheduledSequence]) -> StepBatch:
+    def batch(self, scheduled: list[ScheduledSequence]) -> StepBatch:
         """The batch of these sequences' last known tokens."""
         self._rows[0] = [sequence.tokens[-1] for sequence in self._sequences]
-        self._rows[1] = [item.start for item in work]
+        self._rows[1] = [item.start for item in scheduled]
         return self._batch
 
     def _take(self, at: int, blocks: list[int]) -> bool:

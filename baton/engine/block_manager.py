@@ -1,12 +1,12 @@
-"""KV blocks: reference counts, the prefix cache, and least-recently-used eviction.
+"""The block manager: reference counts of KV blocks, and the prefix cache with LRU eviction.
 
-Pure bookkeeping over block numbers; the memory itself is `kv_cache`'s. A block is in exactly one
-of four states, which `check()` proves:
+Bookkeeping over block numbers; the memory is allocated by `kv_cache`. A block is in exactly one of
+four states, which `check()` proves:
 
-    free         not held, and keeps nothing
-    cached       not held, and keeps a prefix that can be hit until it is evicted
-    held         one or more sequences hold it (it may be in the prefix cache too)
-    quarantined  not to be allocated: a remote writer has not yet promised to stay away
+    free         not held, with no cached content
+    cached       not held, with content of the prefix cache, until it is evicted
+    held         one or more sequences hold it; it may be in the prefix cache too
+    quarantined  not to be allocated: a remote writer may still write into it
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.block_hash import block_hash, root_hash
 
 
 class _CacheEntry(NamedTuple):
-    """What a cached block contains; compared in full before a hash is trusted."""
+    """Content of a cached block; compared in full before a hash is trusted."""
 
     hash: int
     parent: int
@@ -29,8 +29,9 @@ class _CacheEntry(NamedTuple):
 
 @dataclass
 class CacheChanges:
-    """What became of the prefix cache since they were last taken: these hashes left it, and then
-    those appeared, whatever came and went in between.
+    """Changes of the prefix cache between two calls of `take_changes`, net of what came and went.
+
+    evicted: hashes that left it · stored: hashes that are new in it.
     """
 
     stored: set[int] = field(default_factory=set)
@@ -54,27 +55,24 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that are not held and keep nothing."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that are not held and keep a cached prefix."""
+        """Blocks that are not held and cache a prefix."""
         return len(self._evictable)
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks that must not be allocated for now."""
+        """Blocks that a remote writer may still write into."""
         return len(self._quarantined)
 
     @property
     def num_held(self) -> int:
-        """Blocks that sequences hold."""
         return self.num_blocks - self.num_free - self.num_cached - self.num_quarantined
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can give."""
         return self.num_free + self.num_cached
 
     def allocate(self, count: int) -> list[int] | None:
@@ -89,13 +87,13 @@ class BlockManager:
     def get_computed_blocks(
         self, tokens: Sequence[int], salt: str, hashes: list[int] | None = None
     ) -> list[int]:
-        """Cached blocks that hold the longest prefix of `tokens`, now held by the caller too.
+        """The cached blocks of the longest prefix of `tokens`, each with one more holder.
 
-        At least one token is left out, because its logits still have to be computed. hashes: those
-        of the leading blocks that are known; what is computed here is added to it.
+        At least one token is left out, because its logits have to be computed. hashes: known hashes
+        of the leading blocks; those that are computed here are appended.
         """
         hashes = [] if hashes is None else hashes
-        matched: list[int] = []
+        found: list[int] = []
         parent, size = root_hash(salt), self.block_size
         for index in range((len(tokens) - 1) // size if self._prefix_cache else 0):
             chunk = tuple(tokens[index * size : (index + 1) * size])
@@ -105,19 +103,19 @@ class BlockManager:
             if block is None or self._entries[block][1:] != (parent, chunk):
                 break
             parent = hashes[index]
-            matched.append(block)
-        for block in matched:
+            found.append(block)
+        for block in found:
             self._evictable.pop(block, None)
             self._refs[block] += 1
-        return matched
+        return found
 
     def cache_block(self, block: int, block_hash_: int, parent: int, tokens: Sequence[int]) -> None:
-        """Lets others hit a held, full block whose content is verified.
+        """Adds a held, full block, whose content is verified, to the prefix cache.
 
-        Where the same content is cached already, that copy stays and this one is private.
+        If the same content is cached already, this block stays private.
         """
-        assert self._refs[block] > 0, "only held blocks are published"
-        assert len(tokens) == self.block_size, "only full blocks are published"
+        assert self._refs[block] > 0, "only held blocks are cached"
+        assert len(tokens) == self.block_size, "only full blocks are cached"
         if not self._prefix_cache or block in self._entries or block_hash_ in self._by_hash:
             return
         self._by_hash[block_hash_] = block
@@ -125,13 +123,13 @@ class BlockManager:
         self._changes.stored.add(block_hash_)
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Each of these blocks, which are held, has one more holder."""
+        """Adds one holder to each of these blocks, which are held."""
         for block in blocks:
             assert self._refs[block] > 0, f"block {block} is not held"
             self._refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One holder of each block is gone. Deeper blocks of a prefix become evictable first."""
+        """Removes one holder of each block. Deeper blocks of a prefix are evicted first."""
         for block in reversed(list(blocks)):
             assert self._refs[block] > 0, f"block {block} released more often than held"
             self._refs[block] -= 1
@@ -143,7 +141,7 @@ class BlockManager:
                 self._free.append(block)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Takes blocks with one holder each out of circulation instead of freeing them."""
+        """Quarantines blocks with one holder each instead of freeing them."""
         for block in blocks:
             assert self._refs[block] == 1, "only privately held blocks are quarantined"
             assert block not in self._entries, "a cached block is never written from outside"
@@ -151,7 +149,7 @@ class BlockManager:
             self._quarantined.add(block)
 
     def end_quarantine(self, blocks: Iterable[int]) -> None:
-        """Quarantined blocks are safe again."""
+        """Frees quarantined blocks, which nobody writes any more."""
         for block in blocks:
             self._quarantined.remove(block)
             self._free.append(block)

@@ -1,6 +1,6 @@
-"""Puts an engine together from settings: checkpoint, kernels, KV pool, scheduler, sampler, thread.
+"""Builds an engine from settings: checkpoint, kernels, KV pool, scheduler, sampler, thread.
 
-One path for all; a backend answers what differs between a CPU, a GPU and a simulation.
+A backend decides what differs between a CPU, a GPU and a simulation.
 """
 
 from __future__ import annotations
@@ -16,33 +16,36 @@ import torch
 
 from baton.config import EngineConfig, model_path
 from baton.engine.backends import Backend
-from baton.engine.backends.cpu import CpuBackend, pin_thread
+from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.block_manager import BlockManager
+from baton.engine.checkpoint.tensors import fingerprint
+from baton.engine.cpu_affinity import pin_thread
+from baton.engine.engine import Engine
+from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.kv_cache import Allocate, KvLayout, plan_layout
-from baton.engine.loop import Engine, StepReport
+from baton.engine.models.loader import random_seed
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.ranks import Elsewhere, RankedModel
+from baton.engine.models.shard import Shard
+from baton.engine.rank_executor import RemoteRanks
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ChunkBudget, ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
-from baton.engine.shard import Shard
 from baton.engine.speculative.ngram import NgramProposer
-from baton.engine.weights.checkpoint import fingerprint
-from baton.engine.weights.loader import random_seed
-from baton.engine.weights.quantize import FP8
+from baton.engine.step_report import StepReport
+from baton.engine.tensor_parallel import TensorParallelModel
 from baton.errors import ConfigError
 from baton.generation.sampling_params import SamplingParams
 from baton.v1 import common_pb2
 
 log = logging.getLogger(__name__)
-# Seconds that a chunk takes, and its least tokens. On a GPU (derived, not measured) fewer take as
-# long, as all weights are read: on an H100 up to 295, by its FLOP/s and bytes/s in bfloat16.
+# Duration of a chunk in seconds, and its minimum of tokens. On a GPU (derived, not measured) fewer
+# tokens take as long, as all weights are read: up to 295 on an H100 in bfloat16.
 _CHUNKS = {"cpu": (0.060, 64), "cuda": (0.025, 256)}
-# On a prefill worker's GPU only shorter prompts wait for a chunk, and no stream for its token.
+# On a prefill worker's GPU no stream waits for a chunk, only shorter prompts do.
 _PREFILL_ONLY_S = 0.100
 
 
@@ -50,9 +53,8 @@ _PREFILL_ONLY_S = 0.100
 class Loaded:
     """A model in memory with its KV pool, ready to be driven by an `Engine`.
 
-    dtype: that it computes in · fingerprint: of its weights · max_context: of a sequence, in
-    tokens: what model, settings and pool all allow · prepare: to be called once, before the first
-    step.
+    dtype: of its computation · fingerprint: of its weights · max_context: tokens of a sequence that
+    model, settings and pool all allow · prepare: to be called once, before the first step.
     """
 
     path: Path
@@ -67,7 +69,7 @@ class Loaded:
 
     @property
     def descriptor(self) -> common_pb2.KvDescriptor:
-        """What a worker must have in common with it to take its KV."""
+        """What another worker must match to exchange KV."""
         return self.layout.descriptor(self.fingerprint, self.dtype, self.settings.quantization)
 
     def engine(self, publish: Callable[[StepReport], None]) -> Engine:
@@ -86,7 +88,7 @@ class Loaded:
         engine = Engine(runner, scheduler, eos, most, publish, overlap)
         if (ranks := runner.ranks) is not None:
             ranks.on_failure = partial(engine.submit, ranks.check)
-        # The engine's first work: both belong to its thread.
+        # The first work of the engine's thread.
         engine.submit(partial(pin_thread, settings.cpus, settings.nice))
         device = runner.pool.device
         if device.type == "cuda":
@@ -98,22 +100,22 @@ def load(
     settings: EngineConfig,
     allocate: Allocate | None = None,
     backend: Backend | None = None,
-    elsewhere: Elsewhere | None = None,
+    remote_ranks: RemoteRanks | None = None,
 ) -> Loaded:
     """Loads the model that `settings` name and allocates its KV pool.
 
-    backend: that of the settings' device if None; a GPU becomes the calling thread's · elsewhere:
-    the ranks of other hosts, if there are any. Raises CheckpointError for a broken checkpoint,
+    backend: by default that of the settings' device, which becomes the calling thread's GPU ·
+    remote_ranks: those on other hosts. Raises CheckpointError for a broken checkpoint,
     ConfigError for impossible settings.
     """
-    elsewhere = elsewhere or Elsewhere()
-    ranks_here = settings.tp - len(elsewhere.ranks)
+    remote_ranks = remote_ranks or RemoteRanks()
+    ranks_here = settings.tp - len(remote_ranks.connections)
     if settings.lora and (settings.simulate or settings.random_weights):
         raise ConfigError("--lora adapts the weights of a checkpoint: give its --model")
     path = model_path(settings.model)
     config = ModelConfig.load(path)
     backend = backend or backend_of(settings, ranks_here)
-    backend.elsewhere = elsewhere
+    backend.remote_ranks = remote_ranks
     settings = Shard(0, ranks_here).settings(backend.settings)
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -126,7 +128,7 @@ def load(
         layout = plan_layout(config, kv_dtype, settings.block_size, settings.kv_blocks, kv_bytes)
         _check_context(settings, layout)
         longest = min(longest, layout.num_tokens)
-    # What a model keeps for each position, it keeps for those that can be had here.
+    # Tables by position cover only the positions that are possible here.
     limited = replace(config, max_context=longest)
     try:
         model = backend.model(path, limited, dtype)
@@ -144,8 +146,8 @@ def load(
         )
     try:
         pools = backend.pools(model, layout, allocate)
-    except torch.OutOfMemoryError as error:  # another process was quicker
-        raise memory.taken(layout, settings) from error
+    except torch.OutOfMemoryError as error:  # another process allocated meanwhile
+        raise memory.lost(layout, settings) from error
     log.info(
         "%d KV blocks of %d tokens (%.0f MiB, %s), contexts of up to %d tokens",
         layout.num_blocks, layout.block_size, layout.num_bytes / 2**20, layout.dtype, max_context,
@@ -157,14 +159,14 @@ def load(
         )  # fmt: skip
     runner = backend.runner(model, pools[0], sampler, max_context)
     runner.pools = pools
-    runner.ranks = model if isinstance(model, RankedModel) else None
+    runner.ranks = model if isinstance(model, TensorParallelModel) else None
     identity = fingerprint(path, random_seed(settings, backend.device), settings.lora)
     prepare = partial(backend.prepare, runner)
     return Loaded(path, config, runner, layout, dtype, identity, settings, max_context, prepare)
 
 
 def longest_context(settings: EngineConfig, config: ModelConfig) -> int:
-    """Tokens of a sequence that model and settings allow. Raises ConfigError."""
+    """Maximum tokens of a sequence by model and settings. Raises ConfigError."""
     if settings.max_context > config.max_context:
         raise ConfigError(
             f"--max-context {settings.max_context} is more than the model's own "
@@ -174,7 +176,7 @@ def longest_context(settings: EngineConfig, config: ModelConfig) -> int:
 
 
 def _check_context(settings: EngineConfig, layout: KvLayout) -> None:
-    """Raises ConfigError where a pool does not hold the context that was asked for."""
+    """Raises ConfigError if the pool is smaller than the requested context."""
     if settings.max_context >= layout.num_tokens:
         raise ConfigError(
             f"--max-context {settings.max_context} does not fit the KV cache, which holds "
@@ -185,7 +187,7 @@ def _check_context(settings: EngineConfig, layout: KvLayout) -> None:
 
 
 def _kv_for(layout: KvLayout, context: int) -> str:
-    """The option that makes a pool hold such a context."""
+    """The option for a pool of this context length."""
     needed = math.ceil((context + layout.block_size) * layout.bytes_per_token / 2**20)
     return f"--kv-cache {needed}MiB"
 
@@ -193,9 +195,8 @@ def _kv_for(layout: KvLayout, context: int) -> str:
 def warm_up(loaded: Loaded) -> None:
     """Runs a large step and a single-token one, so that no request pays for first-time costs.
 
-    Not the largest, which slow machines compute for seconds and never again.
-
-    Writes into the pool before any sequence owns a block of it.
+    Not the largest step, which takes seconds on slow machines. It writes into the pool, before any
+    sequence has blocks.
     """
     loaded.prepare()
     chunk = min(512, loaded.settings.chunk_tokens, loaded.max_context)
@@ -213,17 +214,17 @@ def warm_up(loaded: Loaded) -> None:
 
 
 def backend_of(settings: EngineConfig, ranks: int) -> Backend:
-    """That of the settings' device, for so many ranks on this host. Raises ConfigError."""
+    """The backend of the settings' device. ranks: on this host. Raises ConfigError."""
     device = device_of(settings, ranks)
     on_gpu = device.type == "cuda"
     return GpuBackend(settings, Gpu(device)) if on_gpu else CpuBackend(settings)
 
 
 def device_of(settings: EngineConfig, ranks: int = 0) -> torch.device:
-    """Where an engine keeps its KV: "auto" is a GPU where there is one, "cuda" the first.
+    """The device of an engine: "auto" is a GPU where there is one, "cuda" the first.
 
-    A GPU always has its number, that of the first rank's; a simulated engine has no use for one.
-    ranks: on this host, all by default. Raises ConfigError for one that torch does not see.
+    A GPU has a number, that of the first rank's; a simulated engine uses none. ranks: on this host,
+    all by default. Raises ConfigError for a GPU that torch does not see.
     """
     name, count = settings.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
     if settings.simulate or (name == "auto" and not count):
@@ -253,7 +254,7 @@ def device_of(settings: EngineConfig, ranks: int = 0) -> torch.device:
 
 
 def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """The compute type; "auto" is bfloat16 for half-precision checkpoints where it is fast."""
+    """The compute dtype; "auto" is bfloat16 for half-precision checkpoints where it is fast."""
     if name == "auto":
         half = checkpoint in ("bfloat16", "float16")
         fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
@@ -262,5 +263,5 @@ def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtyp
 
 
 def kv_dtype_of(settings: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """The type of KV where `dtype` is the compute type."""
+    """The dtype of KV. dtype: of the computation."""
     return {"int8": torch.int8, "fp8": FP8}.get(settings.kv_dtype, dtype)

@@ -1,6 +1,6 @@
-"""What the ranks of a tensor-parallel model tell each other, through torch.distributed.
+"""Collectives of the ranks of a tensor-parallel model, over torch.distributed.
 
-Ranks that share one host's memory do so inside the native step (`ops/native/src/ranks.h`).
+Ranks that share memory exchange within the native step instead (`kernels/native/src/ranks.h`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -19,44 +19,60 @@ from torch.distributed import distributed_c10d
 
 from baton.cuda import NCCL_ENVIRONMENT
 from baton.engine.runner import RunnerFailed
-from baton.engine.shard import Shard
 from baton.rendezvous import Rendezvous
 
 
 class Collectives:
-    """Of one rank alone: everything is here. `seconds`: that the host waited for them so far."""
+    """The collectives of a single rank, which do nothing.
+
+    seconds: total time that the host has waited for collectives.
+    """
 
     seconds = 0.0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """x `[rows, columns]` of every rank added up, on all of them: the same bits.
+        """The sum of every rank's x `[rows, columns]`, with equal bits on all ranks.
 
-        x may be overwritten.
+        May overwrite x.
         """
         return x
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
-        """x of that rank, on all of them."""
+        """Writes the x of rank `root` into every rank's x."""
 
     def gather(self, part: Tensor, columns: int) -> Tensor:
-        """Columns `[rows, its own]` of every rank side by side, `[rows, columns]`, on the first.
+        """The columns of every rank side by side, `[rows, columns]`, on the first rank.
 
-        Rank r has those from `r * columns / ranks` on; the others get what they gave.
+        part: columns from `columns * rank // ranks` on, which other ranks get back.
         """
         return part
 
 
 SINGLE_RANK = Collectives()
-_JOIN_S, _CLOSE_S = 60.0, 5.0  # of NCCL
+JOIN_TIMEOUT_S = 60.0  # for all ranks to build their group
+_CLOSE_S = 5.0  # for NCCL to end
 Options = TypeVar("Options")
 
 
-class GroupCollectives(Collectives):
-    """Between processes that a store brings together. host: of this rank, for the others."""
+class RankOf(Protocol):
+    """The number of a rank, and how many ranks there are."""
 
-    def __init__(self, shard: Shard, store: Rendezvous, host: str, timeout_s: float) -> None:
-        self._shard, self._timeout = shard, timedelta(seconds=timeout_s)
-        self._store, self._host = store, host
+    @property
+    def rank(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+
+
+class GroupCollectives(Collectives):
+    """Between the processes of a group, which meet at a store.
+
+    host: this rank's address, for the others · timeout_s: limit for one collective.
+    """
+
+    def __init__(self, shard: RankOf, store: Rendezvous, host: str, timeout_s: float) -> None:
+        self._shard, self._store, self._host = shard, store, host
+        self._timeout = timedelta(seconds=JOIN_TIMEOUT_S)  # of what is waited for now
+        self._step_timeout = timedelta(seconds=timeout_s)
         self._group: Any = None
 
     @abstractmethod
@@ -64,9 +80,9 @@ class GroupCollectives(Collectives):
         """The process group. Raises RuntimeError."""
 
     def join(self, device: torch.device) -> None:
-        """Returns when all ranks have, and have proven that they belong there. Raises RunnerFailed.
+        """Builds the group; every rank proves that it has the store's secret.
 
-        device: the one that this rank computes on.
+        device: this rank's. Raises RunnerFailed.
         """
         try:
             self._store.set_timeout(self._timeout)
@@ -77,14 +93,15 @@ class GroupCollectives(Collectives):
                 hello = (expected if own else torch.zeros_like(expected)).to(device)
                 self.broadcast(hello, rank)
                 if not hello.cpu().equal(expected):
-                    raise RuntimeError(f"who came as rank {rank} does not belong there")
+                    raise RuntimeError(f"the process that came as rank {rank} is not one of them")
+            self._timeout = self._step_timeout
         except RuntimeError as error:
             raise RunnerFailed(
                 f"the ranks of this worker do not find each other: {error}"
             ) from error
 
     def close(self) -> None:
-        """Fails what others wait for."""
+        """Ends the group: collectives that other ranks wait for fail."""
         if self._group is not None:
             self._group.abort()
 
@@ -108,7 +125,7 @@ class GroupCollectives(Collectives):
         return torch.cat([one[:, :width] for one, width in zip(parts, widths, strict=True)], dim=1)
 
     def _wait(self, call: Any, *arguments: Any) -> None:
-        """Raises RunnerFailed when a rank has ended, or does not come in time."""
+        """Waits for a collective. Raises RunnerFailed when a rank has ended or is too late."""
         began = time.perf_counter()
         try:
             call(*arguments).wait(self._timeout)
@@ -118,10 +135,10 @@ class GroupCollectives(Collectives):
 
 
 class GlooCollectives(GroupCollectives):
-    """Between processes on CPUs, over TCP: float32 sums in the order of ranks, as in one process.
+    """Between processes on CPUs, over TCP. Sums are in float32 in the order of ranks.
 
-    All parts go to all ranks and each adds them up: for two ranks as many bytes as an all-reduce
-    takes, for N ranks N / 2 times as many.
+    All parts go to all ranks, which each add them up, so that all have equal bits: for N ranks
+    N / 2 times the bytes of an all-reduce.
     """
 
     def _build(self) -> Any:
@@ -141,16 +158,14 @@ class GlooCollectives(GroupCollectives):
 
 
 class NcclCollectives(GroupCollectives):
-    """Between GPUs, on the stream that computes: the host waits for nothing, graphs hold them.
+    """Between GPUs, on the stream that computes: the host does not wait, graphs capture them.
 
-    Sums are NCCL's all-reduce, whose order of addition is its own. What a rank that ended or hangs
-    leaves on the stream ends when the group is closed, by any thread.
-
-    The communicator is a blocking one: non-blocking ones were seen to hang at random
+    A collective that waits for a rank which has ended or hangs ends when the group is closed, by
+    any thread. The communicator is a blocking one: non-blocking ones were seen to hang at random
     (https://github.com/pytorch/pytorch/pull/154055).
     """
 
-    def __init__(self, shard: Shard, store: Rendezvous, host: str, timeout_s: float) -> None:
+    def __init__(self, shard: RankOf, store: Rendezvous, host: str, timeout_s: float) -> None:
         super().__init__(shard, store, host, timeout_s)
         os.environ.update(NCCL_ENVIRONMENT)
 
@@ -164,17 +179,17 @@ class NcclCollectives(GroupCollectives):
             except BaseException as error:
                 joined.set_exception(error)
 
-        # Nothing ends it if another rank never comes: then a thread of this process waits for ever.
+        # Nothing ends this if another rank never comes, so that it is left to a daemon thread.
         threading.Thread(target=join, name="nccl-join", daemon=True).start()
         try:
-            joined.result(_JOIN_S)
+            joined.result(JOIN_TIMEOUT_S)
         except TimeoutError:
             raise RunnerFailed(
-                f"the ranks of this worker do not find each other in {_JOIN_S:.0f} s"
+                f"the ranks of this worker do not find each other in {JOIN_TIMEOUT_S:.0f} s"
             ) from None
 
     def close(self) -> None:
-        """Ends what kernels wait for; NCCL itself ends when no captured graph holds it any more."""
+        """Ends what kernels wait for; NCCL itself ends when no captured graph uses it."""
         ending = threading.Thread(target=super().close, name="nccl-abort", daemon=True)
         ending.start()
         ending.join(_CLOSE_S)
@@ -200,6 +215,6 @@ class NcclCollectives(GroupCollectives):
 
 
 def _ordered(options: Options) -> Options:
-    """For a call that takes its turn on the current stream."""
+    """These options, for a call that is ordered on the current stream."""
     options.asyncOp = False  # type: ignore[attr-defined]
     return options

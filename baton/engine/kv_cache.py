@@ -1,4 +1,4 @@
-"""The paged KV cache: one tensor, block-major, and the descriptor that says what its bytes mean."""
+"""The paged KV cache: one block-major tensor, and its descriptor for other workers."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Protocol
 
 import torch
 
+from baton.engine.kernels.torch.row_quantization import SCALE_BYTES, is_quantized
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.weights.quantize import SCALE_BYTES, is_quantized
 from baton.errors import ConfigError
 from baton.v1 import common_pb2
 
 
 class Memory(Protocol):
-    """Memory for a KV pool: `tensor` is all of it, uint8, zero at first."""
+    """Memory of a KV pool. tensor: uint8, initially zero."""
 
     @property
     def tensor(self) -> torch.Tensor: ...
 
 
 Allocate = Callable[[int, torch.device], Memory | None]
-"""Gives so many bytes of a device that others can map; None where there is none of that kind."""
+"""Allocates bytes of a device that other processes can map; None if it cannot be mapped."""
 
 
 @dataclass(frozen=True)
 class KvLayout:
     """Shape of the pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`.
 
-    A row is a token's K or V of one head. Of int8 and fp8, each block and head has the elements of
-    all its rows and behind them their float32 scales (`quantize.split_rows`): a row of elements is
-    then aligned to 16 bytes where head_size is a multiple of 16, as wide loads of GPUs need it.
+    A row is a token's K or V of one head. In int8 and fp8, the elements of all rows of a block and
+    head come first, and their float32 scales last (`row_quantization.split_rows`): so a row is
+    aligned to 16 bytes where head_size is a multiple of 16, as wide loads of GPUs need it.
     """
 
     num_blocks: int
@@ -43,7 +43,7 @@ class KvLayout:
 
     @property
     def row_size(self) -> int:
-        """Elements of `dtype` that a row takes, its scale included."""
+        """Size of a row in elements of `dtype`, its scale included."""
         return self.head_size + (SCALE_BYTES if is_quantized(self.dtype) else 0)
 
     @property
@@ -70,10 +70,9 @@ class KvLayout:
     def descriptor(
         self, model_fingerprint: str, compute_dtype: torch.dtype, quantization: str = "none"
     ) -> common_pb2.KvDescriptor:
-        """What another worker must match to exchange blocks.
+        """What two workers must have in common to exchange blocks.
 
-        Numbers that were computed in another way are another model's: they would read well and
-        give other tokens.
+        Includes how KV was computed, because KV of another precision would give other tokens.
         """
         name, compute_name = (
             str(dtype).removeprefix("torch.") for dtype in (self.dtype, compute_dtype)
@@ -87,7 +86,7 @@ class KvLayout:
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             block_size=self.block_size,
-            layout_version=2 if is_quantized(self.dtype) else 1,  # 1 had a scale behind each row
+            layout_version=2 if is_quantized(self.dtype) else 1,  # 1: a scale after each row
             tensor_parallel=1,
         )
 
@@ -95,7 +94,7 @@ class KvLayout:
 def plan_layout(
     config: ModelConfig, dtype: torch.dtype, block_size: int, num_blocks: int, budget_bytes: int
 ) -> KvLayout:
-    """A layout of `num_blocks` of dtype's rows, or of as many as `budget_bytes` hold.
+    """The layout of `num_blocks` blocks, or if 0 of as many as fit into `budget_bytes`.
 
     Raises ConfigError when not even one block fits.
     """
@@ -112,7 +111,7 @@ def plan_layout(
 def allocate_pool(
     layout: KvLayout, allocate: Allocate | None, device: torch.device
 ) -> torch.Tensor:
-    """The zeroed pool, in what `allocate` gives for it, if anything."""
+    """The zeroed pool, in memory of `allocate` if it returns some."""
     memory = allocate(layout.num_bytes, device) if allocate else None
     if memory is None:
         return torch.zeros(layout.shape, dtype=layout.dtype, device=device)

@@ -1,4 +1,4 @@
-"""Embeddings: a prompt's hidden states as one vector, in the way its checkpoint was trained for."""
+"""Pooling of a prompt's hidden states to an embedding, as the checkpoint configures it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _MODULES, _POOLING = "modules.json", "config.json"
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a checkpoint's sentence-transformers files say that embeddings are made."""
+    """Pooling as a checkpoint's sentence-transformers files configure it."""
 
-    mean: bool = False  # of all tokens; else the last one's
+    mean: bool = False  # of all tokens; else the last token
     normalized: bool = True
 
     @classmethod
     def read(cls, path: Path) -> Pooling:
-        """Of a model directory; without such files the last token's, normalized.
+        """Reads a model directory; without such files, the last token, normalized.
 
-        Raises CheckpointError for files that are broken, or ask for what is not computed here.
+        Raises CheckpointError for files that are broken or ask for unsupported pooling.
         """
         file = path / _MODULES
         modules = _read(file)
@@ -51,7 +51,7 @@ class Pooling:
         return cls(modes == ["mean"], "Normalize" in kinds)
 
     def finish(self, summed: Vector, num_tokens: int) -> Vector:
-        """The embedding of a prompt, from what `pooled` found in its steps, added up."""
+        """The embedding of a prompt, from the sum over its steps of what `pooled` returned."""
         length = float(np.linalg.norm(summed)) if self.normalized else 1.0
         if self.mean and not self.normalized:
             length = float(num_tokens)
@@ -60,7 +60,7 @@ class Pooling:
 
 
 def pooled(work: Sequence[ScheduledSequence], hidden: Tensor) -> dict[str, Vector]:
-    """Of the sequences whose embeddings are wanted: the sum of their rows, by id.
+    """Sums the rows of each sequence whose embedding is wanted, by id.
 
     hidden: `[rows, hidden_size]`, of each work's `scored` positions, and then of those that it
     samples at.
@@ -75,10 +75,9 @@ def pooled(work: Sequence[ScheduledSequence], hidden: Tensor) -> dict[str, Vecto
 
 
 def _modes(pooling: dict[str, Any]) -> list[Any]:
-    """What a Pooling module's configuration takes of all tokens; the mean where it says nothing.
+    """The modes of a Pooling module; the mean by default.
 
-    sentence-transformers names the modes in `pooling_mode`; older versions have a key for each,
-    which is true or false.
+    sentence-transformers lists them in `pooling_mode`; older versions have a boolean key for each.
     """
     named = pooling.get("pooling_mode")
     if named is None:
@@ -88,7 +87,7 @@ def _modes(pooling: dict[str, Any]) -> list[Any]:
 
 
 def _read(file: Path) -> Any:
-    """What a JSON file holds, None when there is no such file."""
+    """The value in a JSON file; None when there is no such file."""
     try:
         return parse_json_value(file, read_bytes(file, MAX_JSON_BYTES))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Computes a step: tensors in, forward pass, tokens out. Chooses nothing."""
+"""The model runner: input tensors, forward pass, sampled tokens. It makes no choices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.pooling import Vector, pooled
-from baton.engine.sampling.prompt_logprobs import PromptLogprobs, of_prompts
+from baton.engine.sampling.prompt_logprobs import PromptLogprobs, split_prompt_logprobs
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.speculative import verify
@@ -18,23 +18,24 @@ from baton.errors import InternalError
 
 
 class SampledTokens(NamedTuple):
-    """The tokens that one sequence got in a step: one, and one more for each accepted proposal.
+    """What one sequence got in a step.
 
-    None where a part of its prompt was computed whose log-probabilities are wanted.
+    token_ids: one, and one more for each accepted proposal; none where a part of its prompt was
+    computed · logprobs: of each token, if asked for · prompt: log-probabilities of prompt tokens ·
+    pooled: sum of this step's hidden states, for an embedding.
     """
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
+    logprobs: tuple[TokenLogprobs, ...] = ()
     prompt: PromptLogprobs | None = None
-    pooled: Vector | None = None  # of its embedding, if it wants one: the sum of this step's rows
+    pooled: Vector | None = None
 
 
 class StepOutput(NamedTuple):
     """What a step gave its sequences.
 
-    found: by its id what each got, if it got something · token_ids: of a step that samples one
-    token for each of its works, these, in the step's order; then `found` has those alone that got
-    more than a token.
+    found: by sequence id · token_ids: of a step that samples one token for each sequence, in the
+    step's order; `found` then has only sequences that got more than a token.
     """
 
     found: dict[str, SampledTokens]
@@ -43,13 +44,15 @@ class StepOutput(NamedTuple):
     def by_id(self, step: ScheduledStep) -> dict[str, SampledTokens]:
         """What each sequence of its step got."""
         plain = zip(step.sequences, self.token_ids, strict=bool(self.token_ids))
-        return {work.sequence.seq_id: SampledTokens((one,)) for work, one in plain} | self.found
+        return {
+            scheduled.sequence.seq_id: SampledTokens((one,)) for scheduled, one in plain
+        } | self.found
 
 
 class Launch:
-    """A step that was begun; began_ns: by `time.monotonic_ns`, when nothing before it ran."""
+    """A launched step. began_ns: `time.monotonic_ns` when no earlier step ran any more."""
 
-    output: StepOutput  # where it has been computed
+    output: StepOutput  # set once it is computed
 
     def __init__(self, step: ScheduledStep) -> None:
         self.step, self.began_ns = step, time.monotonic_ns()
@@ -58,8 +61,8 @@ class Launch:
 class Ranks(Protocol):
     """Processes that compute each step together.
 
-    collective_s: what the first one's sums and gathers took so far; may be read by any thread ·
-    on_failure: called, by another thread, once no further step can run.
+    collective_s: total seconds of the first one's collectives; may be read by any thread ·
+    on_failure: called by another thread once no further step can run.
     """
 
     on_failure: Callable[[], object]
@@ -71,7 +74,7 @@ class Ranks(Protocol):
         """Raises RunnerFailed once no further step can run."""
 
     def zero_blocks(self, blocks: list[int]) -> None:
-        """Zeroes blocks in pools that are not of this host."""
+        """Zeroes blocks of pools on other hosts."""
 
 
 class RunnerFailed(InternalError):
@@ -81,13 +84,13 @@ class RunnerFailed(InternalError):
 class StepRunner:
     """Computes steps over a KV pool `[blocks, layers, 2, kv_heads, block_size, row_size]`.
 
-    `launch` begins a step, `sample` has it sample, `land` waits for it: an engine may launch the
-    next one before it lands this. Here `launch` does all of it, by `run`.
+    `launch` starts a step, `sample` samples, `land` waits for it; an engine may launch the next
+    step before it lands this one. Here `launch` does everything, by `run`.
 
     decode_rows: rows of decode steps so far, where more are computed than plans ask for: "wanted",
-    "padding", or "wasted" (the sequence was gone) · waited_s: what `land` waited for a device so
-    far · expert_tokens: of its model, if it has one; all may be read by any thread · pools: of all
-    ranks, this one's first · ranks: where there are several.
+    "padding", or "wasted" (the sequence was gone) · waited_s: total seconds that `land` waited for
+    the device · expert_tokens: as of `StepModel`; any thread may read these · pools: of all ranks,
+    this one's first · ranks: of a tensor-parallel model.
     """
 
     expert_tokens: torch.Tensor | None = None
@@ -108,26 +111,26 @@ class StepRunner:
         raise NotImplementedError
 
     def launches_ahead(self, step: ScheduledStep) -> bool:
-        """Whether `launch` takes a step while the step before has not landed."""
+        """Whether a step can be launched while the previous one has not landed."""
         return False
 
     def launch(self, step: ScheduledStep) -> Launch:
-        """Begins a step. The last tokens of sequences may be those that the step before samples."""
+        """Launches a step. Last tokens of sequences may be those that the previous step samples."""
         launch = Launch(step)
         launch.output = StepOutput(self.run(step))
         return launch
 
     def sample(self, launch: Launch) -> None:
-        """To be called behind `launch`, once the step before has landed: all tokens are known."""
+        """Samples; to be called after `launch`, once the previous step has landed."""
 
     def land(self, launch: Launch) -> StepOutput:
-        """Waits for a step. Raises what it failed with, unless all of its sequences are gone."""
+        """Waits for a step. Raises its failure, unless all of its sequences have ended."""
         return launch.output
 
     def zero_blocks(self, blocks: list[int]) -> None:
-        """Zeroes blocks that unverified bytes came into.
+        """Zeroes blocks that unverified bytes were written to.
 
-        Attention multiplies what it must not see by zero, which undoes any number but not a NaN.
+        Attention multiplies masked values by zero, which removes any number but not a NaN.
         """
         for pool in self.pools if blocks else ():
             zero_blocks(pool, blocks)
@@ -137,19 +140,19 @@ class StepRunner:
             self.ranks.zero_blocks(blocks)
 
     def close(self) -> None:
-        """Ends what computes for it elsewhere; no step runs any more."""
+        """Ends other ranks; no step follows."""
 
     def wait_for_writes(self, blocks: list[int] | None = None) -> None:
-        """Returns when nothing that runs here uses these blocks any more: others will write there.
+        """Waits until no step uses these blocks, which others are about to write.
 
-        None is all of the pool, which is about to be freed. On a CPU nothing runs between steps.
+        blocks: None for the whole pool, before it is freed. On a CPU nothing runs between steps.
         """
         if self.pool.device.type == "cuda":
             torch.cuda.synchronize(self.pool.device)
 
 
 def zero_blocks(pool: torch.Tensor, blocks: list[int]) -> None:
-    """Zeroes blocks; on a GPU, the current stream does."""
+    """Zeroes blocks of a pool; on a GPU, on the current stream."""
     content = pool.view(torch.uint8)  # not every operation knows every type of element
     with torch.inference_mode():
         content.index_fill_(0, torch.tensor(blocks).to(content.device), 0)
@@ -180,14 +183,14 @@ class Runner(StepRunner):
         self.model.close()
 
     def _sample(self, step: ScheduledStep, logits: torch.Tensor) -> StepOutput:
-        """Samples; pools hidden states and takes log-probabilities of prompts first."""
-        work, hidden = step.sequences, self.model.hidden
-        sampling = [item for item in work if item.samples]
+        """Samples, after hidden states are pooled and log-probabilities of prompts computed."""
+        scheduled, hidden = step.sequences, self.model.hidden
+        sampling = [item for item in scheduled if item.samples]
         rows = [row for item in sampling for row in sample_rows(item)]
-        if hidden is None and len(rows) == len(work) == len(logits) and not step.has_chunks:
-            return one_each(work, self._choose(logits, rows))
-        embedded: dict[str, Vector] = {} if hidden is None else pooled(work, hidden)
-        logits, prompts = of_prompts(work, logits)
+        if hidden is None and len(rows) == len(scheduled) == len(logits) and not step.has_chunks:
+            return one_each(scheduled, self._choose(logits, rows))
+        embedded: dict[str, Vector] = {} if hidden is None else pooled(scheduled, hidden)
+        logits, prompts = split_prompt_logprobs(scheduled, logits)
         found = tokens_by_sequence(sampling, self._choose(logits, rows), prompts)
         for seq_id, vector in embedded.items():
             found[seq_id] = found.get(seq_id, SampledTokens(()))._replace(pooled=vector)
@@ -197,13 +200,12 @@ class Runner(StepRunner):
         return self.sampler.sample(logits, rows)
 
 
-def sample_rows(work: ScheduledSequence) -> Iterator[SampleRow]:
-    """What is sampled: the next token, and one behind each proposed one as if those were right.
+def sample_rows(scheduled: ScheduledSequence) -> Iterator[SampleRow]:
+    """What is sampled: the next token, and one after each proposed token as if it were accepted.
 
-    So each has the penalties, the position and the random number that it would have in a step of
-    its own.
+    Each has the penalties, position and random number that it would have in a step of its own.
     """
-    sequence, proposed = work.sequence, work.proposed
+    sequence, proposed = scheduled.sequence, scheduled.proposed
     of_sequence = sequence.token_counts, sequence.grammar
     yield SampleRow(sequence.params, sequence.tokens, sequence.prompt_tokens, 0, *of_sequence)
     for end in range(1, len(proposed) + 1):
@@ -211,10 +213,12 @@ def sample_rows(work: ScheduledSequence) -> Iterator[SampleRow]:
         yield SampleRow(sequence.params, known, sequence.prompt_tokens, end, *of_sequence)
 
 
-def one_each(work: list[ScheduledSequence], sampled: Sampled) -> StepOutput:
-    """What a step gave in which each work sampled one token."""
+def one_each(scheduled: list[ScheduledSequence], sampled: Sampled) -> StepOutput:
+    """The output of a step in which every sequence sampled one token."""
     found = dict[str, SampledTokens]()
-    for item, token_id, logprobs in zip(work, sampled.token_ids, sampled.logprobs, strict=True):
+    for item, token_id, logprobs in zip(
+        scheduled, sampled.token_ids, sampled.logprobs, strict=True
+    ):
         sequence = item.sequence
         if logprobs or sequence.grammar is not None or not sequence.params.max_tokens:
             found[sequence.seq_id] = SampledTokens((token_id,), (logprobs,) if logprobs else ())
@@ -224,15 +228,15 @@ def one_each(work: list[ScheduledSequence], sampled: Sampled) -> StepOutput:
 def tokens_by_sequence(
     sampling: list[ScheduledSequence], sampled: Sampled, prompts: Mapping[str, PromptLogprobs]
 ) -> dict[str, SampledTokens]:
-    """What each work's sequence accepts of its sampled rows, by its id; rows as `sample_rows`."""
+    """What each sequence accepts of its sampled rows, by its id; rows as `sample_rows`."""
     tokens = {seq_id: SampledTokens((), (), prompt) for seq_id, prompt in prompts.items()}
     at = 0
-    for work in sampling:
-        rows, proposed = 1 + len(work.proposed), work.proposed
+    for scheduled in sampling:
+        rows, proposed = 1 + len(scheduled.proposed), scheduled.proposed
         end = at + (verify(proposed, sampled.token_ids[at : at + rows]) if proposed else 1)
-        logprobs, seq_id = tuple(filter(None, sampled.logprobs[at:end])), work.sequence.seq_id
+        logprobs, seq_id = tuple(filter(None, sampled.logprobs[at:end])), scheduled.sequence.seq_id
         new = tuple(sampled.token_ids[at:end])
         tokens[seq_id] = SampledTokens(new, logprobs, prompts.get(seq_id))
         at += rows
-    assert at == len(sampled.token_ids), "every row belongs to a work"
+    assert at == len(sampled.token_ids), "every row belongs to a sequence"
     return tokens

@@ -1,14 +1,14 @@
-"""Decides what the next step runs: which sequences, which of their tokens, under a token budget.
+"""The scheduler: which sequences run in the next step, and how many of their tokens.
 
-One idea carries all of it: computed tokens catch up with known tokens. A long prompt catches up in
-chunks, a cached prefix has caught up before it starts, a preempted sequence starts over, and a
-decoding one is always one token behind. (After vLLM v1's scheduler.) Decoding sequences all get
-their token; the others share a chunk (`ChunkBudget`) in order of priority, which never changes, so
-that no sequence starves. Rows that are left are for proposed tokens. A step so has at most
-`chunk_tokens + max_batch` rows. Torch-free; moves block numbers, never bytes.
+There are no phases: in every step, computed tokens catch up with known tokens. A long prompt
+catches up in chunks, a cached prefix has caught up before it starts, a preempted sequence starts
+over, and a decoding sequence is always one token behind. (After vLLM v1's scheduler.) All decoding
+sequences get their token; the others share a chunk (`ChunkBudget`) in order of priority, which
+never changes, so that no sequence starves. Remaining rows are for proposed tokens. A step has at
+most `chunk_tokens + max_batch` rows. Torch-free; it handles block numbers, never bytes.
 
-A prompt whose log-probabilities are wanted needs logits of every row, which bounds it to
-`SCORED_ROWS` a step, and computes every position: it takes nothing from the prefix cache.
+A prompt whose log-probabilities are wanted needs logits of every row, so that at most `SCORED_ROWS`
+of it run in a step, and computes every position, so that it does not use the prefix cache.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from baton.engine.block_manager import BlockManager
 from baton.engine.sequence import UNKNOWN, Sequence
 from baton.engine.speculative import Proposer
 
-SCORED_ROWS = 128  # of prompts, in a step: their logits are 80 MB with a vocabulary of 150,000
-
-
+SCORED_ROWS = 128  # a step: their logits are 80 MB with a vocabulary of 150,000
 _SEQUENCE_OF = itemgetter(2)
 
 
 class SequenceQueue:
-    """Sequences in order of priority; of equals the one that came first.
+    """Sequences in order of priority, then of arrival.
 
-    Only iteration looks at every sequence, so that removing hundreds at once is cheap. A sequence's
-    priority does not change while it is here.
+    Only iteration visits every sequence, so that removing hundreds at once is cheap. A sequence's
+    priority must not change while it is queued.
     """
 
     def __init__(self) -> None:
-        self.tokens = 0  # pending ones, counted when their sequences were added
-        self._entries: list[tuple[float, int, Sequence, int]] = []  # (*order, it, pending tokens)
+        self.tokens = 0  # pending tokens, counted when their sequences were added
+        self._entries: list[
+            tuple[float, int, Sequence, int]
+        ] = []  # (*order, sequence, pending tokens)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -49,21 +49,20 @@ class SequenceQueue:
 
     @property
     def first(self) -> Sequence:
-        """The one that goes first."""
+        """The sequence that runs first."""
         return self._entries[0][2]
 
     @property
     def last(self) -> Sequence:
-        """The one that goes last."""
+        """The sequence that runs last."""
         return self._entries[-1][2]
 
     def add(self, sequence: Sequence) -> None:
-        """Takes a sequence in."""
         insort(self._entries, (*sequence.order, sequence, sequence.num_pending))
         self.tokens += sequence.num_pending
 
     def discard(self, sequence: Sequence) -> bool:
-        """Removes a sequence; whether it was here."""
+        """Removes a sequence; returns whether it was queued."""
         at = bisect_left(self._entries, sequence.order)
         if at == len(self._entries) or self._entries[at][2] is not sequence:
             return False
@@ -72,10 +71,10 @@ class SequenceQueue:
 
 
 class ScheduledSequence:
-    """Tokens [start, start + count) of one sequence; the last ones may be proposed.
+    """Tokens [start, start + count) of one sequence, which a step computes.
 
-    proposed: guesses behind the known tokens; `count` includes them · samples: whether the last
-    token known is one of these, so that a new one is sampled.
+    proposed: guessed tokens after the known ones, counted in `count` · samples: whether the step
+    reaches the last known token, and so samples a new one.
     """
 
     __slots__ = ("count", "proposed", "samples", "sequence", "start")
@@ -88,7 +87,7 @@ class ScheduledSequence:
 
     @property
     def scored(self) -> range:
-        """The positions whose logits tell the log-probability of the prompt's next token."""
+        """The positions whose logits give the log-probability of the prompt's next token."""
         sequence = self.sequence
         if sequence.num_scored is None:
             return range(0)
@@ -98,10 +97,10 @@ class ScheduledSequence:
 
 @dataclass
 class ScheduledStep:
-    """What one step runs: single-token rows first, then chunks.
+    """What one step runs: first sequences with one row, then those with several.
 
-    prompts: those whose sequences have not sampled a token here · exclusive: the only sequence
-    shares no step, so that nothing is in flight with it.
+    prompts: sequences that have not sampled a token here · exclusive: the only sequence shares no
+    step, so that no other step may be in flight.
     """
 
     sequences: list[ScheduledSequence] = field(default_factory=list)
@@ -110,13 +109,11 @@ class ScheduledStep:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the step's batch."""
         if not self.has_chunks:
             return len(self.sequences)
         return sum(item.count for item in self.sequences)
 
     def sort(self) -> None:
-        """Puts single tokens first."""
         self.sequences.sort(key=lambda item: item.count > 1)  # stable
 
     @property
@@ -126,53 +123,54 @@ class ScheduledStep:
 
     @property
     def num_proposed(self) -> int:
-        """How many of them are proposed tokens."""
         return sum(len(item.proposed) for item in self.sequences) if self.has_chunks else 0
 
     @property
     def num_chunk_tokens(self) -> int:
-        """How many of them belong to chunks of prompts."""
         if not self.has_chunks:
             return 0
         return sum(item.count for item in self.sequences if item.count > 1 + len(item.proposed))
 
 
 class ChunkBudget:
-    """How many tokens of prompts a step computes: about as many as the last ones did in `seconds`.
+    """How many prompt tokens a step may compute: about as many as take `seconds`.
 
-    At most `most`, which memory is planned for, and at first and at least `least`, fewer of which
-    take as long. The rate is tokens over seconds, and in both a step counts less with each later
-    one: so a long step weighs more than a short one, and chunks behind a long context, which take
-    longer, are shorter at once.
+    max_tokens: upper limit, which memory is planned for · min_tokens: lower limit, also used before
+    anything is measured; fewer tokens would take as long. The rate is tokens over seconds, both
+    summed with weights that decay from step to step: a long step weighs more than a short one, and
+    chunks after a long context, which take longer, get smaller at once.
     """
 
-    _KEPT = 0.8  # of what is known, from one step to the next
-    _MEASURED = 32  # tokens of prompts; fewer say little of the rate
+    _DECAY = 0.8  # of earlier steps' weight, with each step
+    _MIN_MEASURED = 32  # prompt tokens of a step that is measured
 
     def __init__(self, max_tokens: int, seconds: float = 0.060, min_tokens: int = 64) -> None:
         self.max_tokens = max_tokens
         self._seconds, self._min_tokens = seconds, min_tokens
-        self._rows = self._took_s = 0.0
+        self._sum_tokens = self._sum_s = 0.0
 
     @property
-    def rate(self) -> float:
-        """Tokens a second; 0 before any was measured."""
-        return self._rows / self._took_s if self._took_s else 0.0
+    def tokens_per_s(self) -> float:
+        """Measured tokens a second; 0 before any measurement."""
+        return self._sum_tokens / self._sum_s if self._sum_s else 0.0
 
     @property
     def tokens(self) -> int:
-        """Of the next step."""
-        return min(self.max_tokens, max(self._min_tokens, int(self.rate * self._seconds)))
+        return min(self.max_tokens, max(self._min_tokens, int(self.tokens_per_s * self._seconds)))
 
     def estimate_s(self, step: ScheduledStep) -> float:
-        """How long a step with chunks takes at this rate; 0 for others, or if none was measured."""
-        return step.num_tokens / self.rate if step.num_chunk_tokens and self.rate else 0.0
+        """Estimated seconds of a step with chunks; 0 for one without, or before any measurement."""
+        return (
+            step.num_tokens / self.tokens_per_s
+            if step.num_chunk_tokens and self.tokens_per_s
+            else 0.0
+        )
 
     def record_step(self, step: ScheduledStep, seconds: float) -> None:
-        """A step took so long."""
-        if step.num_chunk_tokens >= self._MEASURED:
-            self._rows = self._rows * self._KEPT + step.num_tokens
-            self._took_s = self._took_s * self._KEPT + seconds
+        """Records the duration of a step."""
+        if step.num_chunk_tokens >= self._MIN_MEASURED:
+            self._sum_tokens = self._sum_tokens * self._DECAY + step.num_tokens
+            self._sum_s = self._sum_s * self._DECAY + seconds
 
 
 class Scheduler:
@@ -189,15 +187,15 @@ class Scheduler:
         self.chunk = chunk
         self.max_batch = max_batch
         self.running = SequenceQueue()
-        self.ready = SequenceQueue()  # have all their blocks, and one token to compute
-        self.holding = SequenceQueue()  # have all their blocks, and several tokens to compute
-        self.waiting = SequenceQueue()  # need blocks
+        self.ready = SequenceQueue()  # with blocks, and one token to compute
+        self.holding = SequenceQueue()  # with blocks, and several tokens to compute
+        self.waiting = SequenceQueue()  # without blocks
         self.preemptions = 0
-        self.virtual_lag_s = 0.0  # by which the clock is ahead of the virtual time of prompts
+        self.virtual_lag_s = 0.0  # seconds by which virtual time is behind the clock
         self._proposer = proposer
         self._arrivals = itertools.count(1)
-        self._exclusive: list[Sequence] = []  # those that share no step
-        self._last_was_exclusive = False  # when the last one had a step
+        self._exclusive: list[Sequence] = []  # sequences that share no step for now
+        self._last_was_exclusive = False  # whether one of those had the last step
 
     @property
     def num_waiting(self) -> int:
@@ -206,14 +204,14 @@ class Scheduler:
 
     @property
     def queue_tokens(self) -> int:
-        """Tokens known and not yet computed, over all sequences."""
         queued = self.waiting.tokens + self.holding.tokens + self.ready.tokens
         return queued + sum([len(one.tokens) - one.num_computed for one in self.running])
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence; one that holds blocks already keeps them.
+        """Queues a sequence, with the blocks that it may hold.
 
-        Those do not queue behind one that needs blocks: it might wait for theirs, for ever.
+        A sequence with blocks does not queue behind one that needs some, which might wait for its
+        blocks forever.
         """
         sequence.arrival = next(self._arrivals)
         if sequence.exclusive:
@@ -224,15 +222,15 @@ class Scheduler:
             (self.ready if sequence.num_pending == 1 else self.holding).add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out of queue and batch; its blocks stay with it."""
+        """Removes a sequence from queues and batch; it keeps its blocks."""
         for group in (self.running, self.ready, self.holding, self.waiting):
             if group.discard(sequence):
                 return
 
     def reserve(self, sequence: Sequence, extra_tokens: int = 0) -> bool:
-        """Gives a sequence blocks for its known tokens and some more, cached ones first.
+        """Gives a sequence blocks for its known tokens and `extra_tokens`, cached ones first.
 
-        False, and nothing held, when there are not enough.
+        Returns False, with no block held, when there are not enough.
         """
         blocks = self.blocks
         if not (sequence.block_ids or sequence.scores):
@@ -248,18 +246,18 @@ class Scheduler:
         return False
 
     def free(self, sequence: Sequence) -> None:
-        """Gives up a sequence's blocks; what it computed is computed no more."""
+        """Releases a sequence's blocks, so that none of its tokens is computed any more."""
         self.blocks.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_computed = 0
 
     def schedule(self) -> ScheduledStep:
-        """The next step. Decoding sequences go first, so that no prompt delays a stream's token."""
+        """The next step: all decoding sequences, then chunks of prompts, then proposed tokens."""
         step = ScheduledStep()
         self._decode(step)
-        decoding = len(step.sequences)
+        num_decodes = len(step.sequences)
         self._catch_up(step, self.chunk.tokens)
-        if len(step.sequences) > decoding:
+        if len(step.sequences) > num_decodes:
             step.sort()
         if self._proposer is not None:
             self._propose(step, self.chunk.max_tokens - step.num_chunk_tokens, self._proposer)
@@ -269,18 +267,18 @@ class Scheduler:
         return step
 
     def update_after_launch(self, step: ScheduledStep) -> None:
-        """A step is being computed: its tokens count as computed, and what each sequence samples
-        has a place, `UNKNOWN`. One that ends or parks with that token leaves the batch.
+        """Counts a launched step's tokens as computed, and appends `UNKNOWN` for each sampled one.
 
-        How many proposed tokens are right is not known, so that none counts.
+        A sequence that ends or pauses with that token leaves the batch. Proposed tokens do not
+        count: how many will be accepted is not known.
         """
-        for work in step.sequences:
-            sequence = work.sequence
-            if sequence.dropped:  # with a token that came after the launch
+        for scheduled in step.sequences:
+            sequence = scheduled.sequence
+            if sequence.dropped:  # by a step that landed after this one was launched
                 continue
-            assert sequence.num_computed == work.start, "work ran twice or out of order"
-            sequence.num_computed += work.count - len(work.proposed)
-            if not work.samples:
+            assert sequence.num_computed == scheduled.start, "rows are computed once, in order"
+            sequence.num_computed += scheduled.count - len(scheduled.proposed)
+            if not scheduled.samples:
                 continue
             tokens = sequence.tokens
             if len(tokens) < sequence.limit:
@@ -292,33 +290,33 @@ class Scheduler:
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether `update_after_landing` needs to know of every token."""
+        """Whether `update_after_landing` has to be called for every token."""
         return self._proposer is not None
 
-    def update_after_landing(self, work: ScheduledSequence, sampled: Tokens[int] = ()) -> int:
-        """Records that a sequence's rows have been computed; returns how many of its tokens are.
+    def update_after_landing(self, scheduled: ScheduledSequence, sampled: Tokens[int] = ()) -> int:
+        """Caches the blocks that landed rows filled; returns how many tokens are computed.
 
-        Of `sampled`, which the sequence has appended by now, all but the last were proposed. The KV
-        of rejected proposals is in slots that the next step writes again.
+        sampled: new tokens, already appended; all but the last were proposals. The KV of rejected
+        proposals is in slots that the next step writes again.
         """
-        sequence = work.sequence
-        if scored := work.scored:
+        sequence = scheduled.sequence
+        if scored := scheduled.scored:
             sequence.num_scored = scored.stop
         if len(sampled) > 1:
             sequence.num_computed += len(sampled) - 1
-        end = work.start + work.count - len(work.proposed) + max(0, len(sampled) - 1)
-        # One that was preempted meanwhile has computed less.
-        self.cache_blocks(sequence, work.start, min(end, sequence.num_computed))
+        end = scheduled.start + scheduled.count - len(scheduled.proposed) + max(0, len(sampled) - 1)
+        # A sequence that was preempted meanwhile has fewer computed tokens.
+        self.cache_blocks(sequence, scheduled.start, min(end, sequence.num_computed))
         if self._proposer is not None:
             self._proposer.learn(sequence, sampled)
         return end
 
     def record_step(self, step: ScheduledStep, seconds: float) -> None:
-        """A step took so long.
+        """Records the duration of a step.
 
-        While prompts are computed, virtual time advances with each one that is done, as it does in
-        the router's fair queueing, by what that counts for it. By the clock a long prompt's virtual
-        finish time would pass before it is computed, and no short one could overtake it any more.
+        While prompts are computed, virtual time advances with each prompt that is completed, by its
+        `prompt_s`, as in the router's fair queueing. By the clock, a long prompt's virtual finish
+        time would pass before it is computed, and no short prompt could overtake it any more.
         """
         self.chunk.record_step(step, seconds)
         prompts = step.prompts
@@ -326,10 +324,10 @@ class Scheduler:
             self.virtual_lag_s += seconds - sum(i.sequence.prompt_s for i in prompts if i.samples)
         if self._proposer is not None:
             proposed = step.num_proposed
-            self._proposer.took(step.num_tokens - proposed, proposed, seconds)
+            self._proposer.record_step(step.num_tokens - proposed, proposed, seconds)
 
     def cache_blocks(self, sequence: Sequence, start: int, end: int) -> None:
-        """Shares the full blocks that KV of positions [start, end) completes, if it is verified."""
+        """Caches the full blocks that verified KV of positions [start, end) completes."""
         if sequence.unverified:
             return
         size = self.blocks.block_size
@@ -340,9 +338,9 @@ class Scheduler:
             self.blocks.cache_block(sequence.block_ids[index], block_hash, parent, tokens)
 
     def _separate_exclusive(self, step: ScheduledStep) -> None:
-        """Leaves one sequence that shares no step in the step, or all others, in turns."""
+        """Leaves either one exclusive sequence in the step, or all others, in turns."""
         self._exclusive = [one for one in self._exclusive if one.exclusive and not one.dropped]
-        alone = [work for work in step.sequences if work.sequence.exclusive]
+        alone = [scheduled for scheduled in step.sequences if scheduled.sequence.exclusive]
         if not alone:
             return
         step.exclusive = self._last_was_exclusive = (
@@ -351,36 +349,38 @@ class Scheduler:
         kept = (
             alone[:1] if step.exclusive else [w for w in step.sequences if not w.sequence.exclusive]
         )
-        sequences = {id(work.sequence) for work in kept}
+        sequences = {id(scheduled.sequence) for scheduled in kept}
         step.sequences = kept
-        step.prompts = [work for work in step.prompts if id(work.sequence) in sequences]
+        step.prompts = [
+            scheduled for scheduled in step.prompts if id(scheduled.sequence) in sequences
+        ]
 
     def _decode(self, step: ScheduledStep) -> None:
-        """Plans the running sequences that are one token behind.
+        """Schedules the running sequences that are one token behind.
 
-        Sequences preempted meanwhile come after all that are planned already.
+        A sequence that is preempted here comes after all that are scheduled already.
         """
         size = self.blocks.block_size
         for sequence in list(self.running):
             known, start = len(sequence.tokens), sequence.num_computed
             if known - start != 1:
                 continue
-            # One without blocks was preempted a moment ago.
+            # A sequence without blocks was preempted in this loop.
             blocks = sequence.block_ids
             if known > len(blocks) * size and not (blocks and self._make_room(sequence)):
                 continue
-            work = ScheduledSequence(sequence, start, 1)
-            step.sequences.append(work)
+            scheduled = ScheduledSequence(sequence, start, 1)
+            step.sequences.append(scheduled)
             if not sequence.new_tokens:
-                step.prompts.append(work)
+                step.prompts.append(scheduled)
 
     def _catch_up(self, step: ScheduledStep, budget: int) -> None:
-        """Plans `budget` tokens of all others by priority, admitting new ones to the batch.
+        """Schedules `budget` tokens of all other sequences by priority, admitting new ones.
 
-        The ready ones are one token behind, and take nothing of the budget. The first waiting one
-        that finds no blocks is not passed by others that need some: they could starve it.
+        Ready sequences are one token behind, and use none of the budget. The first waiting sequence
+        that finds no blocks is not overtaken by others that need some, which could starve it.
         """
-        behind = SequenceQueue()  # running ones with several tokens to compute; they have blocks
+        behind = SequenceQueue()  # running sequences with several tokens to compute
         for sequence in self.running:
             if len(sequence.tokens) - sequence.num_computed > 1:
                 behind.add(sequence)
@@ -401,12 +401,11 @@ class Scheduler:
             scored -= count if sequence.scores else 0
 
     def _propose(self, step: ScheduledStep, budget: int, proposer: Proposer) -> None:
-        """Adds proposed tokens to decoding sequences, as far as budget and blocks allow.
-
-        A step that computes a prompt, too, has so many rows that a further one hardly ever pays.
-        """
+        """Adds proposed tokens to decoding sequences, as far as budget and blocks allow."""
         decoding = [
-            at for at, work in enumerate(step.sequences) if work.count == 1 and work.samples
+            at
+            for at, scheduled in enumerate(step.sequences)
+            if scheduled.count == 1 and scheduled.samples
         ]
         sequences = [step.sequences[at].sequence for at in decoding]
         limits = [min(budget, proposer.limit(sequence)) for sequence in sequences]
@@ -416,17 +415,17 @@ class Scheduler:
             if sequence.grammar is not None:
                 sequence.grammar.advance(sequence.tokens, sequence.num_tokens)
                 count = sequence.grammar.accepts(draft)
-            count = self._slots_behind(sequence, min(count, budget))
+            count = self._slots_after(sequence, min(count, budget))
             if count:
                 start = step.sequences[at].start
                 step.sequences[at] = ScheduledSequence(sequence, start, 1 + count, draft[:count])
                 budget -= count
 
-    def _slots_behind(self, sequence: Sequence, count: int) -> int:
-        """Finds slots for up to `count` tokens behind the known ones; how many there are.
+    def _slots_after(self, sequence: Sequence, count: int) -> int:
+        """Finds slots for up to `count` tokens after the known ones; returns how many.
 
-        New blocks are taken only while every running sequence could get one, so that a guess never
-        makes a sequence lose its blocks.
+        Allocates blocks only while every running sequence could get one, so that a proposal never
+        causes a preemption.
         """
         blocks = self.blocks
         room = len(sequence.block_ids) * blocks.block_size - sequence.num_tokens
@@ -437,7 +436,7 @@ class Scheduler:
         return min(room, count)
 
     def _grow(self, sequence: Sequence, extra_tokens: int = 0) -> bool:
-        """Adds blocks until all known tokens, and `extra_tokens` more, have a slot."""
+        """Allocates blocks until all known tokens and `extra_tokens` have slots."""
         slots = sequence.num_tokens + extra_tokens
         missing = -(-slots // self.blocks.block_size) - len(sequence.block_ids)
         if missing <= 0:
@@ -449,7 +448,7 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Grows a running sequence, preempting the last ones; False if it was one of them."""
+        """Grows a running sequence by preempting the last ones; False if it was one of them."""
         while not self._grow(sequence):
             victim = self.running.last
             self._preempt(victim)

@@ -1,4 +1,4 @@
-"""A sequence: its tokens, how many are computed, and its blocks. It knows nothing of phases."""
+"""A sequence: its tokens, how many of them are computed, and its blocks. It has no phases."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from baton.generation.sampling_params import SamplingParams
 from baton.generation.structured_output import GrammarMatcher
 
 Ints = npt.NDArray[np.int64]
-UNKNOWN = 0  # in the place of a token that is being sampled
+UNKNOWN = 0  # stands for a token that is being sampled
 _ENDLESS = 1 << 62
 
 
 class TokenCounts:
-    """How often each token occurs in one sequence, for its penalties; kept from step to step.
+    """How often each token occurs in one sequence, for its penalties; updated from step to step.
 
-    Tokens only ever grow, and counts follow from them alone: they are the same, up to their order,
-    on whatever worker and after whatever preemption. Engine thread only.
+    Tokens are only ever appended, and counts depend on them alone: on every worker and after every
+    preemption they are equal, up to their order. Engine thread only.
     """
 
     def __init__(self) -> None:
         self._counted = 0  # tokens
-        self._places: dict[int, int] = {}  # token -> where it is in the two below
+        self._places: dict[int, int] = {}  # token -> its index in the two arrays below
         self._ids = np.empty(0, np.int64)
-        self._times = np.empty(0, np.int64)  # in the output; 0: in the prompt only
+        self._times = np.empty(0, np.int64)  # counts in the output; 0: in the prompt only
 
-    def of(self, token_ids: Tokens[int], prompt_tokens: int, proposed: int) -> tuple[Ints, Ints]:
-        """(distinct tokens, how often each occurs behind the prompt), valid until the next call.
+    def count(self, token_ids: Tokens[int], prompt_tokens: int, proposed: int) -> tuple[Ints, Ints]:
+        """(distinct tokens, count of each in the output), valid until the next call.
 
-        The last `proposed` of `token_ids` are output that may be rejected.
+        proposed: how many of the last `token_ids` are proposals, which may be rejected.
         """
         known = len(token_ids) - proposed
         assert self._counted <= known and prompt_tokens <= known, "tokens only grow"
@@ -59,7 +59,7 @@ class TokenCounts:
 
     def _add(self, token_id: int) -> None:
         place = self._places.setdefault(token_id, len(self._places))
-        if place == len(self._ids):  # twice as much, so that growing is rare
+        if place == len(self._ids):  # room for more, so that growing is rare
             room = np.zeros(len(self._ids) + 64, np.int64)
             self._ids = np.concatenate([self._ids, room])
             self._times = np.concatenate([self._times, room])
@@ -82,38 +82,40 @@ class TokenCounts:
 class Sequence:
     """One request on one engine. Owned by the engine thread once it is added.
 
-    `block_ids` is only ever appended to, or replaced by another list: so the same list of the same
-    length holds the same blocks.
+    `block_ids` is only ever appended to or replaced by another list: the same list of the same
+    length has the same blocks.
     """
 
     seq_id: str
     tokens: list[int]
-    prompt_tokens: int  # how many of `tokens` the caller sent; the rest is output
+    prompt_tokens: int  # number of `tokens` that the caller sent; the rest is output
     params: SamplingParams
     cache_salt: str = ""
-    priority: float = 0.0  # smaller goes first: time.monotonic() of its virtual finish time
-    prompt_s: float = 0.0  # by how much its prompt advances virtual time; 0: not known
-    arrival: int = 0  # set by the scheduler; decides between equal priorities
-    exclusive_tokens: int = 0  # output tokens here before which it is scheduled alone in its steps
-    pause_after: int | None = None  # leave the batch, keep the blocks, after this many new tokens
-    awaits_kv: bool = False  # blocks are held and may be written from outside, unverified
-    unverified: bool = False  # it runs on KV from outside whose checksum is not known yet
-    # Prompt positions whose logits have told the next token's log-probability, or whose hidden
-    # states were pooled; None: not wanted, or told by the worker that computed the prompt.
+    priority: float = 0.0  # smaller first: its virtual finish time, on the clock of monotonic()
+    prompt_s: float = 0.0  # seconds by which its prompt advances virtual time; 0: unknown
+    arrival: int = 0  # set by the scheduler; breaks ties of priority
+    exclusive_tokens: int = 0  # number of first output tokens here that are sampled in own steps
+    pause_after: int | None = None  # number of new tokens after which it leaves the batch
+    awaits_kv: bool = False  # its blocks may be written by another process
+    unverified: bool = False  # it runs on received KV whose checksum is not verified yet
+    # Prompt positions whose logits gave the next token's log-probability, or whose hidden states
+    # were pooled; None: not wanted, or done by the worker that computed the prompt.
     num_scored: int | None = field(init=False)
     num_computed: int = 0
-    num_cached: int = 0  # of num_computed, taken from the prefix cache at first admission
+    num_cached: int = 0  # of num_computed, found in the prefix cache at first admission
     new_tokens: int = 0  # sampled by this engine, or being sampled
     awaits_token: bool = False  # the last of `tokens` is `UNKNOWN`
-    dropped: bool = False  # its engine has forgotten it
-    # What its engine ends it by, see `finish_reason`: a token of `ends`, or as many tokens.
+    dropped: bool = False  # it has ended
+    # It may end with a token of `ends`, or at `limit` tokens: see `finish_reason`.
     ends: frozenset[int] = frozenset()
     limit: int = _ENDLESS
     preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)
-    token_counts: TokenCounts = field(default_factory=TokenCounts)  # as far as penalties ask
-    grammar: GrammarMatcher | None = None  # of its output, where that is structured
+    token_counts: TokenCounts = field(
+        default_factory=TokenCounts
+    )  # computed on demand of penalties
+    grammar: GrammarMatcher | None = None  # of structured output
 
     def __post_init__(self) -> None:
         wanted = self.params.prompt_logprobs is not None
@@ -121,7 +123,6 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: prompt and output."""
         return len(self.tokens)
 
     @property
@@ -131,31 +132,29 @@ class Sequence:
 
     @property
     def scores(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be computed."""
+        """Whether log-probabilities of its prompt remain to be computed."""
         return self.num_scored is not None and self.num_scored < self.prompt_tokens - 1
 
     @property
     def exclusive(self) -> bool:
-        """Whether it still shares no step with others."""
+        """Whether it shares no step with other sequences for now."""
         return self.new_tokens < self.exclusive_tokens
 
     def tokens_left(self, max_context: int) -> int:
-        """The most tokens that it can still get here."""
+        """Maximum number of tokens that it can still get here."""
         params, output = self.params, len(self.tokens) - self.prompt_tokens
         left = min(params.max_tokens - output, max_context - len(self.tokens))
         return left if self.pause_after is None else min(left, self.pause_after - self.new_tokens)
 
     @property
     def order(self) -> tuple[float, int]:
-        """Smaller goes first; it never changes, so that no sequence starves."""
+        """Sort key, smaller first; it never changes, so that no sequence starves."""
         return self.priority, self.arrival
 
     def parent_hash(self, index: int) -> int:
-        """Hash of the block before block `index`."""
         return self.block_hashes[index - 1] if index else root_hash(self.cache_salt)
 
     def hash_of(self, index: int, block_size: int) -> int:
-        """Hash of full block `index`; computed once, in order."""
         while len(self.block_hashes) <= index:
             at = len(self.block_hashes)
             tokens = self.tokens[at * block_size : (at + 1) * block_size]

@@ -1,10 +1,9 @@
-"""An engine's forward pass, simulated: takes its time, computes nothing, and proves what it reads.
+"""A simulated forward pass: it takes the time of a model, computes nothing, and checks the KV.
 
-It replaces `runner.Runner`; scheduler, blocks, prefix cache, handoff and all that is above are the
-real ones. What a model would make true is kept true: a token's slot holds a hash of every token up
-to it, and a step that finds anything else there fails, unless it is KV from outside that is not
-verified yet; the next token depends on all tokens, settings, seed and position alone, through
-logits made up from the hash and the real sampler.
+It replaces `runner.Runner`; scheduler, block manager, prefix cache, handoff and everything above
+are the real ones. A token's slot holds a hash of all tokens up to it, and a step that finds
+anything else there fails, unless it is received KV that is not verified yet. The next token depends
+only on all tokens, settings, seed and position, by logits made from the hash and the real sampler.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ import torch
 
 from baton.block_hash import root_hash
 from baton.config import SimulatedSpeed
+from baton.engine.kernels.torch.row_quantization import is_quantized, split_rows
 from baton.engine.runner import SampledTokens, StepRunner, sample_rows, tokens_by_sequence
-from baton.engine.sampling.prompt_logprobs import PromptLogprobs, logprobs_of
+from baton.engine.sampling.prompt_logprobs import PromptLogprobs, compute_logprobs
 from baton.engine.sampling.randomness import splitmix64
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
-from baton.engine.weights.quantize import is_quantized, split_rows
 from baton.errors import InternalError
 
 Words = npt.NDArray[np.uint64]
 
-_FAVOURITES = 8  # tokens that stand out of a row of logits
+_FAVOURITES = 8  # tokens with high logits in each row
 _BEST_LOGIT = 12.0
 
 
 class SimulatedRunner(StepRunner):
-    """Runs plans over a pool `[blocks, layers, 2, kv_heads, block_size, head_size]` in memory."""
+    """Runs steps over a pool `[blocks, layers, 2, kv_heads, block_size, head_size]` in memory."""
 
     def __init__(self, speed: SimulatedSpeed, pool: torch.Tensor, sampler: Sampler) -> None:
         super().__init__(pool, sampler)
@@ -46,37 +45,41 @@ class SimulatedRunner(StepRunner):
         self._steps = 0
 
     def run(self, step: ScheduledStep) -> dict[str, SampledTokens]:
-        """A token for each sequence that has caught up, by its id, after the time it would take.
+        """A token for each sequence that samples, by its id, after the simulated time.
 
         Raises InternalError when a block does not hold what its sequence wrote there.
         """
-        sequences = sum(work.count - len(work.proposed) == 1 for work in step.sequences)
+        sequences = sum(
+            scheduled.count - len(scheduled.proposed) == 1 for scheduled in step.sequences
+        )
         ends = time.monotonic() + self._speed.step_s(step.num_tokens - sequences, sequences)
         self._steps += 1
-        for work in step.sequences:
-            self._compute(work)
+        for scheduled in step.sequences:
+            self._compute(scheduled)
         sampled = self._sample_work(step.sequences)
         time.sleep(max(0.0, ends - time.monotonic()))
         return sampled
 
-    def _compute(self, work: ScheduledSequence) -> None:
-        """Reads what comes before these tokens, then writes them."""
-        sequence = work.sequence
+    def _compute(self, scheduled: ScheduledSequence) -> None:
+        """Checks the KV before these tokens, then writes theirs."""
+        sequence = scheduled.sequence
         history = self._histories.setdefault(sequence, _History(sequence.cache_salt))
-        first, last = 0, work.start
-        if work.start == history.computed_here:
-            # One block in turn: reading a long context again each step would take too long.
+        first, last = 0, scheduled.start
+        if scheduled.start == history.computed_here:
+            # One block a step in turn: checking a long context in every step would take too long.
             size = self._slots.block_size
-            first = self._steps % max(1, -(-work.start // size)) * size
-            last = min(first + size, work.start)
-        end = work.start + work.count
-        # A model computes from wrong KV, too. Once it is verified all of it is checked.
+            first = self._steps % max(1, -(-scheduled.start // size)) * size
+            last = min(first + size, scheduled.start)
+        end = scheduled.start + scheduled.count
+        # Like a model, it computes from wrong KV, too. Once verified, all of it is checked.
         if not sequence.unverified:
             self._check(sequence, history, first, last)
-            history.computed_here = end - len(work.proposed)  # unless proposed tokens are accepted
-        tokens = [*sequence.tokens, *work.proposed] if work.proposed else sequence.tokens
-        kv = history.kv(tokens, work.start, end)
-        self._slots.write(sequence.block_ids, work.start, kv)
+            history.computed_here = end - len(
+                scheduled.proposed
+            )  # unless proposed tokens are accepted
+        tokens = [*sequence.tokens, *scheduled.proposed] if scheduled.proposed else sequence.tokens
+        kv = history.kv(tokens, scheduled.start, end)
+        self._slots.write(sequence.block_ids, scheduled.start, kv)
 
     def _check(self, sequence: Sequence, history: _History, start: int, end: int) -> None:
         """Compares the slots of positions [start, end)."""
@@ -88,25 +91,27 @@ class SimulatedRunner(StepRunner):
                 f"sequence {sequence.seq_id}: block {block} does not hold the KV of token {wrong}"
             )
 
-    def _sample_work(self, work: list[ScheduledSequence]) -> dict[str, SampledTokens]:
-        sampling = [item for item in work if item.samples]
+    def _sample_work(self, scheduled: list[ScheduledSequence]) -> dict[str, SampledTokens]:
+        sampling = [item for item in scheduled if item.samples]
         rows = [(item.sequence, row) for item in sampling for row in sample_rows(item)]
-        sampled = tokens_by_sequence(sampling, self._sample(rows), self._prompts(work))
+        sampled = tokens_by_sequence(sampling, self._sample(rows), self._prompts(scheduled))
         for item in sampling:
             new = sampled[item.sequence.seq_id].token_ids
             self._histories[item.sequence].accept(item.sequence.num_tokens, len(new) - 1)
         return sampled
 
-    def _prompts(self, work: list[ScheduledSequence]) -> dict[str, PromptLogprobs]:
+    def _prompts(self, scheduled: list[ScheduledSequence]) -> dict[str, PromptLogprobs]:
         found = {}
-        for item in work:
+        for item in scheduled:
             if scored := item.scored:
                 sequence, tokens = item.sequence, item.sequence.tokens
                 params, count = sequence.params, sequence.prompt_tokens
                 rows = [(sequence, SampleRow(params, tokens[: at + 1], count)) for at in scored]
                 targets = tokens[scored.start + 1 : scored.stop + 1]
                 logits = torch.from_numpy(self._logits(rows))
-                found[sequence.seq_id] = logprobs_of(logits, targets, params.prompt_logprobs or 0)
+                found[sequence.seq_id] = compute_logprobs(
+                    logits, targets, params.prompt_logprobs or 0
+                )
         return found
 
     def _sample(self, rows: list[tuple[Sequence, SampleRow]]) -> Sampled:
@@ -124,7 +129,7 @@ class SimulatedRunner(StepRunner):
         return Sampled(token_ids, logprobs)
 
     def _logits(self, rows: list[tuple[Sequence, SampleRow]]) -> npt.NDArray[np.float32]:
-        """`[rows, vocab]`: a few favourites over an even ground."""
+        """`[rows, vocab]`: a few favourites, and 0 for all other tokens."""
         logits = np.zeros((len(rows), self.sampler.vocab_size), np.float32)
         heights = _BEST_LOGIT - np.arange(_FAVOURITES, dtype=np.float32)
         for scores, (sequence, row) in zip(logits, rows, strict=True):
@@ -139,7 +144,7 @@ class SimulatedRunner(StepRunner):
 
 @dataclass
 class _History:
-    """For each position of one sequence a hash of all tokens up to it, made as tokens come."""
+    """Hashes of one sequence: for each position, of all tokens up to it."""
 
     salt: str
     computed_here: int = 0  # where the last step ended
@@ -147,7 +152,7 @@ class _History:
     _known: int = 0
 
     def accept(self, known: int, right: int) -> None:
-        """Of the tokens proposed behind `known` ones so many were accepted."""
+        """Keeps hashes of accepted proposals. known: tokens before them · right: how many."""
         self._known = min(self._known, known + right)
         self.computed_here += right
 
@@ -165,12 +170,12 @@ class _History:
         return self._hashes[:count]
 
     def kv(self, tokens: Tokens[int], start: int, end: int) -> Words:
-        """What the KV of positions [start, end) is made of: another salt's is never the same."""
+        """The KV of positions [start, end), as words; it differs for each salt."""
         return splitmix64(self.hashes(tokens)[start:end] ^ np.uint64(root_hash(self.salt)))
 
 
 class _Slots:
-    """The pool's elements as 16-bit words, whatever their type; scales stay as they are."""
+    """The pool's elements as 16-bit words, whatever their type; scales are not written."""
 
     def __init__(self, pool: torch.Tensor) -> None:
         elements = split_rows(pool)[0] if is_quantized(pool.dtype) else pool
@@ -178,17 +183,17 @@ class _Slots:
         _, layers, sides, heads, size, width = self._words.shape
         self.block_size = size
         self._quarter = np.arange(width) % 4  # a hash has four words
-        # K and V, heads and layers differ, so that one in another's place is noticed.
+        # K and V, heads and layers differ, so that a mix-up is noticed.
         places = np.arange(1, layers * sides * heads + 1, dtype=np.uint16)
         self._places = places.reshape(layers, sides, heads, 1)
 
     def write(self, blocks: list[int], start: int, kv: Words) -> None:
-        """Fills the slots from position `start` of a sequence on."""
+        """Writes the slots of a sequence from position `start` on."""
         rows, slots = self._where(blocks, start, len(kv))
         self._words[rows, :, :, :, slots] = self._content(kv)
 
     def first_wrong(self, blocks: list[int], start: int, kv: Words) -> int | None:
-        """The first position from `start` on whose slot holds something else."""
+        """The first position from `start` on whose slot has other content, or None."""
         rows, slots = self._where(blocks, start, len(kv))
         differs = self._words[rows, :, :, :, slots] != self._content(kv)
         wrong = differs.any((1, 2, 3, 4)).nonzero()[0]

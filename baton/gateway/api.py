@@ -1,7 +1,7 @@
-"""OpenAI's API as msgspec structs: one declaration decodes, checks and describes it.
+"""OpenAI's API as msgspec structs, which decode, check and describe it.
 
-OpenAI's fields and, where vLLM has more, vLLM's by the same names. What would change the meaning of
-an answer and is not there is refused by name (`unsupported`); other unknown fields are ignored.
+Fields are OpenAI's, and vLLM's extensions by vLLM's names. Unsupported fields that would change an
+answer are refused by name (`unsupported`); other unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from baton.errors import InvalidRequest
+from baton.generation.enum_names import FinishReason
 from baton.generation.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
@@ -29,7 +30,7 @@ from router.generation_service import CALLERS_ID_PATTERN
 MAX_N = 128
 MAX_PROMPTS = 1024
 MAX_DETOKENIZED = 1 << 20  # tokens
-_MAX_NEUTRAL_BYTES = 64  # of a value that means "without this feature"
+_MAX_NEUTRAL_BYTES = 64  # of a value that disables a feature
 
 _UINT32 = (1 << 32) - 1
 Text = Annotated[str, Meta(min_length=1)]
@@ -44,10 +45,6 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenKey = Annotated[int, Meta(ge=0, lt=10**9)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 LogitBias = Annotated[dict[TokenKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
-Metadata = Annotated[  # OpenAI's limits
-    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
-    Meta(max_length=16),
-]
 # 64 bits, signed or not: msgspec's own bounds are those of int64.
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 PriorityNumber = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
@@ -66,7 +63,7 @@ _PROMPTS: dict[tuple[bool, bytes], Any] = {
 }
 _PROMPT_SCHEMAS = [msgspec.json.schema(kind) for kind in _PROMPTS.values()]
 
-# By field: the values that mean "without it", beside null.
+# By field: the values besides null that disable it.
 Unsupported = dict[str, tuple[Any, ...]]
 _UNSUPPORTED: Unsupported = {
     "kv_transfer_params": (),
@@ -84,14 +81,14 @@ _TEMPLATE: Unsupported = {"chat_template": (), "documents": ([],)}
 
 
 class StreamOptions(Struct):
-    """What the last chunk of a stream holds besides; with `continuous_usage_stats` each."""
+    """Adds the usage to a stream: in a last chunk, or also in each chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(Struct, kw_only=True):
-    """A schema of `response_format`; name, description and strict change nothing."""
+    """A schema of `response_format`; name, description and strict are ignored."""
 
     schema: Schema
     name: str | None = None
@@ -100,14 +97,14 @@ class JsonSchemaFormat(Struct, kw_only=True):
 
 
 class ResponseFormat(Struct, kw_only=True):
-    """OpenAI's way to ask for JSON."""
+    """OpenAI's structured output."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(Struct, kw_only=True):
-    """vLLM's way to restrict an output: one of these."""
+    """vLLM's structured output: one of these."""
 
     json: Schema | None = None
     json_object: bool | None = None
@@ -119,7 +116,7 @@ class StructuredOutputs(Struct, kw_only=True):
 
 
 class GenerateOptions(Struct, kw_only=True):
-    """What completions and chats have in common; null is the default."""
+    """Fields of completions and chats; null is the default."""
 
     unsupported: ClassVar[Unsupported] = _UNSUPPORTED
 
@@ -163,7 +160,7 @@ class GenerateOptions(Struct, kw_only=True):
 
 
 class CompletionRequest(GenerateOptions, kw_only=True):
-    """A text completion of one prompt or several."""
+    """A request to complete one or more prompts."""
 
     unsupported: ClassVar[Unsupported] = {
         **_UNSUPPORTED,
@@ -185,14 +182,14 @@ class TextPart(Struct):
 
 
 class CalledFunction(Struct):
-    """A function and its arguments, JSON as the model wrote it; in a delta a piece of them."""
+    """A function and its arguments, in JSON; in a delta, a piece of them."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class ToolCall(Struct, kw_only=True):
-    """A function that is called."""
+    """A function call."""
 
     id: str
     function: CalledFunction
@@ -200,7 +197,7 @@ class ToolCall(Struct, kw_only=True):
 
 
 class Message(Struct, kw_only=True):
-    """One turn; its parts are joined by line breaks."""
+    """One turn of a chat; parts are joined by line breaks."""
 
     role: Text
     content: str | list[TextPart] | None = None
@@ -217,7 +214,7 @@ Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class FunctionDefinition(Struct, kw_only=True):
-    """A function and the JSON schema of its arguments; `strict` changes nothing."""
+    """A function and the JSON schema of its arguments; `strict` is ignored."""
 
     name: str
     description: str | None = None
@@ -226,7 +223,7 @@ class FunctionDefinition(Struct, kw_only=True):
 
 
 class Tool(Struct, kw_only=True):
-    """What the model may call: functions alone."""
+    """A tool that the model may call; only functions are supported."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -239,7 +236,7 @@ class NamedFunction(Struct):
 
 
 class NamedTool(Struct, kw_only=True):
-    """The tool that has to be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -259,7 +256,7 @@ class ChatOptions(GenerateOptions, kw_only=True):
 
 
 class ChatRequest(ChatOptions, kw_only=True):
-    """The next message of a conversation."""
+    """A request for the next message of a chat."""
 
     unsupported: ClassVar[Unsupported] = {
         **_UNSUPPORTED,
@@ -286,7 +283,7 @@ class ChatRequest(ChatOptions, kw_only=True):
 
 
 class TokenizeRequest(Struct, kw_only=True):
-    """A prompt, or messages by the chat template, to be turned into tokens."""
+    """A prompt, or messages for the chat template, to tokenize."""
 
     unsupported: ClassVar[Unsupported] = _TEMPLATE
 
@@ -302,7 +299,7 @@ class TokenizeRequest(Struct, kw_only=True):
 
 
 class EmbeddingRequest(Struct, kw_only=True):
-    """Texts or token ids to be embedded."""
+    """Texts or token ids to embed."""
 
     unsupported: ClassVar[Unsupported] = {"truncation_side": ("left",)}
 
@@ -318,7 +315,7 @@ class EmbeddingRequest(Struct, kw_only=True):
 
 
 class DetokenizeRequest(Struct, kw_only=True):
-    """Token ids to be turned into text."""
+    """Token ids to turn into text."""
 
     unsupported: ClassVar[Unsupported] = {}
 
@@ -326,23 +323,20 @@ class DetokenizeRequest(Struct, kw_only=True):
     model: ModelName | None = None
 
 
-FinishReason = Literal["stop", "length", "tool_calls"]
-
-
 class PromptTokensDetails(Struct):
-    """How much of the prompt was cached."""
+    """Cached tokens of the prompt."""
 
     cached_tokens: Count
 
 
 class CompletionTokensDetails(Struct):
-    """How much of the output was reasoning."""
+    """Reasoning tokens of the output."""
 
     reasoning_tokens: Count
 
 
 class ServedBy(Struct):
-    """What happened to a choice; `prefill` is null where decode computed the prompt."""
+    """Workers and phases of a choice; `prefill` is null if decode computed the prompt."""
 
     prefill: str | None
     decode: str | None
@@ -357,22 +351,22 @@ class ServedBy(Struct):
     e2e_ms: float
 
 
-class Usage(Struct):
-    """Tokens of the whole request: each prompt once, every choice's output.
+class CompletionUsage(Struct):
+    """Token counts of a request: each prompt once, the output of every choice.
 
-    In a chunk that is not the last, of its choice so far, without details.
+    In a chunk before the last one, counts of its choice so far, without details.
     """
 
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # where it reasoned
-    baton: list[ServedBy] | UnsetType = UNSET  # by choice, for requests with x-baton-route
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # if there was reasoning
+    baton: list[ServedBy] | UnsetType = UNSET  # for each choice, if the request had x-baton-route
 
 
 class CompletionLogprobs(Struct):
-    """Parallel lists, one entry for each token; a prompt's first token has no log-probability."""
+    """Parallel lists with an entry for each token; null for a prompt's first token."""
 
     text_offset: list[Count]
     token_logprobs: list[Logprob | None]
@@ -381,19 +375,19 @@ class CompletionLogprobs(Struct):
 
 
 class PromptToken(Struct):
-    """A token of a prompt, or one that was likely in its place; rank 1 is the likeliest."""
+    """A prompt token or an alternative to it; rank 1 is the likeliest."""
 
     logprob: Logprob
     rank: Positive
     decoded_token: str
 
 
-# By position, then by token id; nothing for the first token.
+# By position, then by token id; null for the first token.
 PromptLogprobs = list[dict[str, PromptToken] | None]
 
 
 class TopToken(Struct):
-    """A likely token; `bytes` is its UTF-8."""
+    """A token and its UTF-8 bytes."""
 
     token: str
     logprob: Logprob
@@ -401,20 +395,20 @@ class TopToken(Struct):
 
 
 class ChatToken(TopToken):
-    """The token of one position, and the likeliest there."""
+    """The token of a position, and the likeliest ones there."""
 
     top_logprobs: list[TopToken]
 
 
 class ChatLogprobs(Struct):
-    """One entry for each token."""
+    """Log-probabilities, with an entry for each token."""
 
     content: list[ChatToken]
     refusal: None = None
 
 
 class Choice(Struct, kw_only=True):
-    """One output, or in a chunk a piece of one, of which the last has the `stop_reason`."""
+    """An output, or in a chunk a piece of it; `stop_reason` is in the last one."""
 
     index: Count
     finish_reason: FinishReason | None
@@ -431,7 +425,7 @@ class CompletionChoice(Choice, kw_only=True):
 
 
 class AssistantMessage(Struct):
-    """The whole answer of a chat; reasoning has both names that clients read."""
+    """The answer of a chat; clients read reasoning by either name."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -441,8 +435,8 @@ class AssistantMessage(Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ToolCallDelta(Struct, kw_only=True):
-    """A piece of a call; the first one has all but its arguments."""
+class ChatToolCallDelta(Struct, kw_only=True):
+    """A piece of a call: first id and name, then arguments."""
 
     index: Count
     id: str | UnsetType = UNSET
@@ -457,11 +451,11 @@ class ChatDelta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    tool_calls: list[ChatToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(Choice, kw_only=True):
-    """The output is a `message`, or in a chunk a `delta`."""
+    """A chat's output: a `message`, or in a chunk a `delta`."""
 
     message: AssistantMessage | UnsetType = UNSET
     delta: ChatDelta | UnsetType = UNSET
@@ -474,7 +468,7 @@ class Answer(Struct, kw_only=True):
     id: str
     created: Count
     model: str
-    usage: Usage | UnsetType | None = UNSET
+    usage: CompletionUsage | UnsetType | None = UNSET
 
 
 class Completion(Answer, kw_only=True):
@@ -493,7 +487,7 @@ class ChatCompletion(Answer, kw_only=True):
 
 
 class Tokens(Struct):
-    """A prompt in tokens."""
+    """The answer of /tokenize."""
 
     count: Count
     max_model_len: Count
@@ -502,7 +496,7 @@ class Tokens(Struct):
 
 
 class Embedding(Struct):
-    """Of one input: numbers, or in base64 the bytes of float32 ones, little-endian."""
+    """The embedding of an input: numbers, or base64 of little-endian float32 numbers."""
 
     embedding: list[float] | str
     index: Count
@@ -510,7 +504,7 @@ class Embedding(Struct):
 
 
 class EmbeddingUsage(Struct):
-    """Tokens of all inputs."""
+    """Token counts of all inputs."""
 
     prompt_tokens: Count
     total_tokens: Count
@@ -526,13 +520,13 @@ class Embeddings(Struct):
 
 
 class Detokenized(Struct):
-    """What tokens say, special ones included."""
+    """The answer of /detokenize, special tokens included."""
 
     prompt: str
 
 
-class Model(Struct):
-    """A model that can be asked for."""
+class ModelCard(Struct):
+    """A served model."""
 
     id: str
     max_model_len: Count
@@ -541,15 +535,15 @@ class Model(Struct):
     owned_by: str = "baton"
 
 
-class Models(Struct):
-    """What this router serves."""
+class ModelList(Struct):
+    """The served models."""
 
-    data: list[Model]
+    data: list[ModelCard]
     object: Literal["list"] = "list"
 
 
 class Status(Struct):
-    """Whether requests are served."""
+    """The answer of /health and /ready."""
 
     status: str
 
@@ -570,35 +564,34 @@ class ErrorDetails(Struct):
 
 
 class Error(Struct):
-    """What every status of 400 and above has as its body."""
+    """The body of every status from 400 on."""
 
     error: ErrorDetails
 
 
-T = TypeVar("T", bound=Struct)  # a request
+T = TypeVar("T", bound=Struct)  # struct of a request
 _ABSENT = Raw()
 _PROMPT_START = re.compile(rb'(\[?)[ \t\r\n]*(["[]?)')
 
 
 @functools.cache
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    """Decodes a request, and keeps what is not supported as it is."""
+    """A decoder of requests that keeps unsupported fields undecoded."""
     fields = [(name, Raw, _ABSENT) for name in unsupported_in(kind)]
     return msgspec.json.Decoder(msgspec.defstruct("_Body", fields, bases=(kind,), kw_only=True))
 
 
 def decode(kind: type[T], body: bytes) -> T:
-    """The request that `body` holds.
+    """Decodes and checks a body; values of unknown fields are skipped.
 
-    Raises InvalidRequest with the field that is wrong, or without one for what is no JSON object.
-    Fast whatever is in it: values of unknown fields are not built.
+    Raises InvalidRequest naming the wrong field, or none if the body is not a JSON object.
     """
     try:
         request: T = _decoder(kind).decode(body)
         for name, neutral in unsupported_in(kind).items():
             given = getattr(request, name)
             if given is not _ABSENT and not _is_neutral(given, neutral):
-                raise InvalidRequest(f"{name} is not supported here: leave it out", name)
+                raise InvalidRequest(f"{name} is not supported: leave it out", name)
         return request
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
@@ -609,19 +602,19 @@ def decode(kind: type[T], body: bytes) -> T:
 
 
 def unsupported_in(kind: Any) -> Unsupported:
-    """The fields that a request's struct refuses."""
+    """The fields that a struct refuses."""
     return getattr(kind, "unsupported", {})
 
 
 def prompts_of(raw: Raw, field: str = "prompt") -> list[str] | list[list[int]]:
-    """The prompts of a completion, or of another field. Raises InvalidRequest."""
+    """Decodes the prompts of `field`. Raises InvalidRequest."""
     text = bytes(raw)
     start = _PROMPT_START.match(text)
     assert start is not None
     kind = (bool(start[1]), start[2])
     if kind not in _PROMPTS:
         raise InvalidRequest(f"{field} must be text, token ids, or a list of either", field)
-    # A list of lists has no brackets in strings; a million lists would take long to make.
+    # Counted first: a million lists would take long to decode.
     if kind == (True, b"[") and text.count(b"[") > MAX_PROMPTS + 1:
         raise InvalidRequest(f"{field} has more than {MAX_PROMPTS} prompts", field)
     try:
@@ -634,7 +627,7 @@ def prompts_of(raw: Raw, field: str = "prompt") -> list[str] | list[list[int]]:
 
 
 def _is_neutral(raw: Raw, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value means "without it". As JSON: true is not 1."""
+    """Whether a value disables a feature. Compared as JSON: true is not 1."""
     text = bytes(raw)
     if len(text) > _MAX_NEUTRAL_BYTES:
         return False
@@ -646,15 +639,15 @@ _ERROR = re.compile(r"(?P<reason>.*?)(?: - at (`key` in )?`\$\.?(?P<field>.*)`)?
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _TYPE = re.compile(r"(\w+)\[\d+\]\.type$")
 _SUPPORTED = {
-    "content": "must be that of text: images are not supported, nor are audio and files",
-    "tools": "must be 'function': tools that a server runs are not supported",
-    "tool_calls": "must be 'function': tools that a server runs are not supported",
+    "content": "must be text: images, audio and files are not supported",
+    "tools": "must be 'function': tools that run on the server are not supported",
+    "tool_calls": "must be 'function': tools that run on the server are not supported",
     "input": "must be one of message, function_call, function_call_output and reasoning",
 }
 
 
 def _invalid(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
-    """msgspec's error in this API's words: "Expected `int`, got `str` - at `$.prompt[0]`"."""
+    """Translates msgspec's error, as "Expected `int`, got `str` - at `$.prompt[0]`"."""
     found = _ERROR.fullmatch(str(error))
     assert found is not None
     reason, field = found["reason"], within + (found["field"] or "").removesuffix("[...]")
@@ -666,5 +659,5 @@ def _invalid(error: msgspec.ValidationError, within: str = "") -> InvalidRequest
     if of := _TYPE.search(field):
         return InvalidRequest(f"{field} {_SUPPORTED.get(of[1], _SUPPORTED['content'])}", field)
     if reason.startswith(("Expected `null`", "Expected `array` of length <= 0")):
-        return InvalidRequest(f"{field} is not supported here: leave it out", field)
+        return InvalidRequest(f"{field} is not supported: leave it out", field)
     return InvalidRequest(f"{field}: {reason[:1].lower()}{reason[1:]}", field)

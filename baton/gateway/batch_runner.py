@@ -1,74 +1,61 @@
-"""Runs batches: each line of a file is a POST to an endpoint of this process, at low priority.
+"""The batch runner: a process that sends each line of each batch to its router, at low priority.
 
-The output and error files are the record of what is done. Lines are appended to them and brought to
-the disk in groups; a process that begins, after whatever end of the last one, cuts half a line off
-and runs the lines that are in neither. Of several processes with one folder the one that holds its
-lock runs the batches, one of each tenant at a time.
+    python -m baton.gateway.batch_runner
+
+Its standard input is a socket to the router that started it: `Settings` come first, `Report`s go
+back, and the runner ends with the socket. All state is in the database, so that a runner continues
+where the last one was, whatever its end; one batch of each tenant runs at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
-import os
+import socket
+import sqlite3
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.client import parse_headers
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from baton.config import ApiConfig
-from baton.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    Overloaded,
-    RetryableError,
-    Unauthenticated,
-    Unavailable,
-)
+from baton.errors import InvalidRequest
 from baton.gateway.batch_store import (
-    FINISHED,
-    LOCK,
     MAX_LINES,
     WINDOW_S,
     Batch,
     BatchError,
-    BatchErrors,
     BatchStore,
-    File,
+    LineResult,
     Status,
     new_id,
-    try_lock,
 )
-from baton.gateway.generation import MAX_BODY_BYTES, Endpoint
-from baton.net.http_errors import JSON_TYPE, Header, failure_of
-from baton.net.http_server import HttpExchange
-from router.generation_service import Caller, GenerationService
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0  # between two looks at the folder, and at the lock while another process has it
-_RETRY_S = 1.0  # before a line that was refused runs again, at least
+SECRET_HEADER, TENANT_HEADER = "x-baton-batch-secret", "x-baton-batch-tenant"
+_SCAN_S = 0.5  # between two scans of the database
+_RETRY_S = 1.0  # before a refused line is sent again, at least
 _MAX_RETRY_S = 60.0
-_REFUSALS = (Overloaded, Unauthenticated)
-_FAILURES = (Unavailable, DeadlineExceeded)
+_REFUSALS = (401, 429)
+_FAILURES = (503, 504)
 _MAX_FAILURES = 3  # of a line that had begun: it may be what ends its workers
-_GRACE_S = 60.0
-_TRY_S = 3600.0  # for a line, its wait for room included
-_RESTART_S = 30.0  # before a batch goes on whose files could not be read or written
-_STALE_PART_S = 4 * 3600.0  # longer than an upload may take: what a kill left behind of one
-_JUMP_S = 60.0  # of the wall clock, which somebody set: batches get it back
-_READ_BYTES = 1 << 20
-_MAX_LINE_BYTES = MAX_BODY_BYTES + 4096
-_MAX_ERRORS = 100  # of a batch's input that are told
+_GRACE_S = 60.0  # a batch expires before its requests do
+_LINE_S = 3600.0  # longest time of a line at the router, its wait for room included
+_RESTART_S = 30.0  # before a batch continues after the database could not be read or written
+_CLOCK_JUMP_S = 60.0  # the wall clock was set by at least this much
+_LINES_AT_ONCE = 1000  # results of a transaction that ends a batch
+_MAX_ERRORS = 100  # reported of a batch's input
 _LOW = Raw(b'"low"')
-# Batches that end before their last line: by the code of why, their status and what it says.
+# Why a batch ends before its last line: its status then, and the message.
 _ENDS: dict[str, tuple[Status, str]] = {
     "batch_cancelled": ("cancelled", "The batch was cancelled before this request executed."),
     "batch_expired": (
@@ -77,13 +64,31 @@ _ENDS: dict[str, tuple[Status, str]] = {
     ),
     "disk_share_used_up": ("failed", "The tenant's share is full (--batch-disk): delete files."),
 }
-# A line is answered whole and waits for room, whatever its body asks for.
+# A line is answered whole and waits for room, whatever its body says.
 _DROPPED = ("stream", "stream_options", "ttft_target_ms", "request_id")
 
-T = TypeVar("T")
+
+class RunnerSettings(Struct):
+    """What the router passes to the runner."""
+
+    folder: str  # --batch-dir
+    max_bytes: int  # --batch-disk
+    concurrency: int  # --batch-concurrency
+    host: str  # where the router takes lines
+    port: int
+    secret: str  # proves to the router that a line comes from the runner
+    max_line_bytes: int
 
 
-class Line(Struct):
+class RunnerReport(Struct, omit_defaults=True):
+    """What the runner reports to the router; parts that are absent have not changed."""
+
+    batches: dict[str, int] | None = None  # number by status
+    lines: dict[str, int] = {}  # new results by their kind
+    log: tuple[int, str] | None = None  # level and text of a log line
+
+
+class RequestLine(Struct):
     """One request of a batch's input."""
 
     custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -92,143 +97,60 @@ class Line(Struct):
     body: Raw
 
 
-class _Done(Struct):
-    """What is read of a result."""
+class LineAnswer(Struct):
+    """The router's answer to a line; without a body it could not be reached."""
 
-    custom_id: str
-
-
-class _LineExchange(HttpExchange):
-    """A request from within this process; its answer is kept."""
-
-    def __init__(self, path: str, body: bytes) -> None:
-        super().__init__(
-            asyncio.Transport(),
-            "POST",
-            path,
-            {b"content-type": b"application/json"},
-            writable=asyncio.Event(),
-        )
-        self.status, self.answered = 0, b""
-        self._body = body
-
-    async def body(self, max_bytes: int, max_dropped_bytes: int) -> bytes | None:
-        return self._body if len(self._body) <= max_bytes else None
-
-    def answer(self, status: int, body: bytes, headers: Any = (), kind: Header = JSON_TYPE) -> None:
-        self.started, self.status, self.answered = True, status, body
-
-
-class _Results:
-    """One of a batch's two files. `waiting` is filled anywhere, the rest is the disk thread's."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.waiting: deque[bytes] = deque()
-
-    def read(self) -> set[str]:
-        """The `custom_id`s in it. What follows the last whole line is cut."""
-        done, end = set(), 0
-        with self.path.open("a+b") as file:
-            size = file.tell()
-            file.seek(0)
-            with contextlib.suppress(msgspec.DecodeError):
-                for line in file:
-                    found = msgspec.json.decode(line, type=_Done)
-                    if not line.endswith(b"\n"):
-                        break
-                    done.add(found.custom_id)
-                    end += len(line)
-            if end < size:
-                log.warning("%s: %d bytes behind its last line are cut", self.path, size - end)
-                file.truncate(end)
-        return done
-
-    def flush(self) -> None:
-        """Brings what waits to the disk."""
-        if lines := [self.waiting.popleft() for _ in range(len(self.waiting))]:
-            with self.path.open("ab") as file:
-                file.writelines(lines)
-                file.flush()
-                os.fsync(file.fileno())
-
-    def publish(self, store: BatchStore, now: int) -> str | None:
-        """Makes it a file of the tenant's; its id, or None where it is empty."""
-        if not (self.path.exists() and (size := self.path.stat().st_size)):
-            self.path.unlink(missing_ok=True)
-            return None
-        file = File(id=self.path.stem, bytes=size, created_at=now, filename=self.path.name)
-        file.purpose = "batch_output"
-        store.save(file)
-        return file.id
+    status: int = 503
+    body: bytes = b""
+    request_id: str = ""
+    retry_after_s: float = 0.0
 
 
 class BatchRunner:
-    """Runs the batches of all tenants, those of a tenant one after the other."""
+    """Runs the batches of all tenants, those of a tenant one after the other.
 
-    def __init__(
-        self,
-        folder: Path,
-        config: ApiConfig,
-        service: GenerationService,
-        endpoints: Mapping[str, Endpoint[Any]],
-    ) -> None:
-        self._folder = folder
-        self._config = config
-        self.service = service
-        self.endpoints = endpoints
-        self.concurrency = config.batch_concurrency  # of all batches together
-        self.slots = asyncio.Semaphore(self.concurrency)
-        self.wake = asyncio.Event()  # a batch was created or cancelled here
-        self._disk = ThreadPoolExecutor(1, "batches")  # one: writes end before what follows them
-        self._finished: dict[str, Status] = {}  # of batches, which are not read again
-        self._jobs: dict[str, _Job] = {}
-        self._not_before: dict[str, float] = {}  # by a batch's id; of the loop's clock
-        self._parts: dict[Path, float] = {}  # uploads, by when they were seen first
-        self._clocks = time.time(), _elapsed_s()  # of the last look
+    It writes to the database on its event loop, which has nothing urgent to do.
+    """
 
-    async def on_disk(self, work: Callable[..., T], *args: Any) -> T:
-        """Runs it on the thread that alone writes what this runner writes."""
-        return await asyncio.get_running_loop().run_in_executor(self._disk, work, *args)
+    def __init__(self, settings: RunnerSettings, report: Callable[[RunnerReport], None]) -> None:
+        self.settings = settings
+        self.report = report
+        self.slots = asyncio.Semaphore(settings.concurrency)  # for lines of all batches
+        self._jobs: dict[str, _Job] = {}  # by the batch's id
+        self._not_before: dict[str, float] = {}  # by the batch's id; of the monotonic clock
+        self._clock_offset_s = _clock_offset_s()  # at the last scan
 
     async def run(self) -> None:
-        """Runs batches while no other process does; until cancelled."""
-        with (self._folder / LOCK).open("ab") as lock:
-            try:
-                while not try_lock(lock):  # noqa: ASYNC110 - a lock tells nobody that it is free
-                    await asyncio.sleep(_LOOK_S)
-                log.info("batches of %s run here", self._folder)
-                async with asyncio.TaskGroup() as group:
-                    while True:
-                        self.wake.clear()
-                        await self._look(group)
-                        with contextlib.suppress(TimeoutError):
-                            async with asyncio.timeout(_LOOK_S):
-                                await self.wake.wait()
-            finally:
-                self.service.batches.clear()
-                await asyncio.to_thread(self._disk.shutdown)  # before another process may write
+        """Runs batches until cancelled. Raises sqlite3.Error where the database does not open."""
+        self.store = BatchStore(Path(self.settings.folder), self.settings.max_bytes)
+        log.info("batches of %s run here", self.settings.folder)
+        with contextlib.closing(self.store):
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    try:
+                        self._scan(group)
+                        await asyncio.sleep(_SCAN_S)
+                    except sqlite3.Error as error:
+                        folder = self.settings.folder
+                        log.error("%s cannot be read or written: %s", folder, error)
+                        await asyncio.sleep(_RESTART_S)
 
-    async def _look(self, group: asyncio.TaskGroup) -> None:
-        """Starts what may run, and tells what runs that it is cancelled or has no room."""
-        try:
-            unfinished, counts = await self.on_disk(self._scan)
-        except Exception as error:
-            # Nobody needs to see where in our code a disk was full.
-            trace = not isinstance(error, OSError)
-            log.error("%s cannot be read or written: %s", self._folder, error, exc_info=trace)
-            await asyncio.sleep(_RESTART_S)
-            return
-        self.service.batches.clear()
-        self.service.batches.update(counts)
-        for store, batch, end in unfinished:
+    def _scan(self, group: asyncio.TaskGroup) -> None:
+        """Starts batches that may run, and ends those that are cancelled or have no room."""
+        jump_s = self._clock_jump_s()
+        self.report(RunnerReport(batches=self.store.count_batches()))
+        for tenant, batch, is_full in self.store.unfinished():
+            put_off(self.store, tenant, batch, jump_s)
+            end = _why_ends(batch, is_full)
             job = self._jobs.get(batch.id)
-            is_next = all(other.tenant != store.tenant for other in self._jobs.values())
+            is_next = all(other.tenant != tenant for other in self._jobs.values())
             may_start = is_next or end in ("batch_cancelled", "batch_expired")
-            if job and end and not job.end:
-                job.task.cancel()  # and with the next look a job begins that ends it
-            elif not job and may_start and time.monotonic() >= self._not_before.get(batch.id, 0):
-                job = self._jobs[batch.id] = _Job(self, store, batch, end)
+            if job:
+                job.batch.expires_at = batch.expires_at
+                if end and not job.end:
+                    job.task.cancel()  # the next scan starts a job that ends the batch
+            elif may_start and time.monotonic() >= self._not_before.get(batch.id, 0):
+                job = self._jobs[batch.id] = _Job(self, tenant, batch, end)
                 job.task = group.create_task(self._run(job), name=batch.id)
 
     async def _run(self, job: _Job) -> None:
@@ -236,246 +158,183 @@ class BatchRunner:
             await job.run()
         except Exception as error:
             failed = error
-            while isinstance(failed, ExceptionGroup):  # its lines are tasks
+            while isinstance(failed, ExceptionGroup):  # lines are tasks
                 failed = failed.exceptions[0]
-            trace = not isinstance(failed, OSError)
-            text = "%s goes on in %.0f s: %s"
+            text = "%s continues in %.0f s: %s"  # without a traceback of a full disk
+            trace = not isinstance(failed, sqlite3.Error)
             log.error(text, job.batch.id, _RESTART_S, failed, exc_info=trace)
             self._not_before[job.batch.id] = time.monotonic() + _RESTART_S
         finally:
             del self._jobs[job.batch.id]
-            self.wake.set()
 
-    def _scan(self) -> tuple[list[tuple[BatchStore, Batch, str]], Counter[str]]:
-        """Saves how far batches are. What has not finished, and why it must end; all by status."""
-        jump_s, now = self._jump_s(), time.time()
-        for job in tuple(self._jobs.values()):
-            job.save_progress(jump_s)
-        self._remove_stale_parts()
-        finished, unfinished = {}, []
-        counts: Counter[str] = Counter()
-        for folder in sorted(path for path in self._folder.iterdir() if path.is_dir()):
-            store = BatchStore(folder, self._config.batch_disk)
-            running = []
-            for batch_id in store.batch_ids():
-                if not (status := self._finished.get(batch_id)):
-                    batch = store.batch(batch_id)
-                    status = batch.status
-                counts[status] += 1
-                if status in FINISHED:
-                    finished[batch_id] = status
-                else:
-                    if batch_id not in self._jobs and shift(batch, jump_s, now):
-                        store.save(batch)
-                    running.append(batch)
-            is_full = bool(running) and store.is_full
-            unfinished += [(store, batch, _why_ends(batch, now, is_full)) for batch in running]
-        self._finished = finished
-        return unfinished, counts
-
-    def _jump_s(self) -> float:
-        """How far the wall clock was set ahead since the last call; below 0, back."""
-        wall, elapsed = self._clocks
-        self._clocks = time.time(), _elapsed_s()
-        jump_s = (self._clocks[0] - wall) - (self._clocks[1] - elapsed)
-        if abs(jump_s) < _JUMP_S:
+    def _clock_jump_s(self) -> float:
+        """How far the wall clock was set ahead since the last call; 0 where it was set back."""
+        offset_s = _clock_offset_s()
+        jump_s, self._clock_offset_s = offset_s - self._clock_offset_s, offset_s
+        if abs(jump_s) < _CLOCK_JUMP_S:
             return 0.0
-        log.warning("the clock was set by %+.0f s: batches keep the time that they have", jump_s)
-        return jump_s
+        log.warning("the clock was set by %+.0f s: batches keep the time they have left", jump_s)
+        return max(0.0, jump_s)
 
-    def _remove_stale_parts(self) -> None:
-        seen, now = self._parts, time.monotonic()
-        self._parts = {part: seen.get(part, now) for part in self._folder.glob("*/*.part")}
-        for part, since in self._parts.items():
-            if since < now - _STALE_PART_S:
-                part.unlink(missing_ok=True)
+    async def post(self, tenant: str, line: RequestLine, time_s: float) -> LineAnswer:
+        """Sends a line to the router as the tenant's request, and reads the answer."""
+        try:
+            async with asyncio.timeout(time_s + _GRACE_S):
+                return await self._post(tenant, line, time_s)
+        except (OSError, EOFError, TimeoutError):  # the router ends, and this process with it
+            return LineAnswer()
+
+    async def _post(self, tenant: str, line: RequestLine, time_s: float) -> LineAnswer:
+        settings, body = self.settings, _low_priority(line.body)
+        head = (
+            f"POST {line.url} HTTP/1.1\r\nhost: {settings.host}\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            f"x-request-timeout: {max(time_s, 1.0)}\r\n{SECRET_HEADER}: {settings.secret}\r\n"
+            f"{TENANT_HEADER}: {quote(tenant)}\r\n\r\n"
+        )
+        reader, writer = await asyncio.open_connection(settings.host, settings.port)
+        try:
+            writer.write(head.encode() + body)
+            status, _, rest = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")
+            headers = parse_headers(io.BytesIO(rest))
+            return LineAnswer(
+                int(status.split()[1]),
+                await reader.readexactly(int(headers["content-length"])),
+                headers["x-request-id"] or "",
+                float(headers["retry-after"] or 0),
+            )
+        finally:
+            writer.transport.abort()  # which cancels a request that is not answered yet
 
 
-def _elapsed_s() -> float:
-    """Time that passes, a suspended machine's too, whatever the wall clock is set to."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+def _clock_offset_s() -> float:
+    """The wall clock less the time since the machine started, which nothing sets."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def shift(batch: Batch, jump_s: float, now: float) -> bool:
-    """Puts off a batch's expiry by what the wall clock jumped ahead, and no further than a window.
-
-    Whether that changed it.
-    """
-    before = batch.expires_at
-    batch.expires_at = int(min(before + max(0.0, jump_s), now + WINDOW_S + 1))
-    return batch.expires_at != before
+def put_off(store: BatchStore, tenant: str, batch: Batch, jump_s: float) -> None:
+    """Moves a batch's expiry by what the clock was set ahead, at most to a window from now on."""
+    expires_at = int(min(batch.expires_at + jump_s, time.time() + WINDOW_S + 1))
+    if expires_at != batch.expires_at:
+        with store.changing(tenant, batch.id) as changed:
+            changed.expires_at = batch.expires_at = expires_at
 
 
-def _why_ends(batch: Batch, now: float, is_full: bool) -> str:
-    """Of `_ENDS`; empty where it may go on."""
+def _why_ends(batch: Batch, is_full: bool) -> str:
+    """The key of `_ENDS`; empty where the batch may continue."""
     if batch.status == "cancelling":
         return "batch_cancelled"
-    if now >= batch.expires_at:
+    if time.time() >= batch.expires_at:
         return "batch_expired"
     return "disk_share_used_up" if is_full else ""
 
 
 class _Job:
-    """One batch that runs."""
+    """One batch that runs, or is ended."""
 
     task: asyncio.Task[None]
 
-    def __init__(self, runner: BatchRunner, store: BatchStore, batch: Batch, end: str) -> None:
-        """`end`, of `_ENDS`, is why it ends now, if it does."""
-        self.tenant = store.tenant
+    def __init__(self, runner: BatchRunner, tenant: str, batch: Batch, end: str) -> None:
+        """`end`: the key of `_ENDS` for a batch that ends now, else empty."""
+        self.tenant = tenant
         self.batch = batch
-        self._runner = runner
-        self._store = store
-        self._input = store.content(batch.input_file_id)
-        number = batch.id.removeprefix("batch_")
-        self._output = _Results(store.content(f"file-{number}-output"))
-        self._errors = _Results(store.content(f"file-{number}-errors"))
-        self._room = asyncio.Semaphore(runner.concurrency)  # for lines in memory
         self.end = end
-        self._saved = ""
+        self._runner = runner
+        self._room = asyncio.Semaphore(runner.settings.concurrency)  # for this batch's lines
+        self._waiting: list[LineResult] = []  # to be written
 
     async def run(self) -> None:
-        """Runs it to its end. Raises OSError where a file cannot be read or written."""
-        on_disk = self._runner.on_disk
-        if problems := await on_disk(self._begin):
-            await on_disk(self._end, "failed", problems)
-            return
+        """Runs the batch to its end. Raises sqlite3.Error where the database fails."""
         if not self.end:
-            done = await on_disk(self._resume)
+            if not self.batch.in_progress_at and (problems := self._begin()):
+                self._finish("failed", problems)
+                return
             async with asyncio.TaskGroup() as group:
-                await self._run_lines(done, group)
-        await on_disk(self._finish)
+                for number, line in self._missing():
+                    await self._room.acquire()
+                    task = group.create_task(self._run_line(number, line))
+                    task.add_done_callback(lambda _: self._room.release())
+        status, message = _ENDS.get(self.end, ("completed", ""))
+        if self.batch.in_progress_at and status in ("cancelled", "expired"):
+            error = {"code": self.end, "message": message}
+            missing = self._missing()
+            while some := list(islice(missing, _LINES_AT_ONCE)):
+                self._add(
+                    [
+                        LineResult(n, "failed", _result(line.custom_id, None, error))
+                        for n, line in some
+                    ]
+                )
+        self._finish(status, [BatchError(self.end, message)] if status == "failed" else [])
 
-    async def _run_lines(self, done: set[str], group: asyncio.TaskGroup) -> None:
-        lines = self._lines(done)
-        while some := await self._runner.on_disk(next, lines, None):
-            for line in some:
-                await self._room.acquire()
-                task = group.create_task(self._run_line(line))
-                task.add_done_callback(lambda _: self._room.release())
-
-    async def _run_line(self, line: Line) -> None:
-        """Runs a line until it has a result that is not a refusal."""
-        failures = 0
+    async def _run_line(self, number: int, line: RequestLine) -> None:
+        """Sends a line until its answer is not a refusal, and stores that."""
+        runner, failures = self._runner, 0
         while True:
-            exchange = _LineExchange(line.url, _low_priority(line.body))
-            # The batch expires before a request of it does.
-            left_s = min(self.batch.expires_at - time.time() + _GRACE_S, _TRY_S)
-            caller = Caller(tenant=self.tenant, time_left_s=left_s)
-            wait_s = _RETRY_S
-            async with self._runner.slots:
-                try:
-                    endpoint = self._runner.endpoints[line.url]
-                    await endpoint(self._runner.service, exchange, caller)
-                    break
-                except Exception as error:
-                    began = b"x-request-id" in exchange.answer_headers
-                    failures += began and isinstance(error, _FAILURES)
-                    again = isinstance(error, _REFUSALS + _FAILURES)
-                    if not again or failures >= _MAX_FAILURES:
-                        failure = failure_of(error)
-                        exchange.answer(failure.status, failure.body)
-                        break
-                    if isinstance(error, RetryableError):
-                        wait_s = max(wait_s, error.retry_after_s)
-            await asyncio.sleep(min(wait_s * (1 + failures), _MAX_RETRY_S))
-        request_id = exchange.answer_headers.get(b"x-request-id", b"").decode()
-        body = Raw(exchange.answered)
-        response = {"status_code": exchange.status, "request_id": request_id, "body": body}
-        result = "completed" if exchange.status == 200 else "failed"
-        results = self._output if exchange.status == 200 else self._errors
-        results.waiting.append(_result(line.custom_id, response, None))
-        await self._runner.on_disk(results.flush)
-        counts = self.batch.request_counts
-        setattr(counts, result, getattr(counts, result) + 1)
-        self._runner.service.batch_lines[result] += 1
+            left_s = min(self.batch.expires_at - time.time() + _GRACE_S, _LINE_S)
+            async with runner.slots:
+                answer = await runner.post(self.tenant, line, left_s)
+            failures += bool(answer.request_id) and answer.status in _FAILURES
+            if answer.status not in _REFUSALS + _FAILURES or failures >= _MAX_FAILURES:
+                break
+            wait_s = max(_RETRY_S, answer.retry_after_s) * (1 + failures)
+            await asyncio.sleep(min(wait_s, _MAX_RETRY_S))
+        response = {
+            "status_code": answer.status,
+            "request_id": answer.request_id,
+            "body": Raw(answer.body),
+        }
+        kind: Literal["completed", "failed"] = "completed" if answer.status == 200 else "failed"
+        self._waiting.append(LineResult(number, kind, _result(line.custom_id, response, None)))
+        await asyncio.sleep(0)  # what ends at the same time is written together
+        if results := self._waiting:
+            self._waiting = []
+            self._add(results)
 
-    # From here on: for the disk thread.
-
-    def save_progress(self, jump_s: float) -> None:
-        """The counts, for whoever asks; the clock may have jumped."""
-        counts = str(self.batch.request_counts)
-        jumped = shift(self.batch, jump_s, time.time())
-        if self.batch.status == "in_progress" and (jumped or counts != self._saved):
-            self._store.save(self.batch)
-            self._saved = counts
+    def _add(self, results: list[LineResult]) -> None:
+        self._runner.store.add_results(self.tenant, self.batch.id, results)
+        self._runner.report(RunnerReport(lines=Counter(result.kind for result in results)))
 
     def _begin(self) -> list[BatchError]:
-        """What is wrong with the input; if nothing, the batch is in progress."""
-        if not self._input.exists():
-            return [BatchError("file_missing", "the input file is gone")]
-        if self.batch.in_progress_at or self.end:
-            return []
+        """Checks the input, and makes the batch in progress where nothing is wrong with it."""
+        store, max_bytes = self._runner.store, self._runner.settings.max_line_bytes
         problems: list[BatchError] = []
         seen: set[str] = set()
-        with self._input.open("rb") as file:
-            texts = iter(partial(file.readline, _MAX_LINE_BYTES + 1), b"")
-            for number, text in enumerate(texts, 1):
-                too_long = len(text) > _MAX_LINE_BYTES
-                if text.isspace() and not too_long:
-                    continue
-                try:
-                    if too_long:
-                        raise InvalidRequest(f"at most {_MAX_LINE_BYTES} bytes may be given")
-                    line = parse_line(text)
-                    if line.url != self.batch.endpoint:
-                        raise InvalidRequest(f"the batch is for {self.batch.endpoint}", "url")
-                    if line.custom_id in seen:
-                        raise InvalidRequest("an earlier line has this custom_id", "custom_id")
-                    if len(seen) == MAX_LINES:
-                        raise InvalidRequest(f"at most {MAX_LINES} lines may be given")
-                    seen.add(line.custom_id)
-                except InvalidRequest as error:
-                    problem = BatchError("invalid_line", str(error), number, error.field or None)
-                    problems.append(problem)
-                if too_long or len(problems) == _MAX_ERRORS:
-                    break  # what follows has no number, or is too much to tell
+        for number, text in enumerate(store.lines(self.batch.input_file_id, max_bytes), 1):
+            if len(text) <= max_bytes and not text.strip():
+                continue
+            try:
+                if len(text) > max_bytes:
+                    raise InvalidRequest(f"at most {max_bytes} bytes may be given")
+                line = parse_line(text)
+                if line.url != self.batch.endpoint:
+                    raise InvalidRequest(f"the batch is for {self.batch.endpoint}", "url")
+                if line.custom_id in seen:
+                    raise InvalidRequest("an earlier line has this custom_id", "custom_id")
+                if len(seen) == MAX_LINES:
+                    raise InvalidRequest(f"at most {MAX_LINES} lines may be given")
+                seen.add(line.custom_id)
+            except InvalidRequest as error:
+                problem = BatchError("invalid_line", str(error), number, error.field or None)
+                problems.append(problem)
+                if len(problems) == _MAX_ERRORS:
+                    break
         if not seen and not problems:
             problems.append(BatchError("empty_file", "the file has no requests"))
         if not problems:
-            self.batch.status, self.batch.in_progress_at = "in_progress", int(time.time())
-            self.batch.request_counts.total = len(seen)
-            self._store.save(self.batch)
+            store.begin(self.tenant, self.batch.id, len(seen))
         return problems
 
-    def _resume(self) -> set[str]:
-        """The lines that have results."""
-        done, failed = self._output.read(), self._errors.read()
-        counts = self.batch.request_counts
-        counts.completed, counts.failed = len(done), len(failed)
-        return done | failed
+    def _missing(self) -> Iterator[tuple[int, RequestLine]]:
+        """The lines that have no result, with their numbers from 0."""
+        store, max_bytes = self._runner.store, self._runner.settings.max_line_bytes
+        done = store.done(self.batch)
+        for number, text in enumerate(store.lines(self.batch.input_file_id, max_bytes)):
+            if number not in done and text.strip():
+                yield number, msgspec.json.decode(text, type=RequestLine)
 
-    def _lines(self, done: set[str]) -> Iterator[list[Line]]:
-        """The others, some at a time."""
-        with self._input.open("rb") as file:
-            while texts := file.readlines(_READ_BYTES):
-                lines = [msgspec.json.decode(text, type=Line) for text in texts if text.strip()]
-                if missing := [line for line in lines if line.custom_id not in done]:
-                    yield missing
-
-    def _finish(self) -> None:
-        """Gives every line a result if there is room, and publishes them."""
-        code = self.end
-        status, message = _ENDS.get(code, ("completed", ""))
-        if self.batch.in_progress_at:
-            done = self._resume()
-            error = {"code": code, "message": message}
-            for lines in self._lines(done) if status in ("cancelled", "expired") else ():
-                self._errors.waiting.extend(_result(line.custom_id, None, error) for line in lines)
-                self.batch.request_counts.failed += len(lines)
-                self._errors.flush()
-        self._end(status, [BatchError(code, message)] if status == "failed" else [])
-
-    def _end(self, status: Status, problems: list[BatchError]) -> None:
-        batch, now = self.batch, int(time.time())
-        if batch.in_progress_at:
-            batch.finalizing_at = now
-            batch.output_file_id = self._output.publish(self._store, now)
-            batch.error_file_id = self._errors.publish(self._store, now)
-        batch.errors = BatchErrors(problems) if problems else None
-        batch.status = status
-        setattr(batch, f"{status}_at", now)
-        self._store.save(batch)
+    def _finish(self, status: Status, problems: list[BatchError]) -> None:
+        batch = self._runner.store.finish(self.tenant, self.batch.id, status, problems)
         counts = batch.request_counts
         log.info(
             "%s of %s: %s, %d of %d requests completed, %d failed",
@@ -483,10 +342,10 @@ class _Job:
         )  # fmt: skip
 
 
-def parse_line(text: bytes) -> Line:
-    """A line of a batch's input. Raises InvalidRequest."""
+def parse_line(text: bytes) -> RequestLine:
+    """Parses a line of a batch's input. Raises InvalidRequest."""
     try:
-        line = msgspec.json.decode(text, type=Line)
+        line = msgspec.json.decode(text, type=RequestLine)
         _low_priority(line.body)
         return line
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -494,7 +353,7 @@ def parse_line(text: bytes) -> Line:
 
 
 def _low_priority(body: Raw) -> bytes:
-    """A line's body as it is run."""
+    """A line's body as it is sent."""
     members = msgspec.json.decode(body, type=dict[str, Raw])
     for name in _DROPPED:
         members.pop(name, None)
@@ -504,3 +363,29 @@ def _low_priority(body: Raw) -> bytes:
 def _result(custom_id: str, response: Any, error: Any) -> bytes:
     found = {"custom_id": custom_id, "response": response, "error": error}
     return msgspec.json.encode({"id": f"batch_req_{new_id()}", **found}) + b"\n"
+
+
+async def _main() -> None:
+    """Runs until the router closes its end of the socket."""
+    loop = asyncio.get_running_loop()
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=0))
+    settings = msgspec.json.decode(await reader.readline(), type=RunnerSettings)
+
+    def report(found: RunnerReport) -> None:
+        loop.call_soon_threadsafe(writer.write, msgspec.json.encode(found) + b"\n")
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            report(RunnerReport(log=(record.levelno, self.format(record))))
+
+    logging.basicConfig(level=logging.INFO, handlers=[Handler()])
+    running = asyncio.create_task(BatchRunner(settings, report).run())
+    closed = asyncio.create_task(reader.read())
+    await asyncio.wait([running, closed], return_when=asyncio.FIRST_COMPLETED)
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

@@ -1,50 +1,73 @@
-"""Files and batches of tenants in a folder, which is all that is known of them.
+"""Files and batches of all tenants, in one SQLite database in the folder of `--batch-dir`.
 
-    DIR/TENANT/file-ID.json, .jsonl     a file: what the API says of it, and its content
-    DIR/TENANT/batch_ID.json, .cancel   a batch, and whether somebody asked to cancel it
-
-A file is there once its .json is. A batch's .json is written when it is created, and from then on
-by the one process that runs it (`baton.gateway.batch_runner`), so that any process which has the
-folder answers for all of it. Everything here blocks.
+The gateways of all routers that share the folder create files and batches here; one batch runner
+(`baton.gateway.batch_runner`) adds results and changes the status of batches. Everything blocks,
+and raises sqlite3.Error where the database cannot be read or written.
 """
+
+# ruff: noqa: S608 - only constants are put into statements
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import re
 import secrets
+import sqlite3
 import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal, TypeVar
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, quoted
-from baton.gateway import api
 from baton.net.http_errors import HttpError
 
 MAX_FILE_BYTES = 200 << 20  # OpenAI's, as are the next two
 MAX_LINES = 50_000
 WINDOW_S = 24 * 3600.0
 MAX_FILES = 1000  # of a tenant
-MAX_BATCHES = 1000  # of a tenant; with one more the oldest that has ended is forgotten
+MAX_BATCHES = 1000  # of a tenant; beyond, the oldest finished one is forgotten
 MAX_UNFINISHED = 100  # of those
-_RETRY_S = 60.0  # until there may be room for one more
-_BLOCK_BYTES = 4096  # taken by the smallest file
-_ID = re.compile(r"(file-[0-9a-f]{24}(-output|-errors)?|batch_[0-9a-f]{24})")
+_RETRY_S = 60.0  # before another batch may be created
+_READ_BYTES = 256 << 10
+_BUSY_S = 10.0  # longest wait for another process's transaction
+_VERSION = 1  # of the tables
+_SCHEMA = """
+CREATE TABLE files (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
+    created_at INTEGER NOT NULL, bytes INTEGER NOT NULL DEFAULT 0,
+    ready INTEGER NOT NULL DEFAULT 0  -- 0 for results while the batch runs
+);
+CREATE INDEX files_by_tenant ON files (tenant, id);
+CREATE TABLE chunks (  -- contents of files; in a file of results, `number` is the input's line
+    file_id TEXT NOT NULL REFERENCES files (id) ON DELETE CASCADE,
+    number INTEGER NOT NULL, data BLOB NOT NULL, UNIQUE (file_id, number)
+);
+CREATE TABLE batches (  -- `body` is `Batch` in JSON
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, body TEXT NOT NULL,
+    status TEXT AS (json_extract(body, '$.status'))
+);
+CREATE INDEX batches_by_tenant ON batches (tenant, id);
+"""
 
 Status = Literal[
     "validating", "failed", "in_progress", "completed", "expired", "cancelling", "cancelled"
 ]
 FINISHED = ("failed", "completed", "expired", "cancelled")
-LOCK = ".lock"  # beside tenants' folders: no tenant's name begins with a dot
+_FILES = "SELECT * FROM files WHERE tenant = ? AND ready"
+_BATCHES = "SELECT * FROM batches WHERE tenant = ?"
+Metadata = Annotated[  # OpenAI's limits
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
 
 
 class File(Struct, kw_only=True):
-    """What is known of a file."""
+    """A file, as the API describes it."""
 
     id: str
     bytes: int
@@ -56,7 +79,7 @@ class File(Struct, kw_only=True):
 
 
 class FileDeleted(Struct):
-    """That a file is gone."""
+    """The answer to the deletion of a file."""
 
     id: str
     object: Literal["file"] = "file"
@@ -64,16 +87,16 @@ class FileDeleted(Struct):
 
 
 class BatchRequest(Struct, kw_only=True):
-    """What to run: a file of requests, one in each line, all for one endpoint."""
+    """A request to run a file of requests, one a line, all for one endpoint."""
 
     input_file_id: str
     endpoint: str
     completion_window: Literal["24h"]
-    metadata: api.Metadata | None = None
+    metadata: Metadata | None = None
 
 
 class BatchError(Struct):
-    """Why a batch failed, and where in its input."""
+    """Why a batch failed, and the input's line at fault."""
 
     code: str
     message: str
@@ -82,14 +105,14 @@ class BatchError(Struct):
 
 
 class BatchErrors(Struct):
-    """All reasons that were found."""
+    """All reasons why a batch failed."""
 
     data: list[BatchError]
     object: Literal["list"] = "list"
 
 
 class RequestCounts(Struct):
-    """How far a batch has come."""
+    """Requests of a batch, by result."""
 
     total: int = 0
     completed: int = 0
@@ -97,7 +120,7 @@ class RequestCounts(Struct):
 
 
 class Batch(Struct, kw_only=True):
-    """A batch; times are Unix seconds."""
+    """A batch, as the API describes it; times are Unix seconds."""
 
     id: str
     endpoint: str
@@ -118,11 +141,13 @@ class Batch(Struct, kw_only=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
-    metadata: api.Metadata | None = None
+    metadata: Metadata | None = None
 
     @property
-    def finished(self) -> bool:
-        return self.status in FINISHED
+    def result_files(self) -> dict[str, str]:
+        """The ids of the files of its results, by the result."""
+        number = self.id.removeprefix("batch_")
+        return {"completed": f"file-{number}-output", "failed": f"file-{number}-errors"}
 
 
 class _Page(Struct, kw_only=True):
@@ -133,13 +158,13 @@ class _Page(Struct, kw_only=True):
 
 
 class Files(_Page, kw_only=True):
-    """Some of a tenant's files."""
+    """A page of a tenant's files."""
 
     data: list[File]
 
 
 class Batches(_Page, kw_only=True):
-    """Some of a tenant's batches, newest first."""
+    """A page of a tenant's batches, newest first."""
 
     data: list[Batch]
 
@@ -160,21 +185,39 @@ class BatchesQuery(Struct):
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
 
 
-S = TypeVar("S", File, Batch)
+class LineResult(NamedTuple):
+    """One line's result."""
+
+    line: int  # number in the input file, from 0
+    kind: Literal["completed", "failed"]
+    data: bytes  # a line of JSON
 
 
 def prepare(folder: Path) -> None:
-    """Makes the folder of `--batch-dir`. Raises ConfigError where nothing can be kept in it."""
+    """Creates the folder and its database. Raises ConfigError where they cannot be used."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (folder / LOCK).open("ab") as lock:
+        for pattern in ("*/file-*.json", "*/batch_*.json"):
+            if found := next(folder.glob(pattern), None):
+                raise ConfigError(
+                    f"--batch-dir {folder} has batches of an older version, such as {found}: "
+                    "finish them with that version, then give an empty folder"
+                )
+        with lock_file(folder) as lock:
             try_lock(lock)
-    except OSError as error:
-        raise ConfigError(f"--batch-dir {folder} cannot be used: {error.strerror}") from error
+        BatchStore(folder, 0).close()
+    except (OSError, sqlite3.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--batch-dir {folder} cannot be used: {reason}") from error
+
+
+def lock_file(folder: Path) -> BinaryIO:
+    """The file whose lock the process holds that runs the folder's batches."""
+    return (folder / ".lock").open("ab")
 
 
 def try_lock(lock: BinaryIO) -> bool:
-    """Takes the lock of a folder until the file is closed, unless another process has it."""
+    """Locks a file until it is closed everywhere; False while another process has the lock."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -183,176 +226,286 @@ def try_lock(lock: BinaryIO) -> bool:
 
 
 def new_id(after: str = "") -> str:
-    """Later ones sort behind earlier ones, and behind `after`: the clock may be set back."""
+    """An id that sorts behind all earlier ones, and behind `after`: the clock may be set back."""
     now = max(time.time_ns() // 1_000_000, int(after[:12] or "0", 16) + 1)
     return f"{now:012x}{secrets.token_hex(6)}"
 
 
 class BatchStore:
-    """The files and batches of one tenant. Raises HttpError 404 for what is not this tenant's."""
+    """The database, for one thread. Raises HttpError 404 for what is not the tenant's."""
 
-    def __init__(self, folder: Path, most_bytes: int) -> None:
-        """`most_bytes` is this tenant's share of the disk."""
-        self._folder = folder
-        self.tenant = folder.name
-        self._most_bytes = most_bytes
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        """`max_bytes`: each tenant's share of the disk. Raises ConfigError for unknown tables."""
+        path = folder / "batches.sqlite3"
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        self._max_bytes = max_bytes
+        self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+        self._db.row_factory = sqlite3.Row
+        self.close = self._db.close
+        for pragma in (
+            "synchronous = FULL", "foreign_keys = ON", f"journal_size_limit = {16 << 20}"
+        ):  # fmt: skip
+            self._db.execute(f"PRAGMA {pragma}")
+        if self._version == 0:
+            self._db.execute("PRAGMA auto_vacuum = FULL")
+            self._db.execute("PRAGMA journal_mode = WAL")
+            with self._transaction():
+                if self._version == 0:  # no other process was first
+                    for statement in _SCHEMA.split(";\n")[:-1]:
+                        self._db.execute(statement)
+                    self._db.execute(f"PRAGMA user_version = {_VERSION}")
+        if self._version != _VERSION:
+            raise ConfigError(
+                f"{path} has version {self._version}, and this is for version {_VERSION}: run the "
+                "Baton that made it, or give another --batch-dir"
+            )
 
     @property
-    def is_full(self) -> bool:
-        """Whether the share is used up."""
-        return self._used_bytes() > self._most_bytes
+    def _version(self) -> int:
+        return int(self._row("PRAGMA user_version")[0])
 
-    def check_room(self, more_bytes: int = 0) -> None:
-        """Raises InvalidRequest where so much more, or one more file, does not fit."""
-        if self._used_bytes() + more_bytes > self._most_bytes:
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Everything within is written at its end, or nothing is."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+
+    def _row(self, statement: str, *values: Any) -> Any:
+        return self._db.execute(statement, values).fetchone()
+
+    # Files.
+
+    def check_room(self, tenant: str, more_bytes: int = 0) -> None:
+        """Raises InvalidRequest if the tenant may have no more bytes or files."""
+        if self._used_bytes(tenant) + more_bytes > self._max_bytes:
             raise InvalidRequest(
-                f"files and results may take {self._most_bytes} bytes here (--batch-disk): delete "
-                "some first",
+                f"files and results may take {self._max_bytes} bytes (--batch-disk): delete some "
+                "first",
                 "file",
             )
-        if sum(1 for _ in self._folder.glob("file-*.json")) >= MAX_FILES:
+        if self._row("SELECT COUNT(*) FROM files WHERE tenant = ?", tenant)[0] >= MAX_FILES:
             raise InvalidRequest(f"there are {MAX_FILES} files: delete some first", "file")
 
-    def part(self) -> BinaryIO:
-        """A file to write to, until `keep` gives it its name."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        return (self._folder / f"{secrets.token_hex(12)}.part").open("xb")
+    def add(self, tenant: str, filename: str, content: BinaryIO) -> File:
+        """Adds a file. Raises InvalidRequest if the tenant may have no more."""
+        with self._transaction():
+            file_id = self._new_id("file-")
+            columns = {"filename": filename, "purpose": "batch", "ready": 1}
+            self._add_file(file_id, tenant, **columns)
+            for number, data in enumerate(iter(partial(content.read, _READ_BYTES), b"")):
+                self._add_chunk(file_id, number, data)
+            self.check_room(tenant)
+        return self.file(tenant, file_id)
 
-    def add(self, part: BinaryIO, filename: str) -> File:
-        """Makes a file of what was written there."""
-        self.check_room()
-        file_id, now = self._new_id("file-"), int(time.time())
-        file = File(id=file_id, bytes=part.tell(), created_at=now, filename=filename)
-        _keep(part, self.content(file_id))
-        try:
-            self.save(file)
-        except OSError:
-            self.content(file_id).unlink(missing_ok=True)
-            raise
-        return file
+    def file(self, tenant: str, file_id: str) -> File:
+        row = self._row(f"{_FILES} AND id = ?", tenant, file_id)
+        if row is None:
+            raise HttpError(404, f"there is no file {quoted(file_id)}")
+        return msgspec.convert(dict(row), File)
 
-    def _new_id(self, kind: str) -> str:
-        """An id behind all that are here of that kind."""
-        last = max((path.stem for path in self._folder.glob(f"{kind}*.json")), default="")
-        return kind + new_id(last.removeprefix(kind))
+    def files(self, tenant: str, query: FilesQuery) -> Files:
+        """A page of the tenant's files."""
+        select, values = f"{_FILES} AND ? IN ('', purpose)", (tenant, query.purpose)
+        rows = self._page(select, values, query, query.order)
+        return Files(**_page([msgspec.convert(dict(row), File) for row in rows], query.limit))
 
-    def save(self, item: File | Batch) -> None:
-        """Whole or not at all, and on the disk; a batch for the process that runs it."""
-        with self.part() as part:
-            try:
-                part.write(msgspec.json.encode(item))
-                _keep(part, self._folder / f"{item.id}.json")
-            except OSError:
-                Path(part.name).unlink(missing_ok=True)
-                raise
+    def read(self, file_id: str, after: int = -1) -> tuple[bytes, int]:
+        """Some of a file's content, from behind chunk `after` on, and the last chunk's number.
 
-    def content(self, file_id: str) -> Path:
-        """Where a file's content is."""
-        return self._folder / f"{file_id}.jsonl"
+        Empty at the end.
+        """
+        parts, num_bytes = [], 0
+        select = "SELECT number, data FROM chunks WHERE file_id = ? AND number > ? ORDER BY number"
+        for number, data in self._db.execute(select, (file_id, after)):
+            parts.append(data)
+            after, num_bytes = number, num_bytes + len(data)
+            if num_bytes >= _READ_BYTES:
+                break
+        return b"".join(parts), after
 
-    def file(self, file_id: str) -> File:
-        return self._read(file_id, File, "file")
+    def lines(self, file_id: str, max_bytes: int) -> Iterator[bytes]:
+        """The lines of a file without their ends; the first one over `max_bytes` is the last."""
+        rest, after = b"", -1
+        while len(rest) <= max_bytes:
+            data, after = self.read(file_id, after)
+            if not data:
+                break
+            *lines, rest = (rest + data).split(b"\n")
+            yield from lines
+        yield rest
 
-    def open(self, file_id: str) -> BinaryIO:
-        """A file's content."""
-        self.file(file_id)
-        return self.content(file_id).open("rb")
-
-    def files(self) -> list[File]:
-        """All of them, oldest first."""
-        return self._all("file-", File)
-
-    def delete(self, file_id: str) -> FileDeleted:
-        """Deletes a file and its content. Raises HttpError 409 while a batch reads it."""
-        self.file(file_id)
-        for batch in self.batches():
-            if batch.input_file_id == file_id and not batch.finished:
-                raise HttpError(409, f"{batch.id} reads {file_id}: cancel it first")
-        for path in (self._folder / f"{file_id}.json", self.content(file_id)):
-            path.unlink(missing_ok=True)
+    def delete(self, tenant: str, file_id: str) -> FileDeleted:
+        """Deletes a file. Raises HttpError 409 while a batch reads it."""
+        with self._transaction():
+            self.file(tenant, file_id)
+            for _, batch in self._unfinished():
+                if batch.input_file_id == file_id:
+                    raise HttpError(409, f"{batch.id} reads {file_id}: cancel it first")
+            self._db.execute("DELETE FROM files WHERE id = ?", (file_id,))
         return FileDeleted(file_id)
 
-    def create(self, request: BatchRequest) -> Batch:
-        """A batch, which waits to be run. Raises Overloaded where too many do."""
-        self.file(request.input_file_id)
-        batches = self.batches()
-        finished = [batch for batch in batches if batch.finished]
-        if len(batches) - len(finished) >= MAX_UNFINISHED:
-            raise Overloaded(f"{MAX_UNFINISHED} batches have not finished yet", _RETRY_S)
-        for batch in finished[: max(0, len(batches) + 1 - MAX_BATCHES)]:
-            for path in (self._folder / f"{batch.id}.json", self._cancel_mark(batch.id)):
-                path.unlink(missing_ok=True)
-        now = time.time()
-        batch = Batch(
-            id=self._new_id("batch_"),
-            endpoint=request.endpoint,
-            input_file_id=request.input_file_id,
-            created_at=int(now),
-            expires_at=int(now + WINDOW_S),
-            metadata=request.metadata,
-        )
-        self.save(batch)
+    # Batches.
+
+    def create(self, tenant: str, request: BatchRequest) -> Batch:
+        """Creates a batch, which the runner finds. Raises Overloaded where too many wait."""
+        with self._transaction():
+            self.file(tenant, request.input_file_id)
+            count, finished = self._row(
+                f"SELECT COUNT(*), TOTAL(status IN {FINISHED}) FROM batches WHERE tenant = ?",
+                tenant,
+            )
+            if count - finished >= MAX_UNFINISHED:
+                raise Overloaded(f"{MAX_UNFINISHED} batches have not finished yet", _RETRY_S)
+            self._db.execute(
+                f"DELETE FROM batches WHERE id IN (SELECT id FROM batches WHERE tenant = ? AND "
+                f"status IN {FINISHED} ORDER BY id LIMIT ?)",
+                (tenant, max(0, count + 1 - MAX_BATCHES)),
+            )
+            now = time.time()
+            batch = Batch(
+                id=self._new_id("batch_"),
+                endpoint=request.endpoint,
+                input_file_id=request.input_file_id,
+                created_at=int(now),
+                expires_at=int(now + WINDOW_S),
+                metadata=request.metadata,
+            )
+            self._db.execute(
+                "INSERT INTO batches VALUES (?, ?, ?)", (batch.id, tenant, _json(batch))
+            )
         return batch
 
-    def batch(self, batch_id: str) -> Batch:
-        """A batch as it is now, with `cancelling` where that was asked for."""
-        return self._marked(self._read(batch_id, Batch, "batch"))
+    def batch(self, tenant: str, batch_id: str) -> Batch:
+        row = self._row(f"{_BATCHES} AND id = ?", tenant, batch_id)
+        if row is None:
+            raise HttpError(404, f"there is no batch {quoted(batch_id)}")
+        return _batch(row)
 
-    def batches(self) -> list[Batch]:
-        """All of them, oldest first."""
-        return [self._marked(batch) for batch in self._all("batch_", Batch)]
+    def batches(self, tenant: str, query: BatchesQuery) -> Batches:
+        """A page of the tenant's batches, newest first."""
+        rows = self._page(_BATCHES, (tenant,), query, "desc")
+        return Batches(**_page([_batch(row) for row in rows], query.limit))
 
-    def batch_ids(self) -> list[str]:
-        """Of all of them, oldest first."""
-        return sorted(path.stem for path in self._folder.glob("batch_*.json"))
-
-    def cancel(self, batch_id: str) -> Batch:
-        """Asks whoever runs it to cancel it. Raises HttpError 409 where it has ended."""
-        batch = self.batch(batch_id)
-        if batch.finished:
-            raise HttpError(409, f"{batch_id} is {batch.status}: it cannot be cancelled")
-        self._cancel_mark(batch_id).touch()
-        return self.batch(batch_id)
-
-    def _cancel_mark(self, batch_id: str) -> Path:
-        return self._folder / f"{batch_id}.cancel"
-
-    def _marked(self, batch: Batch) -> Batch:
-        with contextlib.suppress(FileNotFoundError):
-            batch.cancelling_at = int(self._cancel_mark(batch.id).stat().st_mtime)
-            if not batch.finished:
-                batch.status = "cancelling"
+    def cancel(self, tenant: str, batch_id: str) -> Batch:
+        """Asks the runner to cancel a batch. Raises HttpError 409 where it has finished."""
+        with self.changing(tenant, batch_id) as batch:
+            if batch.status in FINISHED:
+                raise HttpError(409, f"{batch_id} is {batch.status}: it cannot be cancelled")
+            batch.status = "cancelling"
+            batch.cancelling_at = batch.cancelling_at or int(time.time())
         return batch
 
-    def _used_bytes(self) -> int:
-        sizes = 0
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    sizes += max(entry.stat().st_size, _BLOCK_BYTES)
-        return sizes
+    @contextlib.contextmanager
+    def changing(self, tenant: str, batch_id: str) -> Iterator[Batch]:
+        """A transaction that writes the changes made to a batch within."""
+        with self._transaction():
+            batch = self.batch(tenant, batch_id)
+            yield batch
+            self._db.execute("UPDATE batches SET body = ? WHERE id = ?", (_json(batch), batch_id))
 
-    def _read(self, name: str, kind: type[S], what: str) -> S:
-        with contextlib.suppress(FileNotFoundError):
-            if _ID.fullmatch(name) and name.startswith(what):
-                return msgspec.json.decode((self._folder / f"{name}.json").read_bytes(), type=kind)
-        raise HttpError(404, f"there is no {what} {quoted(name)}")
+    # For the runner.
 
-    def _all(self, start: str, kind: type[S]) -> list[S]:
-        found = []
-        for path in sorted(self._folder.glob(f"{start}*.json")):
-            with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
-                found.append(msgspec.json.decode(path.read_bytes(), type=kind))
-        return found
+    def unfinished(self) -> list[tuple[str, Batch, bool]]:
+        """Batches to run, oldest first, with tenants, and whether a tenant's share is used up."""
+        found = self._unfinished()
+        is_full = {tenant: self._used_bytes(tenant) > self._max_bytes for tenant, _ in found}
+        return [(tenant, batch, is_full[tenant]) for tenant, batch in found]
+
+    def _unfinished(self) -> list[tuple[str, Batch]]:
+        select = f"SELECT tenant, body FROM batches WHERE status NOT IN {FINISHED} ORDER BY id"
+        return [(row["tenant"], _batch(row)) for row in self._db.execute(select)]
+
+    def count_batches(self) -> dict[str, int]:
+        """Batches of all tenants by their status."""
+        return dict(self._db.execute("SELECT status, COUNT(*) FROM batches GROUP BY status"))
+
+    def begin(self, tenant: str, batch_id: str, total: int) -> None:
+        """Makes a batch in progress, with files for the results of its `total` requests."""
+        with self.changing(tenant, batch_id) as batch:
+            for file_id in batch.result_files.values():
+                name = f"{file_id}.jsonl"
+                self._add_file(file_id, tenant, filename=name, purpose="batch_output")
+            batch.in_progress_at, batch.request_counts.total = int(time.time()), total
+            if batch.status == "validating":
+                batch.status = "in_progress"
+
+    def done(self, batch: Batch) -> set[int]:
+        """The numbers of the lines that have results."""
+        select = "SELECT number FROM chunks WHERE file_id IN (?, ?)"
+        return {number for (number,) in self._db.execute(select, (*batch.result_files.values(),))}
+
+    def add_results(self, tenant: str, batch_id: str, results: Sequence[LineResult]) -> None:
+        """Adds results and counts them, all or none."""
+        with self.changing(tenant, batch_id) as batch:
+            counts = batch.request_counts
+            for line, kind, data in results:
+                self._add_chunk(batch.result_files[kind], line, data)
+                setattr(counts, kind, getattr(counts, kind) + 1)
+
+    def finish(
+        self, tenant: str, batch_id: str, status: Status, errors: Sequence[BatchError]
+    ) -> Batch:
+        """Finishes a batch and publishes its results."""
+        now = int(time.time())
+        with self.changing(tenant, batch_id) as batch:
+            if batch.in_progress_at:
+                batch.finalizing_at = now
+            for kind, field in (("completed", "output_file_id"), ("failed", "error_file_id")):
+                file_id = batch.result_files[kind]
+                publish = "UPDATE files SET ready = 1, created_at = ? WHERE id = ? AND bytes > 0"
+                if self._db.execute(publish, (now, file_id)).rowcount:
+                    setattr(batch, field, file_id)
+                self._db.execute("DELETE FROM files WHERE id = ? AND NOT ready", (file_id,))
+            batch.errors = BatchErrors(list(errors)) if errors else None
+            batch.status = status
+            setattr(batch, f"{status}_at", now)
+        return batch
+
+    # Statements.
+
+    def _page(
+        self, select: str, values: Sequence[Any], query: FilesQuery | BatchesQuery, order: str
+    ) -> list[Any]:
+        """The rows of a page and one more; `after` may be the id of something deleted since."""
+        behind = "<" if order == "desc" else ">"
+        page = f"{select} AND (? = '' OR id {behind} ?) ORDER BY id {order} LIMIT ?"
+        values = (*values, query.after, query.after, query.limit + 1)
+        return self._db.execute(page, values).fetchall()
+
+    def _new_id(self, kind: Literal["file-", "batch_"]) -> str:
+        table = "files" if kind == "file-" else "batches"
+        last = self._row(f"SELECT MAX(id) FROM {table}")[0] or ""
+        return kind + new_id(last.removeprefix(kind))
+
+    def _add_file(self, file_id: str, tenant: str, **columns: Any) -> None:
+        columns |= {"id": file_id, "tenant": tenant, "created_at": int(time.time())}
+        marks = ", ".join("?" * len(columns))
+        insert = f"INSERT INTO files ({', '.join(columns)}) VALUES ({marks})"
+        self._db.execute(insert, (*columns.values(),))
+
+    def _add_chunk(self, file_id: str, number: int, data: bytes) -> None:
+        self._db.execute("INSERT INTO chunks VALUES (?, ?, ?)", (file_id, number, data))
+        self._db.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (len(data), file_id))
+
+    def _used_bytes(self, tenant: str) -> int:
+        return int(self._row("SELECT TOTAL(bytes) FROM files WHERE tenant = ?", tenant)[0])
 
 
-def _keep(part: BinaryIO, path: Path) -> None:
-    """Brings it and its name to the disk."""
-    part.flush()
-    os.fsync(part.fileno())
-    Path(part.name).replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def _batch(row: Any) -> Batch:
+    return msgspec.json.decode(row["body"], type=Batch)
+
+
+def _json(batch: Batch) -> str:
+    return msgspec.json.encode(batch).decode()
+
+
+def _page(items: list[Any], limit: int) -> dict[str, Any]:
+    """The members of a page, from its items and perhaps one more."""
+    page = items[:limit]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return {"data": page, "has_more": len(items) > limit, "first_id": first, "last_id": last}

@@ -1,6 +1,6 @@
 """OpenAI's /v1/files and /v1/batches: many requests in a file, answered in a file, at low priority.
 
-Off without `--batch-dir`. Requests are the tenant's whose key they have, and nobody else's.
+Off without `--batch-dir`. Files and batches belong to the tenant that created them.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sqlite3
+import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -21,9 +23,8 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 
 from baton.config import ApiConfig
-from baton.errors import InvalidRequest, Overloaded
-from baton.gateway import api
-from baton.gateway.batch_runner import BatchRunner
+from baton.errors import InvalidRequest, Overloaded, Unavailable
+from baton.gateway import api, batch_process
 from baton.gateway.batch_store import (
     MAX_FILE_BYTES,
     Batch,
@@ -36,81 +37,92 @@ from baton.gateway.batch_store import (
     Files,
     FilesQuery,
 )
-from baton.gateway.generation import Endpoint
+from baton.gateway.endpoint import Endpoint
 from baton.gateway.headers import caller_of
-from baton.gateway.openapi import BYTES, ERRORS, Handler, Route, Routes
+from baton.gateway.openapi import BYTES, ERRORS, Handler, Operation, Routes
 from baton.net.http_errors import Header, HttpError
 from baton.net.http_server import UNREAD_S, HttpExchange
 from router.admission.tenants import Tenant
 from router.generation_service import Caller, GenerationService
 
 log = logging.getLogger(__name__)
-logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it tells of clients' mistakes
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it logs clients' mistakes
 
 MAX_UPLOADS = 16  # of a tenant at a time
 _MAX_NAME_CHARS = 255
-_READ_BYTES = 256 << 10
-_CHECKED_BYTES = 8 << 20  # of an upload between two looks at the room: each takes milliseconds
+_CHECKED_BYTES = 8 << 20  # of an upload, between two checks of the tenant's share
 _RETRY_S = 1.0
 _CONTENT: tuple[Header, ...] = ((b"content-type", b"application/octet-stream"),)
 
-Item = TypeVar("Item", File, Batch)
 T = TypeVar("T")
 Query = TypeVar("Query", FilesQuery, BatchesQuery)
 
 
-@dataclass
 class BatchApi:
-    """Answers `ROUTES`, and runs batches while inside `running`."""
+    """Answers `ROUTES`, and has batches run while inside `running`."""
 
-    service: GenerationService
-    config: ApiConfig
-    endpoints: Mapping[str, Endpoint[Any]]  # that a batch may be for, by path
-    _uploads: Counter[str] = field(default_factory=Counter)  # that come, by tenant
-    _runner: BatchRunner | None = None
+    def __init__(
+        self,
+        service: GenerationService,
+        config: ApiConfig,
+        endpoints: Mapping[str, Endpoint[Any]],
+    ) -> None:
+        """`endpoints`: what a batch may be for, by path."""
+        self.service = service
+        self.endpoints = endpoints
+        self._config = config
+        self._num_uploads: Counter[str] = Counter()  # under way, by tenant
+        self._thread = ThreadPoolExecutor(1, "batches")  # it alone uses the store
+        self._store: BatchStore | None = None
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Batches run while inside, if they are on."""
-        if self.config.batch_dir is None:
+        """Batches run while inside, where `--batch-dir` is given."""
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._thread.shutdown, cancel_futures=True)
+            if (folder := self._config.batch_dir) is not None:
+                await stack.enter_async_context(
+                    batch_process.running(folder, self._config, self.service, self.endpoints)
+                )
             yield
-            return
-        self._runner = BatchRunner(self.config.batch_dir, self.config, self.service, self.endpoints)
-        task = asyncio.create_task(self._runner.run(), name="batches")
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
-    def called(self, exchange: HttpExchange) -> tuple[Tenant, BatchStore]:
-        """Who calls, and what it has here. Raises HttpError 404 where there is no folder."""
-        if (folder := self.config.batch_dir) is None:
+    def tenant_of(self, exchange: HttpExchange) -> Tenant:
+        """The caller's tenant. Raises HttpError 404 without `--batch-dir`."""
+        if self._config.batch_dir is None:
             raise HttpError(
                 404, f"{exchange.path}: this router was started without --batch-dir DIR"
             )
-        tenant = self.service.tenant_of(caller_of(exchange))
-        return tenant, BatchStore(folder / tenant.name, self.config.batch_disk)
+        return self.service.tenant_of(caller_of(exchange))
 
-    def answer(self, exchange: HttpExchange, found: Any) -> None:
-        """Answers with JSON; what was posted may be for the runner."""
-        if self._runner and exchange.method == "POST":
-            self._runner.wake.set()
-        exchange.answer(200, msgspec.json.encode(found))
+    async def in_store(self, work: Callable[..., T], *args: Any) -> T:
+        """Calls `work(store, *args)` in the store's thread.
 
-    async def on_disk(self, work: Callable[..., T], *args: Any) -> T:
-        """Runs it on a thread. Raises HttpError 507 where the folder cannot be used."""
+        Raises HttpError 507 where the database cannot be read or written, and Unavailable where
+        another process writes to it for too long.
+        """
+        folder = self._config.batch_dir
+        assert folder is not None
+
+        def call() -> T:
+            if self._store is None:
+                self._store = BatchStore(folder, self._config.batch_disk)
+            return work(self._store, *args)
+
         try:
-            return await asyncio.to_thread(work, *args)
-        except OSError as error:
-            text = f"{self.config.batch_dir} cannot be read or written: {error.strerror}"
-            log.error("%s (--batch-dir)", text)
-            raise HttpError(507, f"{text}: its operator must make room, or it possible") from error
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        except (OSError, sqlite3.Error) as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+                raise Unavailable(f"{folder} is busy: try again", _RETRY_S) from error
+            log.error("%s cannot be read or written: %s (--batch-dir)", folder, error)
+            raise HttpError(
+                507,
+                f"{folder} cannot be read or written: {error}: its operator must free or mount its "
+                "disk",
+            ) from error
 
     async def create_file(self, exchange: HttpExchange) -> None:
-        """Takes an upload."""
-        tenant, store = self.called(exchange)
+        """Stores an upload."""
+        tenant = self.tenant_of(exchange)
         kind = exchange.headers.get(b"content-type", b"").decode("latin-1")
         media_type, options = parse_options_header(kind)
         if media_type != b"multipart/form-data" or not options.get(b"boundary"):
@@ -118,27 +130,28 @@ class BatchApi:
                 "send multipart/form-data with the fields purpose and file", "file"
             )
         if exchange.headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise HttpError(415, "a file is taken without content-encoding")
+            raise HttpError(415, "send the file without content-encoding")
         size = int(exchange.headers.get(b"content-length", b"0"))
         _check_size(size)
-        if self._uploads[tenant.name] >= MAX_UPLOADS:
+        if self._num_uploads[tenant.name] >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS} files of this tenant are being uploaded", _RETRY_S)
         tenant.charge_request()
-        self._uploads[tenant.name] += 1
+        self._num_uploads[tenant.name] += 1
         try:
             with exchange.body_parts() as parts:
-                upload = await self.on_disk(_Upload, store, options[b"boundary"], size)
+                boundary, folder = options[b"boundary"], self._config.batch_dir
+                upload = await self.in_store(_Upload, tenant.name, boundary, size, folder)
                 with contextlib.closing(upload):
                     async for part in parts:
-                        await self.on_disk(upload.write, part)
-                    file = await self.on_disk(upload.finish)
+                        await self.in_store(upload.write, part)
+                    file = await self.in_store(upload.finish)
         finally:
-            self._uploads[tenant.name] -= 1
-        self.answer(exchange, file)
+            self._num_uploads[tenant.name] -= 1
+        exchange.answer(200, msgspec.json.encode(file))
 
     async def create_batch(self, exchange: HttpExchange) -> None:
-        """Takes a batch, which is run later."""
-        self.called(exchange)  # before its body is looked at
+        """Stores a batch, which is run later."""
+        self.tenant_of(exchange)  # before its body is looked at
         endpoint = Endpoint(partial(api.decode, BatchRequest), self._create_batch)
         await endpoint(self.service, exchange)
 
@@ -149,29 +162,37 @@ class BatchApi:
         caller: Caller,
         exchange: HttpExchange,
     ) -> None:
-        tenant, store = self.called(exchange)
+        tenant = self.tenant_of(exchange)
         if request.endpoint not in self.endpoints:
             known = ", ".join(self.endpoints)
             raise InvalidRequest(f"endpoint must be one of {known}", "endpoint")
         tenant.charge_request()
-        self.answer(exchange, await self.on_disk(store.create, request))
+        batch = await self.in_store(BatchStore.create, tenant.name, request)
+        exchange.answer(200, msgspec.json.encode(batch))
 
     async def content(self, exchange: HttpExchange) -> None:
-        """The bytes of a file, no faster than they are read."""
-        _, store = self.called(exchange)
-        with await self.on_disk(store.open, _id(exchange)) as file:
-            part = await self.on_disk(file.read, _READ_BYTES)
-            exchange.start(200, _CONTENT)
-            while more := await asyncio.to_thread(file.read, _READ_BYTES):
-                exchange.write(part)
-                part = more
-                try:
-                    async with asyncio.timeout(UNREAD_S):
-                        await exchange.writable.wait()
-                except TimeoutError:
-                    exchange.abort()
-                    return
-        exchange.end(part)
+        """Sends a file's content, as fast as the client reads it."""
+        tenant = self.tenant_of(exchange)
+        file = await self.in_store(BatchStore.file, tenant.name, _id(exchange))
+        after, left = -1, file.bytes
+        while True:
+            part, after = await self.in_store(BatchStore.read, file.id, after)
+            left -= len(part)
+            if not exchange.started:
+                exchange.start(200, _CONTENT)
+            if not part:  # the file was deleted meanwhile
+                exchange.abort()
+                return
+            if not left:
+                exchange.end(part)
+                return
+            exchange.write(part)
+            try:
+                async with asyncio.timeout(UNREAD_S):
+                    await exchange.writable.wait()
+            except TimeoutError:
+                exchange.abort()
+                return
 
 
 def _id(exchange: HttpExchange) -> str:
@@ -183,14 +204,12 @@ def _check_size(size: int) -> None:
         raise HttpError(413, f"a file may have {MAX_FILE_BYTES} bytes, its form included")
 
 
-def _files(store: BatchStore, exchange: HttpExchange) -> Files:
-    query = _query(FilesQuery, exchange)
-    files = [file for file in store.files() if query.purpose in ("", file.purpose)]
-    return Files(**_page(files, query, query.order))
+def _files(store: BatchStore, tenant: str, exchange: HttpExchange) -> Files:
+    return store.files(tenant, _query(FilesQuery, exchange))
 
 
-def _batches(store: BatchStore, exchange: HttpExchange) -> Batches:
-    return Batches(**_page(store.batches(), _query(BatchesQuery, exchange), "desc"))
+def _batches(store: BatchStore, tenant: str, exchange: HttpExchange) -> Batches:
+    return store.batches(tenant, _query(BatchesQuery, exchange))
 
 
 def _query(kind: type[Query], exchange: HttpExchange) -> Query:
@@ -201,32 +220,19 @@ def _query(kind: type[Query], exchange: HttpExchange) -> Query:
         raise InvalidRequest(str(error), str(error).rpartition("$.")[2].rstrip("`")) from error
 
 
-def _page(
-    items: Sequence[Item], query: FilesQuery | BatchesQuery, order: Literal["asc", "desc"]
-) -> dict[str, Any]:
-    """What `Files` and `Batches` have, of items that come oldest first."""
-    if order == "desc":
-        items = [item for item in reversed(items) if not query.after or item.id < query.after]
-    else:
-        items = [item for item in items if item.id > query.after]
-    page = items[: query.limit]
-    first, last = (page[0].id, page[-1].id) if page else (None, None)
-    more = len(items) > query.limit
-    return {"data": page, "has_more": more, "first_id": first, "last_id": last}
-
-
-def _finding(find: Callable[[BatchStore, HttpExchange], Any]) -> Handler:
-    """A handler that answers with what `find`, which may block, returns."""
+def _answering(find: Callable[[BatchStore, str, HttpExchange], Any]) -> Handler:
+    """A handler that answers with what `find(store, tenant, exchange)` returns, in JSON."""
 
     async def handler(batch_api: BatchApi, exchange: HttpExchange) -> None:
-        _, store = batch_api.called(exchange)
-        batch_api.answer(exchange, await batch_api.on_disk(find, store, exchange))
+        tenant = batch_api.tenant_of(exchange)
+        found = await batch_api.in_store(find, tenant.name, exchange)
+        exchange.answer(200, msgspec.json.encode(found))
 
     return handler
 
 
-def _by_id(find: Callable[[BatchStore, str], Any]) -> Handler:
-    return _finding(lambda store, exchange: find(store, _id(exchange)))
+def _by_id(find: Callable[[BatchStore, str, str], Any]) -> Handler:
+    return _answering(lambda store, tenant, exchange: find(store, tenant, _id(exchange)))
 
 
 _FORM = {
@@ -239,39 +245,49 @@ _POST = (*ERRORS, "507")
 # All are 404 without --batch-dir.
 ROUTES: Routes = {
     "/v1/files": {
-        "GET": Route(_finding(_files), "The caller's files.", Files, _LISTING, query=FilesQuery),
-        "POST": Route(BatchApi.create_file, "Upload a file of requests.", File, _POST, form=_FORM),
+        "GET": Operation(
+            _answering(_files), "The caller's files.", Files, _LISTING, query=FilesQuery
+        ),
+        "POST": Operation(
+            BatchApi.create_file, "Upload a file of requests.", File, _POST, form=_FORM
+        ),
     },
     "/v1/files/{id}": {
-        "GET": Route(_by_id(BatchStore.file), "One file.", File, _ONE),
-        "DELETE": Route(_by_id(BatchStore.delete), "Delete a file.", FileDeleted, (*_ONE, "409")),
+        "GET": Operation(_by_id(BatchStore.file), "One file.", File, _ONE),
+        "DELETE": Operation(
+            _by_id(BatchStore.delete), "Delete a file.", FileDeleted, (*_ONE, "409")
+        ),
     },
     "/v1/files/{id}/content": {
-        "GET": Route(BatchApi.content, "A file's content.", errors=_ONE),
+        "GET": Operation(BatchApi.content, "A file's content.", errors=_ONE),
     },
     "/v1/batches": {
-        "GET": Route(
-            _finding(_batches), "The caller's batches.", Batches, _LISTING, query=BatchesQuery
+        "GET": Operation(
+            _answering(_batches), "The caller's batches.", Batches, _LISTING, query=BatchesQuery
         ),
-        "POST": Route(BatchApi.create_batch, "Run a file of requests.", Batch, _POST, BatchRequest),
+        "POST": Operation(
+            BatchApi.create_batch, "Run a file of requests.", Batch, _POST, BatchRequest
+        ),
     },
-    "/v1/batches/{id}": {"GET": Route(_by_id(BatchStore.batch), "One batch.", Batch, _ONE)},
+    "/v1/batches/{id}": {"GET": Operation(_by_id(BatchStore.batch), "One batch.", Batch, _ONE)},
     "/v1/batches/{id}/cancel": {
-        "POST": Route(_by_id(BatchStore.cancel), "Cancel a batch.", Batch, (*_POST, "409")),
+        "POST": Operation(_by_id(BatchStore.cancel), "Cancel a batch.", Batch, (*_POST, "409")),
     },
 }
 
 
 class _Upload:
-    """A form with a file, which goes to the disk as it comes. On threads, one call at a time."""
+    """A form with a file, which is written to disk as it arrives. In the store's thread."""
 
-    def __init__(self, store: BatchStore, boundary: bytes, size: int) -> None:
-        """`size`, of the whole form, is 0 where it is not known."""
+    def __init__(
+        self, store: BatchStore, tenant: str, boundary: bytes, size: int, folder: Path
+    ) -> None:
+        """`size`: of the whole form, bytes; 0 if unknown. Raises InvalidRequest."""
         try:
             self._parser = MultipartParser(
                 boundary,
                 {
-                    "on_part_begin": self._begin,
+                    "on_part_begin": self._begin_part,
                     "on_header_field": partial(self._add_header, 0),
                     "on_header_value": partial(self._add_header, 1),
                     "on_header_end": self._end_header,
@@ -280,45 +296,40 @@ class _Upload:
             )
         except FormParserError as error:
             raise InvalidRequest(f"content-type: {error}", "file") from error
-        store.check_room(size)
-        self._store = store
-        self._file = store.part()
+        store.check_room(tenant, size)
+        self._tenant = tenant
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - `close` closes it
+        self.close = self._file.close
         self._filename = ""
         self._header = [b"", b""]
-        self._field = b""  # whose data come
+        self._field = b""  # name of the field whose data arrives
         self._purpose = b""
-        self._size = 0
+        self._size = 0  # of the form
 
-    def write(self, part: bytes) -> None:
-        """Takes more of the form. Raises InvalidRequest, or HttpError 413."""
+    def write(self, store: BatchStore, part: bytes) -> None:
+        """Parses more of the form. Raises InvalidRequest, or HttpError 413."""
         checked = self._size // _CHECKED_BYTES
         self._size += len(part)
         _check_size(self._size)
         try:
             self._parser.write(part)
         except FormParserError as error:
-            raise InvalidRequest(f"this is no form: {error}", "file") from error
+            raise InvalidRequest(f"the body is not a form: {error}", "file") from error
         if self._size // _CHECKED_BYTES > checked:
-            self._store.check_room()
+            store.check_room(self._tenant, self._file.tell())
 
-    def finish(self) -> File:
-        """The file, once the form has ended."""
+    def finish(self, store: BatchStore) -> File:
+        """Stores the file, once the form has ended."""
         if self._parser.state is not MultipartState.END:
             raise InvalidRequest("the form ends before its last boundary", "file")
         if not self._file.tell():
             raise InvalidRequest("file is missing or empty", "file")
         if self._purpose != b"batch":
-            raise InvalidRequest("purpose must be given, and be batch", "purpose")
-        return self._store.add(self._file, self._filename)
+            raise InvalidRequest("purpose must be batch", "purpose")
+        self._file.seek(0)
+        return store.add(self._tenant, self._filename, self._file)
 
-    def close(self) -> None:
-        """Removes what is not a file yet."""
-        with contextlib.suppress(OSError):  # a full disk is told where it is written to
-            self._file.close()
-        with contextlib.suppress(OSError):
-            Path(self._file.name).unlink()
-
-    def _begin(self) -> None:
+    def _begin_part(self) -> None:
         self._field = b""
 
     def _add_header(self, which: int, data: bytes, start: int, end: int) -> None:
@@ -332,7 +343,7 @@ class _Upload:
         self._field = options.get(b"name", b"")
         if self._field == b"file":
             if self._filename:
-                raise InvalidRequest("one file is taken at a time", "file")
+                raise InvalidRequest("send one file at a time", "file")
             filename = options.get(b"filename", b"").decode("utf-8", "replace")
             self._filename = filename[:_MAX_NAME_CHARS] or "file.jsonl"
 

@@ -1,4 +1,4 @@
-"""/v1/embeddings: each input is a prompt of which nothing is generated."""
+"""/v1/embeddings: each input is a prompt without output."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ import msgspec
 from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.gateway.generation import run_choices
-from baton.gateway.headers import correlated, id_headers
-from baton.gateway.request import ParsedRequest, priority_of
+from baton.gateway.headers import id_headers, with_request_id
+from baton.gateway.parsed_request import ParsedRequest, priority_of
 from baton.net.http_server import HttpExchange
 from baton.v1 import common_pb2, inference_pb2
 from router.generation_service import Caller, GenerationService
+from router.output.sink import Piece
 
 
 @dataclass(frozen=True)
 class ParsedEmbeddings:
-    """What to compute, and how to write it."""
+    """The requests of a body, and the format of the answer."""
 
-    run: ParsedRequest
+    requests: ParsedRequest
     base64: bool
     dimensions: int | None
     request_id: str | None
 
 
 def parse_embeddings(text: bytes) -> ParsedEmbeddings:
-    """A body of /v1/embeddings. Raises InvalidRequest naming the field."""
+    """Parses a body of /v1/embeddings. Raises InvalidRequest naming the field."""
     body = api.decode(api.EmbeddingRequest, text)
     base = inference_pb2.GenerateRequest(
         model=body.model or "",
@@ -43,7 +44,7 @@ def parse_embeddings(text: bytes) -> ParsedEmbeddings:
     )
     if body.add_special_tokens is not None:
         base.add_special_tokens = body.add_special_tokens
-    run = ParsedRequest(
+    requests = ParsedRequest(
         base,
         api.prompts_of(body.input, "input"),
         api.GenerateOptions(model=body.model),
@@ -54,11 +55,11 @@ def parse_embeddings(text: bytes) -> ParsedEmbeddings:
         fields=dict.fromkeys(("input", "text", "token_ids"), "input"),
     )
     in_base64 = body.encoding_format == "base64"
-    return ParsedEmbeddings(run, in_base64, body.dimensions, body.request_id)
+    return ParsedEmbeddings(requests, in_base64, body.dimensions, body.request_id)
 
 
-class _Sink:
-    """Keeps what a request ends with; there is no output."""
+class _EmbeddingSink:
+    """Stores the `Finish` of a request, which has no output."""
 
     def __init__(self, exchange: HttpExchange) -> None:
         self._exchange = exchange
@@ -66,13 +67,13 @@ class _Sink:
 
     def start(self, started: inference_pb2.Started) -> None:
         ids = id_headers(self._exchange, started.request_id, started.trace_id)
-        # Of the first input to start, whose names stay.
+        # The ids of the first input that starts are kept.
         self._exchange.answer_headers = {**ids, **self._exchange.answer_headers}
 
     def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
         pass
 
-    def put(self, *output: object) -> None:
+    def put(self, piece: Piece) -> None:
         pass
 
     async def finish(self, finish: inference_pb2.Finish) -> None:
@@ -83,36 +84,41 @@ async def embed(
     service: GenerationService, parsed: ParsedEmbeddings, caller: Caller, exchange: HttpExchange
 ) -> None:
     """Answers with the embedding of each input."""
-    caller = correlated(exchange, caller, parsed.request_id)
-    sinks = [_Sink(exchange) for _ in range(parsed.run.num_prompts)]
+    caller = with_request_id(exchange, caller, parsed.request_id)
+    sinks = [_EmbeddingSink(exchange) for _ in range(parsed.requests.num_prompts)]
     try:
-        await run_choices(service, parsed.run, caller, sinks)
+        await run_choices(service, parsed.requests, caller, sinks)
         data = [
-            api.Embedding(_written(_cut(sink.end.embedding, parsed.dimensions), parsed), index)
+            api.Embedding(
+                _encoded(_shortened(sink.end.embedding, parsed.dimensions), parsed), index
+            )
             for index, sink in enumerate(sinks)
         ]
     except InvalidRequest as error:
-        raise error.renamed(parsed.run.fields.get(error.field, error.field)) from error
+        raise error.renamed(parsed.requests.fields.get(error.field, error.field)) from error
     tokens = sum(sink.end.usage.prompt_tokens for sink in sinks)
-    model = parsed.run.options.model or service.admission.model
+    model = parsed.requests.options.model or service.admission.model
     answer = api.Embeddings(data, model, api.EmbeddingUsage(tokens, tokens))
     exchange.answer(200, msgspec.json.encode(answer))
 
 
-def _cut(embedding: Sequence[float], dimensions: int | None) -> array.array[float]:
-    """Its first dimensions, at length 1 again, as models are trained for it (Kusupati et al.,
-    "Matryoshka Representation Learning", 2022)."""
+def _shortened(embedding: Sequence[float], dimensions: int | None) -> array.array[float]:
+    """Keeps the first dimensions and normalizes them (Kusupati et al., "Matryoshka Representation
+    Learning", 2022)."""
     if dimensions is None:
         return array.array("f", embedding)
     if dimensions > len(embedding):
-        what = f"dimensions is {dimensions} and the model's embeddings have {len(embedding)}"
-        raise InvalidRequest(what, "dimensions")
+        raise InvalidRequest(
+            f"dimensions may be at most {len(embedding)}, the size of the model's embeddings, not "
+            f"{dimensions}",
+            "dimensions",
+        )
     kept = embedding[:dimensions]
     length = math.hypot(*kept) or 1.0
     return array.array("f", [value / length for value in kept])
 
 
-def _written(embedding: array.array[float], parsed: ParsedEmbeddings) -> list[float] | str:
+def _encoded(embedding: array.array[float], parsed: ParsedEmbeddings) -> list[float] | str:
     if not parsed.base64:
         return embedding.tolist()
     if sys.byteorder == "big":

@@ -1,7 +1,7 @@
-"""Endpoints: a body in, one answer or a stream of chunks out.
+"""Generation over HTTP: runs the choices of a request, and answers whole or with a stream.
 
-Until the first token an error is an HTTP status; after it, the last event of the stream. All
-choices of a request run at once, each a request of its own to the router.
+Before the first token an error is an HTTP status; after it, the last event of the stream. Each
+choice is one request to the generation service.
 """
 
 from __future__ import annotations
@@ -11,120 +11,41 @@ import contextlib
 import logging
 import re
 import time
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
-from baton.errors import BatonError, Cancelled, InvalidRequest, quoted
+from baton.errors import BatonError, Cancelled, InvalidRequest
 from baton.gateway import api
-from baton.gateway.headers import caller_of, correlated, id_headers
-from baton.gateway.output import Output, usage_of
-from baton.gateway.prompt_output import PromptOutput
-from baton.gateway.request import ParsedRequest
-from baton.net.http_errors import Failure, Header, HttpError, failure_of
+from baton.gateway.headers import id_headers, with_request_id
+from baton.gateway.output import ChoiceOutput, PromptOutput, usage_of
+from baton.gateway.parsed_request import ParsedRequest
+from baton.net.http_errors import Failure, Header, failure_of
 from baton.net.http_server import HttpExchange
-from baton.net.rpc import MAX_MESSAGE_BYTES, max_request_bytes
 from baton.v1 import inference_pb2
-from router.admission.admission import MAX_PROMPT_LOGPROBS, Choices
-from router.admission.tenants import Places
-from router.generation_service import Caller, GenerationService, Sink, Unread
+from router.admission.admission import PromptChoices
+from router.admission.tenants import ReservedChoices
+from router.admission.validation import MAX_PROMPT_LOGPROBS
+from router.generation_service import Caller, GenerationService
+from router.output.sink import Piece, Sink, UnreadLimit
 
 log = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = MAX_MESSAGE_BYTES
-_LARGE_BODY_BYTES = 64 << 10  # larger ones are parsed on a thread, off the event loop
-_CODINGS = frozenset(("gzip", "x-gzip", "deflate"))  # of bodies
-_MAX_CODINGS = 2  # one around the other
 _ROUTE_HEADER = b"x-baton-route"  # its presence asks for `usage.baton`
-_MANY_LOGPROBS = 4096  # of prompts; more are written on a thread
-_LOGPROB_BYTES = 64  # of a log-probability in a chunk, with its token, about
-KEEP_ALIVE_S = 10.0  # a stream without output for so long gets a comment: proxies cut idle ones
+_MANY_LOGPROBS = 4096  # of prompts; more are encoded in a thread
+_LOGPROB_BYTES = 64  # approximate size of a log-probability in a chunk
+KEEP_ALIVE_S = 10.0  # between comments in an idle stream, which proxies would cut
 _DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 )
-_FUNCTION = re.compile(r"(tools\[\d+\]|tool_calls\[\d+\])\.")  # as fields of both are called here
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Endpoint(Generic[T]):
-    """What answers the POSTs to one path: `parse` reads a body, `answer` does what it asks for."""
-
-    parse: Callable[[bytes], T]
-    answer: Callable[[GenerationService, T, Caller, HttpExchange], Awaitable[None]]
-
-    async def __call__(
-        self, service: GenerationService, exchange: HttpExchange, caller: Caller | None = None
-    ) -> None:
-        """Answers a POST, of `caller` where its headers do not say whose it is."""
-        caller = caller or caller_of(exchange)
-        service.tenant_of(caller).check()
-        await self.answer(service, await self._parsed(service, exchange), caller, exchange)
-
-    async def _parsed(self, service: GenerationService, exchange: HttpExchange) -> T:
-        """What the body says. JSON is read under any content-type: `curl -d` sends a form's.
-
-        That lets web pages post here, but not with a key, which is no cookie that a browser adds.
-        """
-        max_bytes = max_request_bytes(service.max_context)
-        body = await exchange.body(max_bytes, MAX_BODY_BYTES)
-        if body is None:
-            close = ((b"connection", b"close"),)  # what is left of it is not read
-            raise HttpError(413, f"the body is over {max_bytes} bytes", close)
-        if codings := exchange.headers.get(b"content-encoding"):
-            body = await service.admission.in_thread(decoded, body, codings, max_bytes)
-        try:
-            if len(body) <= _LARGE_BODY_BYTES:
-                return self.parse(body)
-            return await service.admission.in_thread(self.parse, body)
-        except InvalidRequest as error:
-            kind = exchange.headers.get(b"content-type", b"").decode("latin-1")
-            if error.field or "json" in kind.lower():
-                raise
-            raise InvalidRequest(
-                f"{error} (its content-type is {quoted(kind)}: send application/json)"
-            ) from error
-
-
-def decoded(body: bytes, codings: bytes, max_bytes: int) -> bytes:
-    """A body without its Content-Encoding.
-
-    Raises HttpError 415 for other codings than gzip and deflate, HttpError 413 where it has more
-    than `max_bytes`, and InvalidRequest where it is not what its coding says.
-    """
-    names = [name.strip() for name in codings.decode("latin-1").lower().split(",")]
-    names = [name for name in names if name not in ("", "identity")]
-    if len(names) > _MAX_CODINGS or not _CODINGS.issuperset(names):
-        raise HttpError(
-            415,
-            f"content-encoding may be gzip or deflate, not {quoted(', '.join(names))}: send the "
-            "body without it",
-            ((b"accept-encoding", b"gzip, deflate"),),
-        )
-    for name in reversed(names):
-        if name == "deflate":  # zlib's format; some clients send what is within alone
-            has_header = body[:1] == b"x" and int.from_bytes(body[:2], "big") % 31 == 0
-            inflater = zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
-        else:
-            inflater = zlib.decompressobj(16 + zlib.MAX_WBITS)
-        try:
-            body = inflater.decompress(body, max_bytes + 1)
-        except zlib.error as error:
-            raise InvalidRequest(f"the body is not {name}: {error}") from error
-        if len(body) > max_bytes:
-            raise HttpError(413, f"the body is over {max_bytes} bytes without its {name}")
-        if not inflater.eof or inflater.unused_data:
-            where = "behind its end" if inflater.eof else "missing at its end"
-            raise InvalidRequest(f"the body is not one piece of {name}: bytes are {where}")
-    return body
+_FUNCTION = re.compile(
+    r"(tools\[\d+\]|tool_calls\[\d+\])\."
+)  # their fields, as the router names them
 
 
 async def generate(
@@ -134,14 +55,14 @@ async def generate(
     caller: Caller,
     exchange: HttpExchange,
 ) -> None:
-    """Answers a request to generate; a client that hangs up cancels it."""
-    caller = correlated(exchange, caller, parsed.options.request_id)
+    """Answers a request; a client that disconnects cancels it."""
+    caller = with_request_id(exchange, caller, parsed.options.request_id)
     await kind(service, parsed, caller, exchange).run()
 
 
 @dataclass
 class Generation(ABC):
-    """One request under way. What it answers with is its endpoint's."""
+    """One request. Subclasses write the answer of their endpoint."""
 
     service: GenerationService
     parsed: ParsedRequest
@@ -149,31 +70,31 @@ class Generation(ABC):
     exchange: HttpExchange
 
     def __post_init__(self) -> None:
-        self.unread = Unread()
-        self._sent = False  # anything since the last look of `_keep_alive`
+        self.unread = UnreadLimit()
+        self._sent = False  # whether an event was sent since the last `_keep_alive`
         self.created = int(time.time())
         self.model = self.parsed.options.model or self.service.admission.model
-        self.started = inference_pb2.Started()  # of the first choice to start
+        self.started = inference_pb2.Started()  # of the first choice that started
 
     @property
     @abstractmethod
     def sinks(self) -> Sequence[Sink]:
-        """Take the output of each choice; they call `on_start`, and `send` for a stream."""
+        """One for each choice; they call `on_start`, and `send` in a stream."""
 
     @abstractmethod
     async def answer(self) -> bytes:
-        """The whole answer, of all that the sinks have taken."""
+        """Encodes the answer from the output in the sinks."""
 
     @abstractmethod
     def last_event(self, failure: Failure | None) -> bytes:
-        """What a stream ends with, by itself or with a failure."""
+        """Encodes the end of a stream, after success or a failure."""
 
     @abstractmethod
-    def forget(self) -> None:
-        """Drops the sinks, which refer to it: it would stay until a garbage collection."""
+    def release(self) -> None:
+        """Drops the sinks, whose references to this object would keep it alive."""
 
     async def run(self) -> None:
-        """Answers it. Raises InvalidRequest naming the body's field."""
+        """Runs and answers the request. Raises InvalidRequest naming the body's field."""
         try:
             await (self._stream() if self.parsed.options.stream else self._whole())
         except InvalidRequest as error:
@@ -181,10 +102,10 @@ class Generation(ABC):
             name = _FUNCTION.sub(r"\1.function.", name)
             raise error.renamed(self.parsed.fields.get(name, name)) from error
         finally:
-            self.forget()
+            self.release()
 
     async def _whole(self) -> None:
-        """Answers when all is done."""
+        """Answers when all choices have finished."""
         await run_choices(self.service, self.parsed, self.caller, self.sinks)
         self.exchange.answer(200, await self.answer())
 
@@ -202,53 +123,55 @@ class Generation(ABC):
             last = self.last_event(failure_of(error))
         finally:
             self._keeping_alive.cancel()
-        if not self.exchange.started:  # no token made an event: the first may be reasoning's end
+        if (
+            not self.exchange.started
+        ):  # no token caused an event, as when the only one ends reasoning
             self.exchange.start(200, _STREAM_HEADERS)
         self.exchange.end(last)
 
     def _keep_alive(self) -> None:
-        """Sends comments while there is no output. From the first one on, errors are events."""
+        """Sends comments while there is no output. After the first one, errors are events."""
         if self.started.request_id and not self._sent:
-            with contextlib.suppress(Cancelled):  # it reads nothing: that ends with its output
+            with contextlib.suppress(Cancelled):  # the next output reports that nothing is read
                 self.send(b": waiting\n\n")
         self._sent = False
         loop = asyncio.get_running_loop()
         self._keeping_alive = loop.call_later(KEEP_ALIVE_S, self._keep_alive)
 
     def on_start(self, started: inference_pb2.Started) -> None:
-        """A choice was admitted."""
+        """Called when a choice is admitted."""
         if not self.started.request_id:
             self.started = started
             ids = id_headers(self.exchange, started.request_id, started.trace_id)
             self.exchange.answer_headers = {**self.exchange.answer_headers, **ids}
 
     def send(self, event: bytes) -> None:
-        """Raises Cancelled where the client leaves too much unread."""
+        """Sends an event of the stream. Raises Cancelled if too much is unread."""
         self._sent = True
         if not self.exchange.started:
             self.exchange.start(200, _STREAM_HEADERS)
         self.unread.add(self.exchange.unread_bytes, len(event))
         self.exchange.write(event)
 
-    def usage_of(self, ends: Sequence[inference_pb2.Finish]) -> api.Usage:
-        """Tokens of all choices, which ended so."""
+    def usage_of(self, ends: Sequence[inference_pb2.Finish]) -> api.CompletionUsage:
+        """The usage of all choices, from their `Finish` messages."""
         return usage_of(ends, self.parsed.n, with_routes=_ROUTE_HEADER in self.exchange.headers)
 
 
 @dataclass
 class CompletionGeneration(Generation):
-    """A completion's or a chat's."""
+    """A completion or a chat."""
 
-    kind: type[Output]
+    kind: type[ChoiceOutput]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         parsed, options = self.parsed, self.parsed.options
-        told = options.stream_options or api.StreamOptions()
-        self._no_usage: dict[str, Any] = {"usage": None} if told.include_usage else {}
-        self._with_usage = bool(told.continuous_usage_stats)
+        stream_options = options.stream_options or api.StreamOptions()
+        self._no_usage: dict[str, Any] = {"usage": None} if stream_options.include_usage else {}
+        self._with_usage = bool(stream_options.continuous_usage_stats)
         self._prompt_tokens = [0] * parsed.num_prompts
-        self._prompt_logprobs = 0  # that have come
+        self._prompt_logprobs = 0  # received so far
         prompts = [self._prompt(index) for index in range(parsed.num_prompts)]
         self._outputs = [
             self.kind(
@@ -259,7 +182,7 @@ class CompletionGeneration(Generation):
                 with_reasoning=getattr(options, "include_reasoning", None) is not False,
                 with_usage=self._with_usage,
                 as_token_ids=bool(options.return_tokens_as_token_ids),
-                of_prompt=prompts[index // parsed.n],
+                prompt_output=prompts[index // parsed.n],
                 stop_token_ids=options.stop_token_ids or (),
                 on_prompt=self._on_prompt,
                 start=partial(self._on_start, index // parsed.n),
@@ -270,12 +193,12 @@ class CompletionGeneration(Generation):
         ]
 
     @property
-    def sinks(self) -> Sequence[Output]:
+    def sinks(self) -> Sequence[ChoiceOutput]:
         return self._outputs
 
     async def answer(self) -> bytes:
         if self._prompt_logprobs > _MANY_LOGPROBS:
-            return await self.service.admission.in_thread(self._all)
+            return await self.service.admission.prompts.run_in_thread(self._all)
         return self._all()
 
     def _all(self) -> bytes:
@@ -293,14 +216,14 @@ class CompletionGeneration(Generation):
             return self._chunk(choices=[], usage=self._usage()) + _DONE
         return _DONE
 
-    def forget(self) -> None:
+    def release(self) -> None:
         self._outputs.clear()
 
     def _on_prompt(self, count: int) -> None:
-        """Raises InvalidRequest for more than are told."""
+        """Counts received log-probabilities. Raises InvalidRequest if there are too many."""
         self._prompt_logprobs += count
         if self._prompt_logprobs > MAX_PROMPT_LOGPROBS:
-            what = f"the log-probabilities of all prompts are more than {MAX_PROMPT_LOGPROBS}"
+            what = f"the prompts have more than {MAX_PROMPT_LOGPROBS} log-probabilities in all"
             raise InvalidRequest(f"{what}: send fewer prompts at a time", "prompt_logprobs")
         if self.parsed.options.stream:
             self.unread.allow(count * _LOGPROB_BYTES)
@@ -314,7 +237,9 @@ class CompletionGeneration(Generation):
             return self._chunk(choices=[choice], **self._no_usage)
         prompt = self._prompt_tokens[choice.index // self.parsed.n]
         output = self._outputs[choice.index].num_tokens
-        return self._chunk(choices=[choice], usage=api.Usage(prompt, output, prompt + output))
+        return self._chunk(
+            choices=[choice], usage=api.CompletionUsage(prompt, output, prompt + output)
+        )
 
     def _chunk(self, **members: Any) -> bytes:
         return b"data: " + self._answer(object=self.kind.chunk_object, **members) + b"\n\n"
@@ -329,7 +254,7 @@ class CompletionGeneration(Generation):
             )
         )
 
-    def _usage(self) -> api.Usage:
+    def _usage(self) -> api.CompletionUsage:
         return self.usage_of([output.end for output in self._outputs])
 
     def _prompt(self, index: int) -> PromptOutput:
@@ -343,9 +268,9 @@ class CompletionGeneration(Generation):
         )
 
 
-def best_of(outputs: Sequence[Output], n: int, kept: int) -> list[Output]:
-    """Of the `n` outputs of each prompt the likeliest ones, renumbered; of equals the first."""
-    best = list[Output]()
+def best_of(outputs: Sequence[ChoiceOutput], n: int, kept: int) -> list[ChoiceOutput]:
+    """The `kept` likeliest of each prompt's `n` outputs, renumbered; the first of equals."""
+    best = list[ChoiceOutput]()
     for first in range(0, len(outputs), n):
         ranked = sorted(outputs[first : first + n], key=lambda one: -one.cumulative_logprob)
         best += ranked[:kept]
@@ -357,28 +282,31 @@ def best_of(outputs: Sequence[Output], n: int, kept: int) -> list[Output]:
 async def run_choices(
     service: GenerationService, parsed: ParsedRequest, caller: Caller, sinks: Sequence[Sink]
 ) -> None:
-    """Gives n choices of each prompt to their sinks; cancelling it cancels all of them.
+    """Runs n choices of each prompt; cancelling it cancels all of them.
 
-    They enter one after another: the first is charged as a request to the tenant, and a hundred
-    choices of a long prompt must not hold the event loop. Choices of one prompt begin when the
-    first of them has its first token: by then its prompt is cached, so that it is computed once.
-    If one fails, all end: the others that have not entered do not.
+    Choices are admitted one after the other, because the first is charged as the tenant's request,
+    and because a hundred choices of a long prompt must not block the event loop. A prompt's other
+    choices start once the first has its first token: the prompt is cached then, and is computed
+    once. If a choice fails, all end.
     """
     num_prompts, n = parsed.num_prompts, parsed.n
     total = num_prompts * n
     cut = not parsed.max_tokens_given
     if total == 1:
-        await service.generate(parsed.request(0), caller, sinks[0], Choices(cut_output=cut))
+        await service.generate(parsed.request(0), caller, sinks[0], PromptChoices(cut_output=cut))
         return
     loop = asyncio.get_running_loop()
     left_s = (
-        service.admission.default_timeout_s if caller.time_left_s is None else caller.time_left_s
+        service.admission.limits.default_timeout_s
+        if caller.time_left_s is None
+        else caller.time_left_s
     )
-    deadline = loop.time() + left_s  # one for all, also for those that begin later
+    deadline = loop.time() + left_s  # shared by all choices, including those that start later
     computed = [asyncio.Event() for _ in range(num_prompts)]
-    places = Places()
+    reserved = ReservedChoices()
     shared = [
-        Choices(total, first=i == 0, cut_output=cut, places=places) for i in range(num_prompts)
+        PromptChoices(total, first=i == 0, cut_output=cut, reserved=reserved)
+        for i in range(num_prompts)
     ]
     entrance = asyncio.Semaphore()
 
@@ -388,10 +316,10 @@ async def run_choices(
         if number:
             await prompt.wait()
         await entrance.acquire()
-        await asyncio.sleep(0)  # one enters in a turn of the loop, so that others have theirs
+        await asyncio.sleep(0)  # one admission per iteration of the event loop
         request = parsed.request(index, number)
         shared[index].params = shared[0].params
-        sink = _Choice(sinks[choice], entrance.release, prompt.set)
+        sink = _ChoiceSink(sinks[choice], entrance.release, prompt.set)
         left = replace(caller, time_left_s=deadline - loop.time())
         await service.generate(request, left, sink, shared[index], number)
         prompt.set()
@@ -403,11 +331,11 @@ async def run_choices(
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     finally:
-        places.free()
+        reserved.release()
 
 
-class _Choice:
-    """A sink before another that lets the next choices in."""
+class _ChoiceSink:
+    """Forwards to a sink, and lets further choices start."""
 
     def __init__(
         self, sink: Sink, leave: Callable[[], None], on_output: Callable[[], None]
@@ -422,6 +350,6 @@ class _Choice:
         self._leave()
         self._sink.start(started)
 
-    def put(self, *output: Any) -> None:
+    def put(self, piece: Piece) -> None:
         self._on_output()
-        self._sink.put(*output)
+        self._sink.put(piece)

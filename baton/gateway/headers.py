@@ -1,4 +1,4 @@
-"""The headers of OpenAI's API and its traces: who calls and until when, and what is told back."""
+"""HTTP headers: caller, deadline, trace, request ids and CORS."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXPOSED = b"x-request-id, x-trace-id, traceparent, retry-after, retry-after-ms"
 
 
 def caller_of(exchange: HttpExchange) -> Caller:
-    """Key, trace and deadline. Raises InvalidRequest for a time that is none."""
+    """The caller's key, trace and deadline. Raises InvalidRequest for an invalid deadline."""
     headers = exchange.headers
     metadata: list[tuple[str, str | bytes]] = [
         (name.decode(), headers[name].decode("latin-1"))
@@ -37,7 +37,7 @@ def caller_of(exchange: HttpExchange) -> Caller:
 def id_headers(
     exchange: HttpExchange, request_id: str = "", trace_id: str = ""
 ) -> dict[bytes, bytes]:
-    """Response headers that name the request, as its caller does, and its trace."""
+    """Response headers with the ids of the request and its trace; a caller's own id is kept."""
     headers = {}
     given = exchange.headers.get(_REQUEST_ID, b"").decode("latin-1")
     if request_id := given if is_callers_id(given) else request_id:
@@ -52,8 +52,8 @@ def id_headers(
     return headers
 
 
-def correlated(exchange: HttpExchange, caller: Caller, request_id: str | None) -> Caller:
-    """The caller of a request whose body has an id; one in the headers goes first."""
+def with_request_id(exchange: HttpExchange, caller: Caller, request_id: str | None) -> Caller:
+    """Adds a request id from the body; an id in the headers takes precedence."""
     if not request_id or is_callers_id(exchange.headers.get(_REQUEST_ID, b"").decode("latin-1")):
         return caller
     exchange.headers[_REQUEST_ID] = request_id.encode()
@@ -75,14 +75,14 @@ def cors_headers(exchange: HttpExchange, origins: Collection[str]) -> dict[bytes
 
 
 def preflight_headers(exchange: HttpExchange, methods: str) -> list[Header]:
-    """What a browser asks for before it sends a page's request; see `cors_headers`.
+    """Response headers of a CORS preflight; see `cors_headers`.
 
-    Any header may be sent: a key is one, and no cookie is looked at.
+    All request headers are allowed: keys are headers, and cookies are ignored.
     """
-    asked = exchange.headers.get(b"access-control-request-headers", b"")
+    requested = exchange.headers.get(b"access-control-request-headers", b"")
     return [
         (b"access-control-allow-methods", methods.encode()),
-        *([(b"access-control-allow-headers", asked)] if asked else []),
+        *([(b"access-control-allow-headers", requested)] if requested else []),
         (b"access-control-max-age", b"7200"),
     ]
 

@@ -1,4 +1,4 @@
-"""What answers each path, and the document at /openapi.json that describes it."""
+"""Operations by path and method, and the document /openapi.json about them."""
 
 from __future__ import annotations
 
@@ -13,76 +13,78 @@ from baton.gateway import api
 from baton.gateway.headers import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
 
 Part = dict[str, Any]
-# Of a request with a body.
+# Error statuses of a request with a body.
 ERRORS = ("400", "401", "404", "408", "413", "415", "429", "500", "503", "504")
 BYTES: Part = {"type": "string", "format": "binary"}
-Handler = Callable[..., Awaitable[None]]  # of an `HttpExchange`, behind whom the route is bound to
+Handler = Callable[
+    ..., Awaitable[None]
+]  # takes the object that owns the route, and the HttpExchange
 _STRING: Part = {"type": "string"}
 _DESCRIPTIONS = {
-    "model": "The served model, which is meant too where none is named.",
-    "prompt": "What to continue: a text, texts, token ids or lists of token ids.",
+    "model": "The served model; the default if omitted.",
+    "prompt": "Text to continue: a text, texts, token ids or lists of token ids.",
     "instructions": "A system message before the input.",
     "messages": "The conversation, oldest turn first; the model's chat template renders it.",
-    "input": "The conversation, or what to embed: a text, or a list as its schema says.",
-    "encoding_format": "float by default; base64 is of float32 numbers, little-endian.",
-    "dimensions": "The first so many, normalized again; all by default.",
-    "temperature": "0 is greedy. By default that of the model's generation_config.json, else 1.",
+    "input": "The conversation, or the inputs to embed: a text, or a list.",
+    "encoding_format": "float (default), or base64 of little-endian float32 numbers.",
+    "dimensions": "Number of leading dimensions to keep, normalized again; default: all.",
+    "temperature": "0 is greedy. Default: the model's generation_config.json, else 1.",
     "top_k": "Keep the k most likely tokens; 0 or -1 keeps all.",
-    "min_p": "Drop what is less likely than this share of the best.",
-    "repetition_penalty": "For tokens in prompt or output; 1 is none.",
+    "min_p": "Drop tokens less likely than this fraction of the most likely one.",
+    "repetition_penalty": "Penalty for tokens in prompt or output; 1 is none.",
     "logit_bias": "Added to the logits of these token ids.",
-    "seed": "Same seed, same output. Choice i of n is drawn with seed + i.",
-    "stop": "Text that ends the output, and is not part of it.",
-    "ignore_eos": "Go on after end-of-sequence, up to max_tokens.",
-    "max_tokens": "Refused where the context leaves fewer; by default 16, for a chat all of them. "
-    "0 only with echo or prompt_logprobs.",
+    "seed": "The same seed gives the same output. Choice i is sampled with seed + i.",
+    "stop": "Texts that end the output and are not part of it.",
+    "ignore_eos": "Continue after end-of-sequence, up to max_tokens.",
+    "max_tokens": "An error if the context has less room; default: 16, for a chat the rest of "
+    "the context. 0 only with echo or prompt_logprobs.",
     "n": "Choices for each prompt.",
-    "best_of": "Run so many, and return the n likeliest; not above n for streams.",
-    "stream": "Send the output as it comes, as server-sent events.",
-    "stream_options": "Only with stream: a last chunk has the usage.",
-    "echo": "Begin the text, and the log-probabilities, with the prompt's.",
+    "best_of": "Choices to run, of which the n likeliest are returned; at most n in streams.",
+    "stream": "Send output as server-sent events while it is generated.",
+    "stream_options": "With stream only: include_usage adds a last chunk with the usage.",
+    "echo": "Begin text and log-probabilities with those of the prompt.",
     "prompt_logprobs": "Log-probabilities of the prompt, with so many alternatives; not streamed.",
-    "top_logprobs": "Alternatives to return; needs logprobs.",
-    "priority": "low, normal or high; or vLLM's number: below 0 is high and above 0 is low.",
-    "ttft_target_ms": "Refuse at once when the first token cannot come in time.",
-    "response_format": "JSON, or JSON that a schema describes.",
-    "structured_outputs": "What the output has to match; guided_* are older names of the same.",
+    "top_logprobs": "Number of alternatives to return; needs logprobs.",
+    "priority": "low, normal or high; or vLLM's number: below 0 is high, above 0 is low.",
+    "ttft_target_ms": "Refuse at once if the first token cannot be ready in this time.",
+    "response_format": "JSON, or JSON that matches a schema.",
+    "structured_outputs": "What the output must match; guided_* are older names.",
     "tools": "Functions that the model may call.",
     "tool_choice": "auto, none, required, or the one function to call.",
-    "parallel_tool_calls": "False: one call at most.",
-    "max_thinking_tokens": "Then the model has to end its reasoning and answer.",
-    "chat_template_kwargs": "Further variables of the chat template.",
-    "continue_final_message": "Go on with the last message instead of answering it.",
-    "request_id": "Of the caller's: for logs and traces, and returned as x-request-id.",
-    "cache_salt": "Shares cached prefixes only with requests of the same salt.",
-    "add_special_tokens": "As the tokenizer does by default; true for a text, false for messages.",
-    "skip_special_tokens": "False: special tokens of the output are text.",
-    "truncate_prompt_tokens": "Of a longer prompt the last so many tokens are taken.",
-    "allowed_token_ids": "No other token is sampled.",
-    "bad_words": "Texts that the output must not have.",
-    "suffix": "What follows the text to be written, for models that fill in the middle.",
+    "parallel_tool_calls": "False: at most one call.",
+    "max_thinking_tokens": "Number of reasoning tokens after which the model must answer.",
+    "chat_template_kwargs": "Additional variables of the chat template.",
+    "continue_final_message": "Continue the last message instead of answering it.",
+    "request_id": "The caller's id for logs and traces, returned as x-request-id.",
+    "cache_salt": "Share cached prefixes only with requests of the same salt.",
+    "add_special_tokens": "Add the tokenizer's special tokens; default: to text, not to messages.",
+    "skip_special_tokens": "False: show special tokens in the text.",
+    "truncate_prompt_tokens": "Keep only this number of tokens at the end of the prompt.",
+    "allowed_token_ids": "Sample these tokens only.",
+    "bad_words": "Texts that the output must not contain.",
+    "suffix": "Text after the output, for fill-in-the-middle models.",
 }
 
 
 @dataclass(frozen=True)
-class Route:
-    """What answers a method of a path, and how that is described; without a summary it is not."""
+class Operation:
+    """The handler of a method of a path, and its description; without a summary it has none."""
 
     handler: Handler
     summary: str = ""
-    answer: type | None = None  # as JSON; None: bytes
+    answer: type | None = None  # JSON; None: bytes
     errors: Sequence[str] = ()
     body: type | None = None  # JSON
-    form: Part | None = None  # another body: its schema
+    form: Part | None = None  # schema of a form
     query: type | None = None
-    streams: bool = False  # where the body asks for it
+    streams: bool = False  # if the body has `stream`
 
 
-Routes = Mapping[str, Mapping[str, Route]]  # by path and method
+Routes = Mapping[str, Mapping[str, Operation]]  # by path and method
 
 
 def document(routes: Routes) -> Part:
-    """The whole document."""
+    """Builds the document."""
     described = [
         (path, method, route)
         for path, methods in routes.items()
@@ -111,11 +113,11 @@ def document(routes: Routes) -> Part:
             "schemas": _schemas(bodies, answers),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        "security": [{}, {"key": []}],  # a key where the router's tenants have some
+        "security": [{}, {"key": []}],  # a key is needed if the router has tenants
     }
 
 
-def _operation(route: Route) -> Part:
+def _operation(route: Operation) -> Part:
     content = _json(route.answer) if route.answer else {"application/octet-stream": _of(BYTES)}
     if route.streams:
         content["text/event-stream"] = {}
@@ -136,7 +138,7 @@ def _operation(route: Route) -> Part:
     return operation
 
 
-def _parameters(route: Route) -> Iterator[Part]:
+def _parameters(route: Operation) -> Iterator[Part]:
     if route.body:
         timeout = {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": MAX_TIMEOUT_S}
         yield {"name": TIMEOUT_HEADER, "in": "header", "schema": timeout}

@@ -1,10 +1,9 @@
-"""One choice's output as it comes, and how completions and chats write it."""
+"""The output of one choice: sent in chunks, or collected for a whole answer."""
 
 from __future__ import annotations
 
-import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
@@ -13,28 +12,66 @@ from msgspec import UNSET, UnsetType
 
 from baton.client.results import transport_name
 from baton.gateway import api
-from baton.gateway.api import ChatDelta, ChatLogprobs, ChatToken, CompletionLogprobs, FinishReason
-from baton.gateway.prompt_output import MIN_LOGPROB, PromptOutput
+from baton.generation.enum_names import FINISH_REASONS
 from baton.text import Tokenizer
-from baton.text.tool_calls import ToolCallDelta
 from baton.v1 import common_pb2, inference_pb2
-from router.dispatch.request_state import ParsedOutput
+from router.output.sink import Piece
+from router.output.text_stream import ParsedOutput
 
-_REASONS: dict[int, FinishReason | None] = {
-    common_pb2.FINISH_REASON_UNSPECIFIED: None,
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
-}
+MIN_LOGPROB = -9999.0  # JSON has no infinity
+Position = tuple[int, float, int, list[tuple[int, float]]]
 _STOPPED = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_TOOL_CALLS
-_UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 _encode = msgspec.json.Encoder().encode
 _PHASES = ("queue_ms", "ttft_ms", "transfer_ms", "tpot_ms", "e2e_ms")
 
 
+@dataclass
+class PromptOutput:
+    """One prompt, shared by its choices; the first choice receives the log-probabilities."""
+
+    echo: str = ""  # text that each output begins with
+    echoed_top: int | None = (
+        None  # alternatives of the echoed prompt in `logprobs`; None: not echoed
+    )
+    top: int | None = None  # alternatives in the member `prompt_logprobs`; None: no member
+    logprobs: common_pb2.PromptLogprobs | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of log-probabilities, alternatives included."""
+        found = self.logprobs
+        return 0 if found is None else len(found.logprobs) + len(found.top_ids)
+
+    def member(self, show: Callable[[int], str]) -> api.PromptLogprobs | UnsetType:
+        """The member `prompt_logprobs`, as in vLLM; `show` returns a token's text."""
+        if self.top is None:
+            return UNSET
+        entries: api.PromptLogprobs = [None]  # the first token has none
+        for token_id, logprob, rank, top in self.positions(self.top):
+            tokens = {other: (value, at) for at, (other, value) in enumerate(top, 1)}
+            tokens.setdefault(token_id, (logprob, rank))
+            entries.append(
+                {
+                    str(other): api.PromptToken(max(value, MIN_LOGPROB), at, show(other))
+                    for other, (value, at) in tokens.items()
+                }
+            )
+        return entries
+
+    def positions(self, top: int) -> Iterator[Position]:
+        """Id, log-probability, rank and likeliest alternatives of each token but the first."""
+        found = self.logprobs
+        assert found is not None, "log-probabilities arrive before any output"
+        width = len(found.top_ids) // max(1, len(found.logprobs))
+        likeliest = list(zip(found.top_ids, found.top_logprobs, strict=True))
+        rows = zip(found.token_ids[1:], found.logprobs, found.ranks, strict=True)
+        for first, row in enumerate(rows):
+            yield *row, likeliest[first * width : first * width + min(top, width)]
+
+
 @dataclass(eq=False)
-class Output(ABC):
-    """One choice, a `Sink`: its pieces are written at once, or kept."""
+class ChoiceOutput(ABC):
+    """The sink of one choice. Subclasses write it as a completion's or a chat's."""
 
     id_prefix: ClassVar[str]
     answer: ClassVar[type[api.Completion] | type[api.ChatCompletion]]
@@ -46,18 +83,20 @@ class Output(ABC):
     with_logprobs: bool
     with_token_ids: bool
     with_reasoning: bool = True
-    with_usage: bool = False  # of this output so far, in each of its chunks
-    as_token_ids: bool = False  # tokens of log-probabilities are shown so
-    of_prompt: PromptOutput = field(default_factory=PromptOutput)
+    with_usage: bool = False  # in each chunk, of the output so far
+    as_token_ids: bool = False  # show tokens of log-probabilities as ids
+    prompt_output: PromptOutput = field(default_factory=PromptOutput)
     stop_token_ids: Collection[int] = ()
-    on_prompt: Callable[[int], None] = lambda size: None  # how many log-probabilities it has
+    on_prompt: Callable[[int], None] = lambda size: None  # receives the number of log-probabilities
     start: Callable[[inference_pb2.Started], None] = lambda started: None
-    event: Callable[[Any], bytes] = msgspec.json.encode  # of a chunk's choice, for `send`
-    send: Callable[[bytes], None] | None = None  # without it all is kept for `whole`
+    event: Callable[[Any], bytes] = msgspec.json.encode  # encodes the event of a choice
+    send: Callable[[bytes], None] | None = (
+        None  # sends an event; None: output is collected for `whole`
+    )
 
     def __post_init__(self) -> None:
-        # Of events that differ in their text alone, what is around it.
-        self._around_text: tuple[bytes, bytes] | None = None
+        # What stands before and after the text in events that have nothing else.
+        self._text_template: tuple[bytes, bytes] | None = None
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self.num_tokens = 0
@@ -67,18 +106,11 @@ class Output(ABC):
         self.end = inference_pb2.Finish()
 
     def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
-        self.of_prompt.logprobs = logprobs
-        self.on_prompt(self.of_prompt.size)
+        self.prompt_output.logprobs = logprobs
+        self.on_prompt(self.prompt_output.size)
 
-    def put(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[common_pb2.PositionLogprobs],
-        reason: common_pb2.FinishReason,
-        stop: str,
-        parsed: ParsedOutput | None = None,
-    ) -> None:
+    def put(self, piece: Piece) -> None:
+        text, token_ids, logprobs, reason, stop, parsed = piece
         self.num_tokens += len(token_ids)
         if parsed is not None and not self.with_reasoning:
             parsed = parsed._replace(reasoning="")
@@ -89,23 +121,23 @@ class Output(ABC):
             if parsed is not None:
                 self._parsed.append(parsed)
             return
-        beside = parsed is not None and any(parsed)
-        if self._around_text is not None and not (reason or beside):
+        has_parsed = parsed is not None and any(parsed)
+        if self._text_template is not None and not (reason or has_parsed):
             if text or parsed is None:
-                before, after = self._around_text
+                before, after = self._text_template
                 self.send(before + _encode(text) + after)
             return
-        if not beside:
+        if not has_parsed:
             parsed = None
         elif parsed is not None and len(parsed.tool_calls) > 1:
-            # A chunk for each: some clients look at a chunk's first one only.
+            # One chunk for each call: some clients read only a chunk's first one.
             for call in parsed.tool_calls[:-1]:
                 one = ParsedOutput(parsed.reasoning, (call,))
-                self.put(text, (), (), _UNFINISHED, "", one)
+                self.put(Piece(text, parsed=one))
                 text, parsed = "", ParsedOutput("", parsed.tool_calls[-1:])
         members = self._members(logprobs, list(token_ids), reason)
         if not self._begun:
-            text = self.of_prompt.echo + text
+            text = self.prompt_output.echo + text
         if reason:
             members["stop_reason"] = self._stop_reason(reason, stop, token_ids)
         self.send(self.event(self._chunk(text, parsed, **members)))
@@ -113,14 +145,14 @@ class Output(ABC):
             self._begun = True
             if not (reason or self.with_logprobs or self.with_token_ids or self.with_usage):
                 before, after = self.event(self._chunk("", None, **members)).split(b':""')
-                self._around_text = before + b":", after
+                self._text_template = before + b":", after
 
     async def finish(self, finish: inference_pb2.Finish) -> None:
         self.end = finish
 
     def whole(self) -> Any:
-        """The choice of an answer."""
-        text, reason = self.of_prompt.echo + "".join(self._text), self.end.reason
+        """Builds the choice of a whole answer."""
+        text, reason = self.prompt_output.echo + "".join(self._text), self.end.reason
         members = self._members(self._positions, self._token_ids, reason)
         stop_reason = self._stop_reason(reason, self.end.stop, self._token_ids)
         reasoning = "".join(parsed.reasoning for parsed in self._parsed)
@@ -130,25 +162,25 @@ class Output(ABC):
 
     @property
     def cumulative_logprob(self) -> float:
-        """Of all its tokens, where log-probabilities were asked for."""
+        """The sum over all tokens; needs log-probabilities."""
         return sum(position.chosen.logprob for position in self._positions)
 
     def prompt_logprobs(self) -> api.PromptLogprobs | UnsetType:
-        """Of its prompt, where they are to be told."""
-        return self.of_prompt.told(lambda token_id: self.shown(token_id)[0])
+        """The member `prompt_logprobs`, if requested."""
+        return self.prompt_output.member(lambda token_id: self.token_text(token_id)[0])
 
-    def shown(self, token_id: int) -> tuple[str, bytes]:
-        """A token as text, and its own bytes."""
-        text, piece = shown(self.tokenizer, token_id)
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """A token's text and bytes."""
+        text, piece = token_text(self.tokenizer, token_id)
         return f"token_id:{token_id}" if self.as_token_ids else text, piece
 
     @classmethod
-    def answer_members(cls, outputs: Sequence[Output]) -> dict[str, Any]:
-        """What an answer has beside its choices and its usage."""
+    def answer_members(cls, outputs: Sequence[ChoiceOutput]) -> dict[str, Any]:
+        """Members of a whole answer in addition to choices and usage."""
         return {}
 
     def _stop_reason(self, reason: int, stop: str, token_ids: Sequence[int]) -> str | int | None:
-        """As vLLM has it: the stop string, or the stop token, that ended the output."""
+        """The stop string or stop token that ended the output, as in vLLM."""
         if reason not in _STOPPED or stop or not token_ids:
             return stop or None
         return token_ids[-1] if token_ids[-1] in self.stop_token_ids else None
@@ -156,153 +188,31 @@ class Output(ABC):
     def _members(
         self, positions: Sequence[common_pb2.PositionLogprobs], token_ids: list[int], reason: int
     ) -> dict[str, Any]:
-        """What both kinds of choice have."""
+        """Members that completions and chats share."""
         return {
             "index": self.index,
             "logprobs": self.logprobs(positions) if self.with_logprobs else None,
-            "finish_reason": _REASONS[reason],
+            "finish_reason": FINISH_REASONS[reason],
             "token_ids": token_ids if self.with_token_ids else UNSET,
         }
 
     @abstractmethod
     def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Any:
-        """Log-probabilities of these output positions, which follow those of the last call."""
+        """Formats log-probabilities of the next positions of the output."""
 
     @abstractmethod
     def _chunk(self, text: str, parsed: ParsedOutput | None, **members: Any) -> Any:
-        """The API's choice in a chunk, with this output."""
+        """Builds the choice of a chunk."""
 
     @abstractmethod
     def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> Any:
-        """The API's choice in a whole answer."""
+        """Builds the choice of a whole answer from all of its text."""
 
 
-class CompletionOutput(Output):
-    """As /v1/completions has it."""
-
-    id_prefix = "cmpl-"
-    answer = api.Completion
-    chunk_object = "text_completion"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
-        self._echoed = False
-
-    def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> CompletionLogprobs:
-        """Four parallel lists; the first ones begin with the prompt's, if that is echoed."""
-        found, prompt = CompletionLogprobs([], [], [], []), self.of_prompt
-        if prompt.logprobs is not None and prompt.echoed_top is not None and not self._echoed:
-            self._echoed = True
-            self._add(found, prompt.logprobs.token_ids[0])
-            for token_id, logprob, _, top in prompt.positions(prompt.echoed_top):
-                self._add(found, token_id, logprob, top)
-        for position in positions:
-            top = [(other.token_id, other.logprob) for other in position.top]
-            self._add(found, position.chosen.token_id, position.chosen.logprob, top)
-        return found
-
-    def _add(
-        self,
-        found: CompletionLogprobs,
-        token_id: int,
-        logprob: float | None = None,
-        top: Sequence[tuple[int, float]] = (),
-    ) -> None:
-        """Appends a token; without a log-probability it is a prompt's first."""
-        text, piece = self.shown(token_id)
-        found.text_offset.append(self._offset)
-        found.tokens.append(text)
-        self._offset += len(self._utf8.decode(piece))
-        if logprob is None:
-            found.token_logprobs.append(None)
-            found.top_logprobs.append(None)
-            return
-        found.token_logprobs.append(max(logprob, MIN_LOGPROB))
-        best = {text: max(logprob, MIN_LOGPROB)}
-        for other, value in top:
-            best[self.shown(other)[0]] = max(value, MIN_LOGPROB)
-        found.top_logprobs.append(best)
-
-    def _chunk(
-        self, text: str, parsed: ParsedOutput | None, **members: Any
-    ) -> api.CompletionChoice:
-        return api.CompletionChoice(text=text, **members)
-
-    def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> api.CompletionChoice:
-        return api.CompletionChoice(text=text, prompt_logprobs=self.prompt_logprobs(), **members)
-
-
-class ChatOutput(Output):
-    """As /v1/chat/completions has it."""
-
-    id_prefix = "chatcmpl-"
-    answer = api.ChatCompletion
-    chunk_object = "chat.completion.chunk"
-
-    def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> ChatLogprobs:
-        """One entry for each token."""
-        return ChatLogprobs(
-            [
-                ChatToken(
-                    *self._entry(position.chosen),
-                    [api.TopToken(*self._entry(other)) for other in position.top],
-                )
-                for position in positions
-            ]
-        )
-
-    def _entry(self, token: common_pb2.TokenLogprob) -> tuple[str, float, list[int]]:
-        text, piece = self.shown(token.token_id)
-        return text, max(token.logprob, MIN_LOGPROB), list(piece)
-
-    @classmethod
-    def answer_members(cls, outputs: Sequence[Output]) -> dict[str, Any]:
-        return {"prompt_logprobs": outputs[0].prompt_logprobs()}
-
-    def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> api.ChatChoice:
-        beside = _reasoning(parsed)
-        if parsed.tool_calls:
-            beside["tool_calls"] = _whole_calls(parsed.tool_calls)
-        content = None if beside and not text else text
-        return api.ChatChoice(message=api.AssistantMessage(content, **beside), **members)
-
-    def _chunk(self, text: str, parsed: ParsedOutput | None, **members: Any) -> api.ChatChoice:
-        beside = _reasoning(parsed)
-        if parsed and parsed.tool_calls:
-            beside["tool_calls"] = [_call_delta(call) for call in parsed.tool_calls]
-        delta = ChatDelta(UNSET if beside and self._begun and not text else text, **beside)
-        if not self._begun:
-            delta.role = "assistant"
-        return api.ChatChoice(delta=delta, **members)
-
-
-def _reasoning(parsed: ParsedOutput | None) -> dict[str, Any]:
-    if parsed is None or not parsed.reasoning:
-        return {}
-    return {"reasoning": parsed.reasoning, "reasoning_content": parsed.reasoning}
-
-
-def _call_delta(call: ToolCallDelta) -> api.ToolCallDelta:
-    function = api.CalledFunction(call.arguments, call.name or UNSET)
-    if not call.id:
-        return api.ToolCallDelta(index=call.index, function=function)
-    return api.ToolCallDelta(index=call.index, id=call.id, type="function", function=function)
-
-
-def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[api.ToolCall]:
-    calls: list[api.ToolCall] = []
-    for delta in deltas:
-        if delta.id:
-            function = api.CalledFunction("", delta.name)
-            calls.append(api.ToolCall(id=delta.id, function=function))
-        calls[-1].function.arguments += delta.arguments
-    return calls
-
-
-def usage_of(ends: Sequence[inference_pb2.Finish], n: int, *, with_routes: bool) -> api.Usage:
-    """Tokens of the whole request: each prompt once, every choice's output."""
+def usage_of(
+    ends: Sequence[inference_pb2.Finish], n: int, *, with_routes: bool
+) -> api.CompletionUsage:
+    """The usage of a request: each prompt once, the output of every choice."""
     usages = [end.usage for end in ends]
     prompt = sum(usage.prompt_tokens for usage in usages[::n])
     output = sum(usage.completion_tokens for usage in usages)
@@ -311,7 +221,7 @@ def usage_of(ends: Sequence[inference_pb2.Finish], n: int, *, with_routes: bool)
     reasoning = sum(usage.reasoning_tokens for usage in usages)
     reasoned = api.CompletionTokensDetails(reasoning) if reasoning else UNSET
     served = [_served_by(end) for end in ends] if with_routes else UNSET
-    return api.Usage(prompt, output, prompt + output, details, reasoned, served)
+    return api.CompletionUsage(prompt, output, prompt + output, details, reasoned, served)
 
 
 def _served_by(finish: inference_pb2.Finish) -> api.ServedBy:
@@ -327,10 +237,10 @@ def _served_by(finish: inference_pb2.Finish) -> api.ServedBy:
     )
 
 
-def shown(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
-    """A token as text, and its own bytes.
+def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
+    """A token's text and bytes.
 
-    Bytes that are no character are shown as "bytes:\\x..", a token without a text as its id.
+    Bytes that are not a whole character are shown as "bytes:\\x..", tokens without a text as ids.
     """
     if not tokenizer.has_text:
         return f"token_id:{token_id}", b""

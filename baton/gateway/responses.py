@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API, translated to chats. Nothing is stored between them."""
+"""Requests of OpenAI's Responses API, translated to chats. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from msgspec import Meta, Struct
 
 from baton.errors import InvalidRequest
 from baton.gateway import api
-from baton.gateway.request import ParsedRequest, parsed_chat
+from baton.gateway.batch_store import Metadata
+from baton.gateway.chat import parsed_chat
+from baton.gateway.parsed_request import ParsedRequest
 from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
 
 
@@ -24,7 +26,7 @@ Content = str | list[TextContent]
 
 
 class InputItem(Struct, kw_only=True):
-    """A message, or an item of an earlier output; each type has fields of its own."""
+    """A message, or an item of an earlier output; which fields it has depends on its type."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -36,13 +38,13 @@ class InputItem(Struct, kw_only=True):
 
 
 class FunctionTool(api.FunctionDefinition, kw_only=True):
-    """A function that the model may call; tools that a server runs are not supported."""
+    """A function that the model may call; tools that run on the server are not supported."""
 
     type: Literal["function"]
 
 
 class FunctionChoice(api.NamedFunction, kw_only=True):
-    """The function that has to be called."""
+    """The function that must be called."""
 
     type: Literal["function"]
 
@@ -56,23 +58,23 @@ class JsonObject(Struct, tag="json_object"):
 
 
 class JsonText(api.JsonSchemaFormat, tag="json_schema", kw_only=True):
-    """JSON by a schema."""
+    """JSON that matches a schema."""
 
 
 class TextOptions(Struct):
-    """What the answer's text has to be; `verbosity` is ignored."""
+    """The format of the answer's text; `verbosity` is ignored."""
 
     format: PlainText | JsonObject | JsonText | None = None
 
 
 class ReasoningOptions(Struct):
-    """How much the model reasons, for templates that know it."""
+    """How much the model reasons, for templates that support it."""
 
     effort: str | None = None
 
 
 class ResponsesRequest(api.ChatOptions, kw_only=True):
-    """The next response of a conversation; all of that is in `input`."""
+    """A request for the next response; `input` holds the whole conversation."""
 
     unsupported: ClassVar[api.Unsupported] = {
         **api.ChatOptions.unsupported,
@@ -93,11 +95,11 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: api.Metadata | None = None
+    metadata: Metadata | None = None
     # Reasoning is returned as text, so nothing is encrypted.
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     previous_response_id: str | None = None
-    # What chats have under these names is called otherwise here.
+    # Fields of chats that have other names here.
     n: None = None
     max_tokens: None = None
     response_format: None = None
@@ -107,15 +109,15 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
 
 
 def parse_response(text: bytes) -> ParsedRequest:
-    """A body of /v1/responses, which is its `options`. Raises InvalidRequest naming the field."""
+    """Parses a body of /v1/responses. Raises InvalidRequest naming the field."""
     body = api.decode(ResponsesRequest, text)
     if body.previous_response_id is not None:
         raise InvalidRequest(
-            "no response is stored here: send the conversation so far in input, and leave "
-            "previous_response_id out",
+            "responses are not stored: send the whole conversation in input, without "
+            "previous_response_id",
             "previous_response_id",
         )
-    messages, places = _messages(body)
+    messages, item_fields = _messages(body)
     tools = [api.Tool(type="function", function=tool) for tool in body.tools or ()]
     choice = body.tool_choice
     same = {name: getattr(body, name) for name in api.ChatOptions.__struct_fields__}
@@ -138,7 +140,7 @@ def parse_response(text: bytes) -> ParsedRequest:
         **dict.fromkeys(("input", "chat", "token_ids"), "input"),
         "max_tokens": "max_output_tokens",
         "structured_output": "text.format" if restriction == "response_format" else restriction,
-        **places,
+        **item_fields,
     }
     for i in range(len(tools)):
         for name in ("name", "parameters"):
@@ -153,19 +155,19 @@ def _response_format(text: TextOptions | None) -> api.ResponseFormat | None:
     return api.ResponseFormat(type="json_object") if isinstance(asked, JsonObject) else None
 
 
-# What one output may have had, in that order, and any number of calls: one turn of a chat.
+# Items of one output in their order, of which calls may repeat: one turn of a chat.
 _ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
 
 
 def _messages(body: ResponsesRequest) -> tuple[list[api.Message], dict[str, str]]:
-    """The conversation as a chat has it, and by a message's field the input's."""
-    messages, places = list[api.Message](), dict[str, str]()
+    """The messages of the chat, and the input's field for each of their fields."""
+    messages, fields = list[api.Message](), dict[str, str]()
     if body.instructions:
         messages.append(api.Message(role="system", content=body.instructions))
     items = body.input
     if isinstance(items, str):
-        return [*messages, api.Message(role="user", content=items)], places
-    before = ""  # the type of the item before, in an assistant's turn
+        return [*messages, api.Message(role="user", content=items)], fields
+    before = ""  # type of the previous item of an assistant's turn
     for at, item in enumerate(items):
         place = f"input[{at}]"
         is_call = item.type == "function_call"
@@ -176,17 +178,17 @@ def _messages(body: ResponsesRequest) -> tuple[list[api.Message], dict[str, str]
             _add(messages[-1], item, place)
             if is_call:
                 call = f"tool_calls[{len(messages[-1].tool_calls or ()) - 1}].function.arguments"
-                places[f"messages[{len(messages) - 1}].{call}"] = f"{place}.arguments"
+                fields[f"messages[{len(messages) - 1}].{call}"] = f"{place}.arguments"
             continue
         before = ""
         if item.type == "message":
-            role = _given(item.role, f"{place}.role")
+            role = _required(item.role, f"{place}.role")
             messages.append(api.Message(role=role, content=_parts(item.content, place)))
         else:
-            call_id = _given(item.call_id, f"{place}.call_id")
+            call_id = _required(item.call_id, f"{place}.call_id")
             output = _parts(item.output, place, "output")
             messages.append(api.Message(role="tool", content=output, tool_call_id=call_id))
-    return messages, places
+    return messages, fields
 
 
 def _add(turn: api.Message, item: InputItem, place: str) -> None:
@@ -196,9 +198,9 @@ def _add(turn: api.Message, item: InputItem, place: str) -> None:
         content = _parts(item.content or "", place)
         turn.reasoning = content if isinstance(content, str) else "".join(p.text for p in content)
     else:
-        name = _given(item.name, f"{place}.name")
+        name = _required(item.name, f"{place}.name")
         function = api.CalledFunction(item.arguments or "", name)
-        call = api.ToolCall(id=_given(item.call_id, f"{place}.call_id"), function=function)
+        call = api.ToolCall(id=_required(item.call_id, f"{place}.call_id"), function=function)
         assert turn.tool_calls is not None
         turn.tool_calls.append(call)
 
@@ -211,7 +213,7 @@ def _parts(content: Content | None, place: str, name: str = "content") -> str | 
     return [api.TextPart("text", part.text) for part in content]
 
 
-def _given(value: str | None, field: str) -> str:
+def _required(value: str | None, field: str) -> str:
     if not value:
         raise InvalidRequest(f"{field} is missing", field)
     return value

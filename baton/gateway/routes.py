@@ -1,4 +1,4 @@
-"""The application: paths and methods."""
+"""The HTTP application: its paths, methods and their handlers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ import msgspec
 from msgspec import Raw
 
 from baton.config import ApiConfig, RouterConfig
-from baton.errors import InvalidRequest, ModelNotFound, Unavailable, quoted
+from baton.errors import ModelNotFound, Unavailable, quoted
 from baton.gateway import api, batch_store, batches
 from baton.gateway.batches import BatchApi
+from baton.gateway.chat import ChatOutput, parse_chat
+from baton.gateway.completions import CompletionOutput, parse_completion
 from baton.gateway.embeddings import embed, parse_embeddings
-from baton.gateway.generation import CompletionGeneration, Endpoint, generate
+from baton.gateway.endpoint import Endpoint
+from baton.gateway.generation import CompletionGeneration, generate
 from baton.gateway.headers import (
     ALLOW_ORIGIN,
     caller_of,
@@ -32,35 +35,26 @@ from baton.gateway.headers import (
     id_headers,
     preflight_headers,
 )
-from baton.gateway.openapi import ERRORS, Handler, Route, Routes, document
-from baton.gateway.output import ChatOutput, CompletionOutput, shown
-from baton.gateway.output_responses import Response, ResponseGeneration
-from baton.gateway.request import (
-    parse_chat,
-    parse_completion,
-    parse_detokenize,
-    parse_tokenize,
-)
+from baton.gateway.openapi import ERRORS, Handler, Operation, Routes, document
 from baton.gateway.responses import ResponsesRequest, parse_response
+from baton.gateway.responses_output import Response, ResponseGeneration
+from baton.gateway.tokenize import detokenize, parse_detokenize, parse_tokenize, tokenize
 from baton.net import http_server
 from baton.net.http_errors import Header, HttpError
 from baton.net.http_server import HttpExchange
-from baton.v1 import inference_pb2
-from router.generation_service import Caller, GenerationService
-from router.main import Frontend
+from router.generation_service import GenerationService
+from router.main import ProtocolServer
 
 log = logging.getLogger(__name__)
-
 _RETRY_AFTER_S = 1.0
-_MODEL = "/v1/models/"  # and a name
-_PAGE = Path(__file__).with_name("chat.html").read_bytes()  # to try a model in a browser
+_MODEL = "/v1/models/"  # followed by a name
+_PAGE = Path(__file__).with_name("chat.html").read_bytes()  # a chat in the browser
 
 
-def frontend(config: RouterConfig) -> Frontend:
+def frontend(config: RouterConfig) -> ProtocolServer:
     """HTTP at `config.http_port`, for `router.main.run`.
 
-    Listens at once, so that a port in use is a ConfigError before anything has begun; connections
-    wait until it serves.
+    The port is opened here, so that a port in use is a ConfigError before anything is started.
     """
     where = config.host, config.http_port
     if config.api.batch_dir:
@@ -73,7 +67,7 @@ def frontend(config: RouterConfig) -> Frontend:
 async def serving(
     service: GenerationService, listener: socket.socket, config: ApiConfig
 ) -> AsyncIterator[None]:
-    """The API over one service, while inside."""
+    """Serves the API while inside."""
     app = App(service, config)
     async with (
         http_server.serving(
@@ -87,7 +81,7 @@ async def serving(
 
 
 def _headers_of_page() -> list[Header]:
-    """Lets the page run its own script and style, and call this server; nothing else."""
+    """Content security policy: only the page's own script and style, only this server."""
 
     def sources(tag: bytes) -> str:
         parts = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), _PAGE, re.DOTALL)
@@ -111,14 +105,14 @@ _PAGE_HEADERS = _headers_of_page()
 
 
 class App:
-    """The API over one service."""
+    """Dispatches requests to the handlers of their paths."""
 
     def __init__(self, service: GenerationService, config: ApiConfig) -> None:
         self._service = service
         self._origins = config.cors_origins
         self._max_posts = config.max_http_requests
-        self._num_posts = 0  # being answered
-        for_batches: dict[str, Any] = {  # endpoints
+        self._num_posts = 0  # POSTs being answered
+        for_batches: dict[str, Any] = {  # endpoints of lines
             path: methods["POST"].handler
             for path, methods in ROUTES.items()
             if path.startswith("/v1/") and "POST" in methods
@@ -139,14 +133,14 @@ class App:
         exchange.answer_headers = {**cors, **id_headers(exchange)}
         method, path = exchange.method, exchange.path
         if not (handlers := self._handlers.get(path) or self._handlers.get(_pattern(path))):
-            raise HttpError(404, f"{method} {path}: there is no such path")
+            raise HttpError(404, f"{method} {path}: unknown path")
         allowed = ", ".join(handlers)
         if method == "OPTIONS":
             preflight = preflight_headers(exchange, allowed) if ALLOW_ORIGIN in cors else []
             exchange.answer(204, b"", [(b"allow", f"{allowed}, OPTIONS".encode()), *preflight])
         elif method not in handlers:
             allow = ((b"allow", allowed.encode()),)
-            raise HttpError(405, f"{method} {path}: this path takes {allowed}", allow)
+            raise HttpError(405, f"{method} {path}: this path supports {allowed}", allow)
         elif method == "POST":
             await self._post(handlers[method], exchange)
         else:
@@ -154,7 +148,7 @@ class App:
 
     async def _post(self, handler: Handler, exchange: HttpExchange) -> None:
         if self._num_posts >= self._max_posts:
-            raise Unavailable("too many requests at a time", _RETRY_AFTER_S)
+            raise Unavailable("the router has too many HTTP requests: try again", _RETRY_AFTER_S)
         self._num_posts += 1
         try:
             await handler(exchange)
@@ -163,7 +157,7 @@ class App:
 
 
 def _pattern(path: str) -> str:
-    """A path as the routes have it; a model's name may have slashes."""
+    """The key of a path in `ROUTES`; a model's name may contain slashes."""
     if path.startswith(_MODEL):
         return f"{_MODEL}{{model}}"
     parts = path.split("/")
@@ -183,20 +177,20 @@ async def _metrics(service: GenerationService, exchange: HttpExchange) -> None:
     exchange.answer(200, page, kind=(b"content-type", kind.encode()))
 
 
-def _models(service: GenerationService, exchange: HttpExchange) -> api.Models:
+def _models(service: GenerationService, exchange: HttpExchange) -> api.ModelList:
     models = service.models(caller_of(exchange))
-    # Clients wait for this path before their first request, as other servers open no port before.
+    # Clients poll this path before their first request.
     if why_not := service.fleet.snapshot().why_not_ready:
         raise Unavailable(why_not, _RETRY_AFTER_S)
-    return api.Models([api.Model(model.name, model.max_context) for model in models])
+    return api.ModelList([api.ModelCard(model.name, model.max_context) for model in models])
 
 
-def _model(service: GenerationService, exchange: HttpExchange) -> api.Model:
+def _model(service: GenerationService, exchange: HttpExchange) -> api.ModelCard:
     name = exchange.path.removeprefix(_MODEL)
     for model in _models(service, exchange).data:
         if model.id == name:
             return model
-    raise ModelNotFound(f"model {quoted(name)} is not served here")
+    raise ModelNotFound(f"this router does not serve the model {quoted(name)}")
 
 
 def _ready(service: GenerationService, exchange: HttpExchange) -> api.Status:
@@ -209,49 +203,21 @@ def _version(service: GenerationService, exchange: HttpExchange) -> api.Version:
     return api.Version(metadata.version("baton-serving"))
 
 
-async def _tokenize(
-    service: GenerationService,
-    parsed: tuple[inference_pb2.TokenizeRequest, bool],
-    caller: Caller,
-    exchange: HttpExchange,
-) -> None:
-    request, with_strings = parsed
-    try:
-        found = await service.tokenize(request, caller)
-    except InvalidRequest as error:
-        field = "prompt" if request.HasField("text") else "messages"
-        raise error.renamed(field) from error
-    tokens = list(found.token_ids)
-    strings = [shown(service.tokenizer, token)[0] for token in tokens] if with_strings else None
-    answer = api.Tokens(len(tokens), found.max_context, tokens, strings)
-    exchange.answer(200, msgspec.json.encode(answer))
-
-
-async def _detokenize(
-    service: GenerationService,
-    asked: api.DetokenizeRequest,
-    caller: Caller,
-    exchange: HttpExchange,
-) -> None:
-    text = await service.detokenize(asked.model or "", asked.tokens, caller)
-    exchange.answer(200, msgspec.json.encode(api.Detokenized(text)))
-
-
 def _get(
     find: Callable[[GenerationService, HttpExchange], Any],
     summary: str = "",
     answer: type | None = None,
     *errors: str,
-) -> dict[str, Route]:
-    """Answers with what `find` returns, in JSON."""
+) -> dict[str, Operation]:
+    """An operation that answers with the result of `find`, in JSON."""
 
     async def handler(service: GenerationService, exchange: HttpExchange) -> None:
         exchange.answer(200, msgspec.json.encode(find(service, exchange)))
 
-    return _reading(Route(handler, summary, answer, errors))
+    return _get_and_head(Operation(handler, summary, answer, errors))
 
 
-def _reading(route: Route) -> dict[str, Route]:
+def _get_and_head(route: Operation) -> dict[str, Operation]:
     return {"GET": route, "HEAD": replace(route, summary="")}
 
 
@@ -263,36 +229,36 @@ def _described() -> Raw:
 _completion = partial(CompletionGeneration, kind=CompletionOutput)
 _chat = partial(CompletionGeneration, kind=ChatOutput)
 ROUTES: Routes = {
-    "/": _reading(Route(_page)),
-    "/v1/completions": {"POST": Route(
+    "/": _get_and_head(Operation(_page)),
+    "/v1/completions": {"POST": Operation(
         Endpoint(parse_completion, partial(generate, _completion)),
         "Continue prompts.", api.Completion, ERRORS, api.CompletionRequest, streams=True,
     )},
-    "/v1/chat/completions": {"POST": Route(
+    "/v1/chat/completions": {"POST": Operation(
         Endpoint(parse_chat, partial(generate, _chat)),
         "Answer a chat.", api.ChatCompletion, ERRORS, api.ChatRequest, streams=True,
     )},
-    "/v1/responses": {"POST": Route(
+    "/v1/responses": {"POST": Operation(
         Endpoint(parse_response, partial(generate, ResponseGeneration)),
         "Answer a conversation.", Response, ERRORS, ResponsesRequest, streams=True,
     )},
-    "/v1/embeddings": {"POST": Route(
+    "/v1/embeddings": {"POST": Operation(
         Endpoint(parse_embeddings, embed),
         "Embed texts.", api.Embeddings, ERRORS, api.EmbeddingRequest,
     )},
-    "/tokenize": {"POST": Route(
-        Endpoint(parse_tokenize, _tokenize),
+    "/tokenize": {"POST": Operation(
+        Endpoint(parse_tokenize, tokenize),
         "Token ids of a prompt or a chat.", api.Tokens, ERRORS, api.TokenizeRequest,
     )},
-    "/detokenize": {"POST": Route(
-        Endpoint(parse_detokenize, _detokenize),
+    "/detokenize": {"POST": Operation(
+        Endpoint(parse_detokenize, detokenize),
         "The text of token ids.", api.Detokenized, ERRORS, api.DetokenizeRequest,
     )},
-    "/v1/models": _get(_models, "The served models.", api.Models, "401", "503"),
-    f"{_MODEL}{{model}}": _get(_model, "One model.", api.Model, "401", "404", "503"),
-    "/health": _get(lambda *_: api.Status("ok"), "Whether this process answers.", api.Status),
-    "/ready": _get(_ready, "Whether requests are let in.", api.Status, "503"),
+    "/v1/models": _get(_models, "The served models.", api.ModelList, "401", "503"),
+    f"{_MODEL}{{model}}": _get(_model, "One model.", api.ModelCard, "401", "404", "503"),
+    "/health": _get(lambda *_: api.Status("ok"), "Liveness of this process.", api.Status),
+    "/ready": _get(_ready, "Readiness for requests.", api.Status, "503"),
     "/version": _get(_version, "The server's version.", api.Version),
     "/openapi.json": _get(lambda *_: _described()),
-    "/metrics": _reading(Route(_metrics)),
+    "/metrics": _get_and_head(Operation(_metrics)),
 }  # fmt: skip

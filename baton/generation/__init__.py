@@ -1,1 +1,1 @@
-"""What a request asks of generation: sampling parameters, schemas and grammars. Knows no tensor."""
+"""Settings of generation: sampling parameters, schemas and grammars. Torch-free."""

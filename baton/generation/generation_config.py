@@ -1,4 +1,4 @@
-"""The sampling settings that a model's maker recommends, from its generation_config.json.
+"""Default sampling settings from a model's generation_config.json.
 
 Torch-free.
 """
@@ -15,7 +15,7 @@ from baton.errors import CheckpointError, quoted
 FILE = "generation_config.json"
 DEFAULTS: Mapping[str, Any] = {"temperature": 1.0}
 _LARGEST = (1 << 31) - 1
-# By key: the setting of ours, and what a value may be.
+# By key of the file: our setting, and the valid values.
 _KEYS: Mapping[str, tuple[str, str, Callable[[Any], bool]]] = {
     "temperature": ("temperature", "a number from 0 to 100", lambda value: 0 <= value <= 100),
     "top_p": ("top_p", "a number above 0, up to 1", lambda value: 0 < value <= 1),
@@ -35,7 +35,7 @@ _KEYS: Mapping[str, tuple[str, str, Callable[[Any], bool]]] = {
 
 
 def sampling_defaults(path: Path) -> Mapping[str, Any]:
-    """Values of `SamplingParams` for requests that give none, of a model directory.
+    """Reads a model directory's default values of `SamplingParams`.
 
     With `do_sample` false sampling is greedy. Raises CheckpointError naming the file and the key.
     """

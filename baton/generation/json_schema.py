@@ -1,7 +1,7 @@
-"""JSON schemas as llguidance 1.9 keeps to them: what it would not keep to is rewritten or refused.
+"""Rewrites or refuses the parts of JSON schemas that llguidance 1.9 would not enforce. Torch-free.
 
-It computes with float64 numbers, writes whole ones of 64 bits, and offers what cannot be ended: a
-reference that has no finite instance, or a further property where no name is left. No tensors here.
+llguidance computes with float64 numbers, writes integers of 64 bits, and starts values that cannot
+be completed: references without a finite instance, and properties when no name is left.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from baton.errors import InvalidRequest, quoted
 
-# With these, whatever is sent, compiling takes up to a third of a second and a mask up to 10 ms (a
-# vocabulary of 128,000, an EPYC). A thousand properties fit, and choices of five thousand texts.
+# They bound compilation to a third of a second and a mask to 10 ms (vocabulary of 128,000, EPYC),
+# and allow a thousand properties or choices of five thousand texts.
 LIMITS = LLParserLimits(
     max_items_in_row=1000,
     initial_lexer_fuel=50_000,
@@ -31,39 +31,39 @@ LIMITS = LLParserLimits(
     max_grammar_size=30_000,
     verbose_errors=False,
 )
-# Between JSON's tokens, as in llama.cpp: a model that writes nothing but spaces never ends.
-# No \u: written with it, the name of a property would pass for that of an additional one. So what
-# has to hold control characters cannot be written, and is refused.
+# White space between tokens, as in llama.cpp: a model that writes only spaces would never end.
+# No \u: a property's name written with it would match as an additional property. So schemas that
+# need control characters are refused.
 JSON_OPTIONS: Any = {
     "whitespace_pattern": r" |\n[ \t]{0,20}",
     "json_allowed_escapes": 'nrbtf\\"',
 }
 _CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-_CONTROLS_IN_PATTERN = re.compile(  # outside of a class that has others, too
+_CONTROLS_IN_PATTERN = re.compile(  # outside of a class with other characters
     r"\[(?:\^|[^]]*-)[^]]*\]|(\\(?:x[01{]|x7f|u\{|u00[01]|u007f|U|c|0)|[\x00-\x07\x0b\x0e-\x1f\x7f])",
     re.IGNORECASE,
 )
 _NO_CONTROLS = "there can be no control characters but \\b, \\f, \\n, \\r and \\t"
-# Keywords that hold schemas by name, a list of them, or one; and those that hold no schema.
+# Keywords with schemas by name, with a list of schemas, with one, and without schemas.
 _NAMED = ("$defs", "definitions", "properties", "patternProperties")
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalItems", "additionalProperties", "not", "contains")
 _VALUES = ("const", "enum")
 _NO_SCHEMAS = ("default", "example", "examples", "required", "type")
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-# float64 has all whole numbers up to the first; above the last llguidance's arithmetic overflows.
+# float64 has all integers up to the first; above the last, llguidance's arithmetic overflows.
 _EXACT, _MAX_INT64, _LARGEST = 1 << 53, (1 << 63) - 1, (1 << 63) - 1024
-_LONGEST = 10**18  # numbers above need the other bound, too
+_LONGEST = 10**18  # larger numbers need both bounds
 _INEXACT = "as a float64 it is another number: give one with fewer digits"
-_MAX_NAMES = 1024  # patterns times names of properties beside them
-_MAX_PATTERNS = 32  # of a schema; each, and all of an object together, are tried out
+_MAX_NAMES = 1024  # patterns times names of properties
+_MAX_PATTERNS = 32  # of a schema; each, and all of an object in combination, are compiled
 
 
 def prepare_schema(schema: dict[str, Any], name: str = "json_schema", field: str = "") -> None:
-    """Rewrites a schema, in place, to one that llguidance keeps to, or refuses it.
+    """Rewrites a schema in place to one that llguidance enforces.
 
-    A bound beyond 64 bits is moved to the last number within. What has no finite instance becomes
-    `false`. `name` is for the message. Raises InvalidRequest for the field, with the place.
+    Bounds beyond 64 bits are clamped; schemas without a finite instance become `false`. `name`: of
+    the schema in messages. Raises InvalidRequest with the place.
     """
     if "x-guidance" in schema:
         raise InvalidRequest(f"{name} at /x-guidance: it is not taken here: leave it out", field)
@@ -73,7 +73,7 @@ def prepare_schema(schema: dict[str, Any], name: str = "json_schema", field: str
     num_patterns = 0
     for place, part in _schemas(schema).items():
         if isinstance(part, dict):
-            for keyword, why in _not_kept(part):
+            for keyword, why in _refused_keywords(part):
                 raise InvalidRequest(f"{name} at {place}/{keyword}: {why}", field)
             num_patterns += len(_object(part, "patternProperties"))
             if num_patterns > _MAX_PATTERNS:
@@ -84,7 +84,7 @@ def prepare_schema(schema: dict[str, Any], name: str = "json_schema", field: str
 
 
 def parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas directly in a schema, by their places."""
+    """The direct subschemas of a schema, by their places."""
     for keyword in _NAMED:
         if isinstance(named := schema.get(keyword), dict):
             yield from ((f"{keyword}/{_escaped(name)}", one) for name, one in named.items())
@@ -95,9 +95,9 @@ def parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _schemas(root: dict[str, Any]) -> dict[str, Any]:
-    """The root and what may be a schema within, by places.
+    """The root and all possible subschemas, by their places.
 
-    A reference may lead to any place, so what unknown keywords hold counts.
+    Values of unknown keywords are included, because references may point anywhere.
     """
     return {
         place: part
@@ -107,7 +107,7 @@ def _schemas(root: dict[str, Any]) -> dict[str, Any]:
 
 
 def _walk(root: Any) -> Iterator[tuple[str, Any, str]]:
-    """Everything in a schema: its place, and whether it is a schema, has some by name, or none."""
+    """All values in a schema, with place and kind: a schema, schemas by name, or neither."""
     left: list[tuple[str, Any, str]] = [("", root, "schema")]
     while left:
         place, part, kind = left.pop()
@@ -128,14 +128,14 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _not_kept(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keywords of a schema, and why they are refused; rewrites bounds."""
-    # A name that `properties` has not may come twice, and is one property: so of those that are
-    # not required only one is sure to be there.
+def _refused_keywords(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keywords that are refused, with reasons; also rewrites bounds."""
+    # A name outside `properties` may be written twice but is one property, so only one
+    # property that is not required is certain.
     least, most = schema.get("minProperties"), 1 + len(_required(schema))
     if isinstance(least, int) and least > most:
         yield "minProperties", f"{most} at most, one more than `required` has"
-    yield from _bounds_not_kept(schema)
+    yield from _bounds_refused_keywords(schema)
     for keyword in _VALUES:
         if not all(map(_is_exact, _numbers(schema.get(keyword)))):
             yield keyword, _INEXACT
@@ -148,7 +148,7 @@ def _not_kept(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "patternProperties", f"times the properties they are {_MAX_NAMES} at most"
 
 
-def _bounds_not_kept(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _bounds_refused_keywords(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
     lower, upper = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
     top = _MAX_INT64 if schema.get("type") == "integer" else _LARGEST
     for (inclusive, exclusive), sign in ((lower, 1), (upper, -1)):
@@ -164,7 +164,7 @@ def _bounds_not_kept(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 yield keyword, _INEXACT
             elif abs(bound) >= _EXACT and keyword == exclusive:
                 yield keyword, f"a bound that is excluded has to be below {_EXACT}"
-    # The bound itself would be allowed, were it written without a fraction.
+    # Written without a fraction, the bound itself would be allowed.
     for keyword, others in ((lower[1], upper), (upper[1], lower)):
         bound = _number(schema, keyword)
         for other in (_number(schema, name) for name in others):
@@ -207,8 +207,8 @@ def _numbers(value: Any) -> Iterator[float]:
 
 
 def _is_exact(value: float) -> bool:
-    """Whether llguidance, which reads with one rounding for digits and one for the exponent, and
-    writes whole numbers of 64 bits, has this very number."""
+    """Whether llguidance represents this number exactly: it rounds digits and exponent separately,
+    and writes integers of 64 bits."""
     if not abs(value) <= _LARGEST:
         return False
     if isinstance(value, int):
@@ -223,7 +223,7 @@ def _is_exact(value: float) -> bool:
 
 
 class _Names:
-    """Which names of properties are left, as llguidance has it. Patterns are a caller's."""
+    """Finds whether llguidance has names left for further properties."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -237,18 +237,18 @@ class _Names:
         return list(text)
 
     def any_left(self, names: Iterable[str], patterns: Iterable[str], pattern: str | None) -> bool:
-        """Whether an object may have one more property than those with these names: one that the
-        pattern matches, or without it one that no pattern matches."""
+        """Whether there is another name: one that `pattern` matches, or without it, one that no
+        pattern matches."""
         matcher = self._matcher(
             properties=dict.fromkeys(names, False),
             patternProperties={one: one == pattern for one in patterns},
             additionalProperties=pattern is None,
         )
-        # What cannot be compiled is refused later, with its place.
+        # Patterns that do not compile are refused later, with their place.
         return matcher.is_error() or matcher.try_consume_tokens(list(b'{"')) == 2
 
     def matching(self, names: Iterable[str], pattern: str) -> list[str]:
-        """Those that the pattern matches."""
+        """The names that the pattern matches."""
         matcher = self._matcher(patternProperties={pattern: True}, additionalProperties=False)
         starts = {name: f"{{{json.dumps(name, ensure_ascii=False)}:".encode() for name in names}
         return [
@@ -267,7 +267,7 @@ _NAMES = _Names()
 
 
 def _drop_unnamed(schema: dict[str, Any]) -> None:
-    """Takes away what an object's further properties are, where no name is left for them."""
+    """Removes schemas of additional properties for which no name is left."""
     patterns = _object(schema, "patternProperties")
     names = {*_object(schema, "properties"), *_required(schema)}
     for pattern in list(patterns):
@@ -285,25 +285,25 @@ def _drop_unnamed(schema: dict[str, Any]) -> None:
 
 
 class _Horn:
-    """Facts and rules "if all of these, then that", and what follows of them, in linear time."""
+    """Solves Horn clauses, "if all of these, then that", in linear time."""
 
     def __init__(self) -> None:
         self._count = 0
         self.rules: list[tuple[int, list[int]]] = []
 
     def new(self) -> int:
-        """One more statement."""
+        """Adds a statement."""
         self._count += 1
         return self._count - 1
 
     def any_of(self, bodies: Iterable[list[int]]) -> int:
-        """A statement that holds where all of one of these do."""
+        """Adds a statement that holds if all of any one of these do."""
         head = self.new()
         self.rules += ((head, body) for body in bodies)
         return head
 
     def holds(self) -> list[bool]:
-        """Of each statement."""
+        """Whether each statement holds."""
         held, missing = [False] * self._count, [len(set(body)) for _, body in self.rules]
         uses: list[list[int]] = [[] for _ in held]
         for at, (_, body) in enumerate(self.rules):
@@ -323,7 +323,7 @@ class _Horn:
 
 
 def _drop_empty(root: dict[str, Any], name: str, field: str) -> None:
-    """Makes `false` of each schema within the root that has no finite instance."""
+    """Replaces subschemas without a finite instance by `false`."""
     horn, schemas = _Horn(), _schemas(root)
     at = {place: horn.new() for place in schemas}
     for place, part in schemas.items():
@@ -339,7 +339,7 @@ def _drop_empty(root: dict[str, Any], name: str, field: str) -> None:
 
 
 def _empty_place(horn: _Horn, held: list[bool], places: list[str]) -> str:
-    """The innermost schema for whose lack of an instance the root has none."""
+    """The place of the innermost subschema that leaves the root without an instance."""
     bodies: dict[int, list[list[int]]] = {}
     for head, body in horn.rules:
         bodies.setdefault(head, []).append(body)
@@ -357,7 +357,7 @@ def _empty_place(horn: _Horn, held: list[bool], places: list[str]) -> str:
 def _put_false(root: Any, place: str) -> None:
     *path, last = (key.replace("~1", "/").replace("~0", "~") for key in place.split("/")[1:])
     for key in path:
-        if root is False:  # it is in one that has none either
+        if root is False:  # it is inside another one
             return
         root = root[int(key)] if isinstance(root, list) else root[key]
     if isinstance(root, list):
@@ -367,9 +367,9 @@ def _put_false(root: Any, place: str) -> None:
 
 
 def _needs(place: str, schema: Any, at: dict[str, int], horn: _Horn) -> list[int] | None:
-    """What has to have an instance for the schema to have one; None: it has none in any case.
+    """The places that need an instance for this schema to have one; None: it has none.
 
-    Where more than that would have to be known, it is taken to have one.
+    Schemas that are not decided by that are assumed to have an instance.
     """
     if not isinstance(schema, dict):
         return [] if schema else None
@@ -398,7 +398,7 @@ def _needs(place: str, schema: Any, at: dict[str, int], horn: _Horn) -> list[int
 
 
 def _kind(schema: dict[str, Any], kind: Any, inside: Any, horn: _Horn) -> list[int] | None:
-    """As `_needs`, for instances of one type."""
+    """`_needs` for instances of one type."""
     if kind in ("integer", "number"):
         return [] if _has_number(schema, whole=kind == "integer") else None
     if kind == "string":
@@ -441,7 +441,7 @@ def _object_needs(schema: dict[str, Any], inside: Any, horn: _Horn) -> list[int]
 
 
 def _has_number(schema: dict[str, Any], whole: bool) -> bool:
-    """Whether there is a number within the bounds, of which `multipleOf` is a divisor."""
+    """Whether a multiple of `multipleOf` lies within the bounds."""
     bounds = list[tuple[Fraction, bool] | None]()
     for name, sign in (("Minimum", 1), ("Maximum", -1)):
         keys = ((name.lower(), True), (f"exclusive{name}", False))

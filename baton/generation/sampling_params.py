@@ -1,6 +1,6 @@
-"""How tokens are chosen: one validated, immutable value from SDK to sampler.
+"""Sampling parameters: one immutable value from router to sampler. Torch-free.
 
-The router validates it before any work; workers trust what a router sent. No tensors here.
+The router validates it; workers trust the router.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from baton.errors import InvalidRequest, quoted
 from baton.v1 import common_pb2
 
 DEFAULT_MAX_TOKENS = 64
-FILL_CONTEXT = (1 << 32) - 1  # as max_tokens: as many as the context leaves
+FILL_CONTEXT = (1 << 32) - 1  # as max_tokens: the rest of the context
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
-MAX_ALLOWED_TOKEN_IDS = 1 << 14  # a millisecond of the router's loop, and 48 KiB a message
+MAX_ALLOWED_TOKEN_IDS = 1 << 14  # take a millisecond of the router's loop, and 48 KiB
 MAX_CACHE_SALT_CHARS = 256
-MAX_BAD_WORDS = 256  # each may be two, with and without a space before it
+MAX_BAD_WORDS = 256  # each is up to two token sequences: with and without a space before it
 MAX_STRUCTURED_OUTPUT_CHARS = 64 << 10
 MAX_SEED = (1 << 64) - 1
 _OPTIONAL = frozenset(
@@ -33,7 +33,7 @@ _OPTIONAL = frozenset(
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """What the whole output has to match, in one of these forms; see common.proto."""
+    """What the whole output must match, in one of these forms; see common.proto."""
 
     json_schema: str = ""
     regex: str = ""
@@ -42,11 +42,11 @@ class StructuredOutput:
 
     @classmethod
     def from_proto(cls, message: common_pb2.StructuredOutput) -> StructuredOutput:
-        """The restriction a message stands for."""
+        """Converts a message."""
         return cls(message.json_schema, message.regex, tuple(message.choice), message.grammar)
 
     def validate(self) -> None:
-        """Raises InvalidRequest unless it is one form of a size that is taken."""
+        """Raises InvalidRequest unless it has exactly one form, of a valid size."""
         field, forms = "sampling.structured_output", tuple(vars(self))
         if sum(map(bool, vars(self).values())) != 1:
             raise InvalidRequest(f"give exactly one of {', '.join(forms)}, not empty", field)
@@ -54,14 +54,14 @@ class StructuredOutput:
             raise InvalidRequest("a choice must not be empty", field)
         size = sum(map(len, (self.json_schema, self.regex, self.grammar, *self.choice)))
         if size > (most := MAX_STRUCTURED_OUTPUT_CHARS):
-            raise InvalidRequest(f"it has {size} characters and at most {most} are taken", field)
+            raise InvalidRequest(f"structured output may have {most} characters, not {size}", field)
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """What a model thinks before it answers, between two tokens; see common.proto.
+    """The tokens that delimit reasoning, and its limit; see common.proto.
 
-    `max_tokens` are those between the two; None is no limit.
+    `max_tokens`: most tokens between the two; None: no limit.
     """
 
     begin_token_id: int
@@ -71,22 +71,22 @@ class Reasoning:
 
     @classmethod
     def from_proto(cls, message: common_pb2.Reasoning) -> Reasoning:
-        """The tokens a message names."""
+        """Converts a message."""
         most = message.max_tokens if message.HasField("max_tokens") else None
         return cls(message.begin_token_id, message.end_token_id, message.begun, most)
 
 
 class ReasoningTracker:
-    """Follows the reasoning in one output, by its tokens alone."""
+    """Tracks the reasoning of one output."""
 
     def __init__(self, reasoning: Reasoning) -> None:
         self._reasoning = reasoning
-        self._begins = not reasoning.begun  # with the next token, if at all
+        self._begins = not reasoning.begun  # whether the next token may open it
         self.inside = reasoning.begun
-        self.num_tokens = 0  # the last one included, the first only where it is output
+        self.num_tokens = 0  # includes the closing token, and the opening one if it is output
 
     def take(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, which follow those of the last call, are still reasoning."""
+        """Counts the reasoning tokens at the beginning of the next tokens of the output."""
         if self._begins and token_ids:
             self._begins = False
             self.inside = token_ids[0] == self._reasoning.begin_token_id
@@ -101,12 +101,12 @@ class ReasoningTracker:
 
     @property
     def may_begin(self) -> bool:
-        """Whether the next token is the output's first, and may open the reasoning."""
+        """Whether the next token is the output's first, which may open the reasoning."""
         return self._begins
 
     @property
     def must_end(self) -> bool:
-        """Whether the next token has to be the one that ends it."""
+        """Whether the limit is reached, so that the next token must close the reasoning."""
         most = self._reasoning.max_tokens
         if not self.inside or most is None:
             return False
@@ -115,9 +115,9 @@ class ReasoningTracker:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings; see common.proto for what each one does.
+    """Sampling settings; common.proto documents each.
 
-    `logprobs` and `prompt_logprobs` None are off.
+    `logprobs` and `prompt_logprobs` are off if None.
     """
 
     temperature: float = 0.0
@@ -135,7 +135,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     structured_output: StructuredOutput | None = None
-    reasoning: Reasoning | None = None  # where a restriction begins behind it, or a limit holds
+    reasoning: Reasoning | None = None  # if structured output follows it, or it has a limit
     prompt_logprobs: int | None = None
     allowed_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -143,7 +143,7 @@ class SamplingParams:
 
     @cached_property
     def has_penalties(self) -> bool:
-        """Whether logits depend on earlier tokens, a bias, or what is allowed."""
+        """Whether logits depend on earlier tokens, a bias, or a set of allowed tokens."""
         return bool(
             self.logit_bias
             or self.presence_penalty
@@ -198,29 +198,30 @@ class SamplingParams:
                 )
         if self.embedding and (self.max_tokens or self.prompt_logprobs is not None):
             raise InvalidRequest(
-                "an embedding is of a prompt alone: set max_tokens to 0, and leave prompt_logprobs "
-                "out",
+                "an embedding has no output: set max_tokens to 0, and leave prompt_logprobs out",
                 "sampling.embedding",
             )
         if self.structured_output is not None:
             self.structured_output.validate()
             if self.ignore_eos:
                 raise InvalidRequest(
-                    "ignore_eos has no meaning for structured output, which ends with "
-                    "end-of-sequence: leave one of them out",
+                    "structured output ends with end-of-sequence, which ignore_eos would ignore: "
+                    "leave one of them out",
                     "sampling.ignore_eos",
                 )
         restricted = self.structured_output is not None or self.reasoning is not None
         if restricted and (self.allowed_token_ids or self.bad_words):
             raise InvalidRequest(
-                "structured output and max_thinking_tokens say which tokens are allowed: leave "
-                "allowed_token_ids and bad_words out",
+                "allowed_token_ids and bad_words do not work with structured output or "
+                "max_thinking_tokens: leave them out",
                 f"sampling.{'bad_words' if self.bad_words else 'allowed_token_ids'}",
             )
         if self.reasoning is not None:
             tokens = self.reasoning.begin_token_id, self.reasoning.end_token_id
             if max(tokens) >= vocab_size:
-                raise InvalidRequest("its tokens must be known ones", "sampling.reasoning")
+                raise InvalidRequest(
+                    "reasoning tokens must be in the vocabulary", "sampling.reasoning"
+                )
 
     def to_proto(self) -> common_pb2.SamplingParams:
         values = {name: getattr(self, name) for name in _NAMES}
@@ -240,12 +241,11 @@ class SamplingParams:
         seed: int | None = None,
         defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> SamplingParams:
-        """The settings a message stands for; unset optional fields take `defaults`, else ours.
+        """Converts a message; unset optional fields take `defaults`, else the class's.
 
-        With `seed` it is that one. A default `max_tokens` is also that of a request that may fill
-        the context.
+        `seed` replaces the message's. A default `max_tokens` also replaces FILL_CONTEXT.
 
-        Raises InvalidRequest for more entries than are taken, before any is copied.
+        Raises InvalidRequest for too many entries, before any is copied.
         """
         limits = (
             ("logit_bias", MAX_LOGIT_BIAS),

@@ -1,9 +1,8 @@
-"""Structured output: which tokens an output may go on with, by llguidance. No tensors here.
+"""Structured output: masks of the tokens that may come next, by llguidance. Torch-free.
 
-A router compiles a request's restriction to refuse what cannot be compiled; a worker compiles it to
-mask its logits. Both do so on a thread of their own, within `LIMITS` of work and memory: what comes
-from a caller is not trusted. A matcher's state follows from the output's tokens alone, so it is
-never sent: whoever has the tokens has it.
+A router compiles a grammar to refuse what cannot be compiled, a worker to mask logits; both in a
+thread, within `LIMITS` of work and memory, because callers are not trusted. A matcher's state is a
+function of the output's tokens, so it is never transferred.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ T = TypeVar("T")
 Words = npt.NDArray[np.int32]  # of a mask: token t is bit t % 32 of word t // 32
 
 FIELD = "sampling.structured_output"
-MAX_CHECKED = 256  # of which a router remembers that they can be compiled
-MAX_WAITING = 64  # to be compiled
-# llguidance recurs through chains of references, thousands of which fit into a request; at the end
-# of a thread's stack the process would end. Only what is used takes memory.
+MAX_CHECKED = 256  # grammars that a router remembers as valid
+MAX_WAITING = 64  # grammars waiting to be compiled
+# llguidance recurses through chains of references, and a request holds thousands. Overflow of a
+# thread's stack would end the process. Unused stack takes no memory.
 _STACK_BYTES = 256 << 20
-_PLACE_S = 0.25  # of looking for what is wrong in a schema
+_PLACE_S = 0.25  # longest search for the place of a schema's error
 _MAX_REASON_CHARS = 300
 _REGEX_ERROR = re.compile(r"regex parse error:\n    .*\n    ( *)\^+\nerror: (.*)")
 _LARK_ERROR = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")
@@ -45,10 +44,10 @@ _TOO_COMPLEX = re.compile(r"too (many|big|large)|fuel|max is|precomputation", re
 
 
 class GrammarMatcher:
-    """Follows the output of one sequence, whose tokens only grow. Used by one thread at a time.
+    """Follows the growing output of one sequence. For one thread at a time.
 
-    Reasoning is free text, but for its end: that does not come with end-of-sequence where a grammar
-    follows, and has to come at its limit. The grammar is that of what is behind it.
+    The grammar applies behind the reasoning, which is free text, except that end-of-sequence cannot
+    end it, and that it must end at its limit.
     """
 
     def __init__(
@@ -58,17 +57,17 @@ class GrammarMatcher:
         prompt_tokens: int,
         reasoning: Reasoning | None = None,
     ) -> None:
-        """Without `matcher` only the reasoning's length is restricted."""
+        """Without `matcher` only the length of reasoning is limited."""
         self._matcher = matcher
         self._eos_token_ids = frozenset(eos_token_ids)
         self._prompt_tokens = self._known = prompt_tokens
         self._reasoning = reasoning
         self._tracker = ReasoningTracker(reasoning) if reasoning else None
-        # Why the output cannot go on, if it cannot: it left the grammar, or reached a limit.
+        # Why no token may follow: the output left the grammar, or reached a limit.
         self.failure = ""
 
     def advance(self, token_ids: Sequence[int], end: int) -> None:
-        """Takes in what is new of the first `end` tokens, prompt and output."""
+        """Advances to the first `end` tokens of prompt and output."""
         if end == self._known:
             return
         new = list(token_ids[self._known : end])
@@ -79,9 +78,9 @@ class GrammarMatcher:
             self._fail(self._matcher)
 
     def fill(self, words: Words, guesses: Sequence[int] = ()) -> None:
-        """Writes which tokens may follow the output and then `guesses`, one at least.
+        """Writes masks of the tokens that may follow the output, and each of `guesses`.
 
-        All, where the output has failed or guesses are wrong: what is sampled there is not used.
+        Masks allow all tokens after a failure or a wrong guess, where samples are not used.
         """
         taken = self.accepts(guesses) if guesses else 0
         if self.failure or taken < len(guesses):
@@ -97,10 +96,10 @@ class GrammarMatcher:
             words.fill(-1)
             return
         matcher = self._matcher
-        if guessed:  # in a copy: behind a mask, llguidance's rollback leaves wrong later masks
+        if guessed:  # in a copy: after computing a mask, llguidance's rollback corrupts later masks
             matcher = matcher.deep_copy()
             matcher.consume_tokens(guessed)
-        # A tokenizer may have tokens behind those that the model has logits for.
+        # A tokenizer may have more tokens than the model has logits.
         words[:] = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(words)]
         if matcher.is_error():
             self._fail(matcher)
@@ -110,7 +109,7 @@ class GrammarMatcher:
             _set_bit(words, self._reasoning.begin_token_id, True)
 
     def accepts(self, guesses: Sequence[int]) -> int:
-        """How many of `guesses` may follow the output; none from end-of-sequence on."""
+        """Number of `guesses` that may follow the output, up to an end-of-sequence."""
         ends = (at for at, token in enumerate(guesses) if token in self._eos_token_ids)
         count = next(ends, len(guesses))
         if self.failure:
@@ -150,14 +149,14 @@ def _set_bit(words: Words, token: int, value: bool) -> None:
 
 
 class GrammarCompiler:
-    """Compiles restrictions for one model's vocabulary. Event-loop thread only.
+    """Compiles grammars for one model's vocabulary. Event-loop thread only.
 
-    Each output's matcher is compiled anew: copies of one share its lexer's states, and so the limit
-    of these, and what an output can reach would depend on others.
+    Each output has its own compiled matcher: copies would share the limit of lexer states, and an
+    output would depend on others.
     """
 
     def __init__(self, path: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        """`path` is the model's directory, of which nothing is read before it is needed."""
+        """`path`: the model's directory, which is read at the first use."""
         self._tokenizer_file = path / "tokenizer.json"
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -171,10 +170,10 @@ class GrammarCompiler:
         prompt_tokens: int,
         reasoning: Reasoning | None = None,
     ) -> Future[GrammarMatcher]:
-        """A matcher behind these tokens, of which those behind the prompt are output.
+        """Compiles a matcher that has read these tokens, prompt and output.
 
-        Raises Overloaded where too many wait. The future fails with InvalidRequest for what cannot
-        be compiled, and names the place.
+        Raises Overloaded if too many wait. The future fails with InvalidRequest, which names the
+        place of the error.
         """
         return self._submit(lambda: self._matcher(output, token_ids, prompt_tokens, reasoning))
 
@@ -184,7 +183,7 @@ class GrammarCompiler:
         delivered: Sequence[int],
         reasoning: Reasoning | None = None,
     ) -> Future[None]:
-        """As `compile`, for who needs to know only whether that can be done."""
+        """Checks that a grammar compiles; raises as `compile` does."""
         return self._submit(lambda: self._checked(output, tuple(delivered), reasoning))
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
@@ -200,12 +199,12 @@ class GrammarCompiler:
         thread = ThreadPoolExecutor(1, "grammar")
         before = threading.stack_size(_STACK_BYTES)
         try:
-            thread.submit(int)  # starts it
+            thread.submit(int)  # starts the thread
         finally:
             threading.stack_size(before)
         return thread
 
-    # On that thread.
+    # In the thread.
 
     def _matcher(
         self,
@@ -235,7 +234,7 @@ class GrammarCompiler:
             raise InvalidRequest(f"it cannot be read: {_first_line(str(error))}", FIELD) from error
         matcher = LLMatcher(self._vocabulary, grammar, limits=LIMITS, log_level=0)
         if not matcher.is_error():
-            # The first mask takes longest, and what it learns is shared with the copy.
+            # The first mask takes longest; its lexer states are shared with the copy.
             first = matcher.deep_copy()
             first.compute_bitmask()
             if not first.is_error():
@@ -245,7 +244,7 @@ class GrammarCompiler:
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer | InvalidRequest:
-        """The tokens' bytes, or why there are none."""
+        """The bytes of all tokens, or the reason why they are unknown."""
         file, needs = self._tokenizer_file, "structured output needs"
         if not self._eos_token_ids:
             return InvalidRequest(
@@ -253,7 +252,7 @@ class GrammarCompiler:
             )
         try:
             text = read_bytes(file, MAX_TOKENIZER_BYTES).decode().lstrip()
-            if not text.startswith("{"):  # llguidance would take it for a name or a path
+            if not text.startswith("{"):  # llguidance would read it as a name or a path
                 raise ValueError("it is no JSON object")
             return self._tokenizer(text)
         except FileNotFoundError:
@@ -269,25 +268,25 @@ class GrammarCompiler:
             return LLTokenizer(text, size, ends)
         except ValueError:
             larger = LLTokenizer(text, None, ends)
-            # Gemma 3's text models have no row for the special token of an image, which none needs.
+            # Gemma 3's text models have no logits for the special token of an image.
             if all(map(larger.is_special_token, range(size, larger.vocab_size))):
                 return larger
             raise
 
 
 def _grammar(output: StructuredOutput) -> str:
-    """What llguidance compiles. Raises InvalidRequest or ValueError."""
+    """Builds llguidance's grammar. Raises InvalidRequest or ValueError."""
     if output.json_schema:
         return _schema_grammar(_schema(output.json_schema))
     if output.regex:
         return LLMatcher.grammar_from_regex(output.regex)
-    if output.choice:  # as one terminal: of alternatives in a grammar it takes a few hundred
+    if output.choice:  # one terminal, because a grammar may have only some hundred alternatives
         return LLMatcher.grammar_from_regex("|".join(map(_literal, output.choice)))
     return grammar_from("grammar", output.grammar)
 
 
 def _literal(text: str) -> str:
-    """A regular expression that matches this text."""
+    """A regular expression that matches the text."""
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
@@ -297,7 +296,7 @@ def _schema(text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise InvalidRequest(f"json_schema is not JSON at {place}: {error.msg}", FIELD) from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits
+    except (ValueError, RecursionError) as error:  # numbers with thousands of digits
         raise InvalidRequest(f"json_schema cannot be read: {error}", FIELD) from error
     if not isinstance(schema, dict):
         raise InvalidRequest("json_schema must be a JSON object", FIELD)
@@ -310,7 +309,7 @@ def _schema_grammar(schema: dict[str, Any]) -> str:
 
 
 def _explained(output: StructuredOutput, error: str) -> str:
-    """An error of llguidance with the place that it is about."""
+    """llguidance's error with the place in the schema."""
     form, reason = next(name for name, value in vars(output).items() if value), _reason(error)
     if output.json_schema and not _TOO_COMPLEX.search(error):
         form += f" at {_place_of_error(_schema(output.json_schema)) or 'its root'}"
@@ -335,7 +334,7 @@ def _first_line(text: str) -> str:
 
 
 def _place_of_error(schema: dict[str, Any]) -> str:
-    """A JSON pointer to the smallest part of a schema that cannot be compiled by itself."""
+    """A JSON pointer to the smallest part of a schema that does not compile by itself."""
     ends = time.monotonic() + _PLACE_S
     shared = ("$defs", "definitions")
     definitions: dict[str, Any] = {key: schema[key] for key in shared if key in schema}

@@ -1,4 +1,4 @@
-"""Certificates of a cluster's own authority, as `baton certs` and `baton up --tls` make them."""
+"""Makes a CA and certificates for a cluster, for `baton certs` and `baton up --tls`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DAYS = 365
 
 
 def write(folder: Path, hosts: Sequence[str], days: int = DAYS) -> None:
-    """Makes the files in `folder`. Raises ConfigError when they cannot be written or read."""
+    """Writes CA and certificates to `folder`. Raises ConfigError if a file cannot be accessed."""
     now = datetime.datetime.now(datetime.UTC)
     until = now + datetime.timedelta(days=days)
 

@@ -1,8 +1,8 @@
 """Child processes that cannot outlive their parent. Linux.
 
-Our own processes call `die_with_parent` themselves. A foreign program is started through `tied`,
-which runs this file in between. `preexec_fn` is no way to do it: it forks with gRPC's threads
-running, and gRPC's fork handlers may abort the child.
+Baton's processes call `die_with_parent` themselves. Other programs are started through `tied`,
+which executes this file first. `preexec_fn` is not an option: it forks while gRPC's threads run,
+and gRPC's fork handlers may abort the child.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """From now on the kernel kills this process when the thread that started it ends.
+    """Makes the kernel kill this process when the thread that started it ends.
 
     The parent may have ended before: compare `os.getppid()` with its id afterwards. Start children
     from a thread that lives as long as they should, such as the main one.
@@ -28,7 +28,7 @@ def die_with_parent() -> None:
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """The command that runs `command` (a path and its arguments), same pid, and dies with us."""
+    """Wraps `command` (a path and its arguments) so that it dies with this process; same pid."""
     return [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid()), *command]
 
 

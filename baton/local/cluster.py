@@ -1,7 +1,7 @@
-"""A whole cluster on this machine: etcd, routers, prefill and decode workers, each a process.
+"""A cluster on this machine: etcd, routers, prefill and decode workers, each a process.
 
-`async with LocalCluster(config)` returns when the cluster serves and leaves nothing behind. Used by
-`baton up`, `baton demo` and the cluster tests. It knows processes, not requests.
+`async with LocalCluster(config)` enters when the cluster serves, and leaves nothing behind. Used by
+`baton up`, `baton demo` and the cluster tests. It handles processes, not requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from baton.v1.common_pb2 import WORKER_STATE_READY, WorkerRecord
 log = logging.getLogger(__name__)
 
 _GPU_START_S = 900.0  # a large model's weights come from a disk, and kernels are compiled
-_LOOK_S = 0.2  # at most between two looks at a router
+_LOOK_S = 0.2  # longest time between two polls of a router
 
 Condition = Callable[[fleet_pb2.GetStatusResponse], bool]
 
@@ -40,10 +40,12 @@ Condition = Callable[[fleet_pb2.GetStatusResponse], bool]
 class LocalCluster(Supervisor):
     """Starts, supervises, restarts and stops the processes of `config`.
 
-    `say` gets a line whenever something happens; `on_line` each output line of a process, with its
-    name. By process name ("decode-0") or role ("prefill", "decode", "router"), `programs` are run
-    instead of `python -m baton`, with the same arguments, and `extra_args` are appended to them.
-    `env` is added to every process's environment.
+    say: called with a line for each event.
+    on_line: called with a process's name and each line of its output.
+    programs: commands to run instead of `python -m baton`, with the same arguments, by process name
+        ("decode-0") or role ("prefill", "decode", "router").
+    extra_args: arguments to append, by the same keys.
+    env: variables to add to every process's environment.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class LocalCluster(Supervisor):
         )
         self.config = config
         self.addresses: tuple[str, ...] = ()  # host:port of each router
-        self.http_addresses: tuple[str, ...] = ()  # the same for HTTP; empty where it is off
+        self.http_addresses: tuple[str, ...] = ()  # host:port of the HTTP APIs; empty if off
         self.metrics: dict[str, str] = {}  # host:port by process name, where metrics are served
         self.certs: Path | None = None  # folder of certificates, with `--tls`
         self.etcd: EmbeddedEtcd | None = None  # the cluster's own; None when it uses another
@@ -85,14 +87,14 @@ class LocalCluster(Supervisor):
 
     @property
     def targets(self) -> str:
-        """All routers, as the SDK takes them."""
+        """Addresses of all routers, separated by commas, as the SDK takes them."""
         return ",".join(self.addresses)
 
     async def wait_ready(self, timeout_s: float | None = None) -> None:
         """Returns once every router can use every worker; raises DeadlineExceeded.
 
-        A process that ended and is not going to be restarted is not waited for, but while the
-        cluster starts its end raises Unavailable.
+        Processes that ended and will not be restarted are ignored; while the cluster starts, their
+        end raises Unavailable.
         """
         timeout_s = self._start_timeout_s if timeout_s is None else timeout_s
         try:
@@ -159,7 +161,7 @@ class LocalCluster(Supervisor):
         await self.wait_ready()
 
     async def _start_router(self, name: str, port: int, http_port: int) -> None:
-        """Starts one router, of as many processes as it has."""
+        """Starts one router with its `router_processes` processes."""
         config, processes = self.config, self.config.router_processes
         shared = SharedPorts(config.host, port, http_port, processes)
         self._stack.callback(shared.close)
@@ -202,7 +204,7 @@ class LocalCluster(Supervisor):
         return [*program, *args, "--name", name, *extra]
 
     def _surroundings(self, name: str) -> tuple[Mapping[str, str], Callable[[str], None]]:
-        """A process's environment, and where its output goes."""
+        """A process's additional environment, and the consumer of its output."""
         on_line = partial(self._on_line, name) if self._on_line else lambda line: None
         return self._env, on_line
 
@@ -221,7 +223,7 @@ class LocalCluster(Supervisor):
                 await router_says(sees({process.pid}), router)
 
     def _has_room_for_two(self, process: ChildProcess) -> bool:
-        return process.name not in self._on_gpus  # its memory is divided already
+        return process.name not in self._on_gpus  # the GPU's memory is fully assigned
 
     def _leave_s(self, process: ChildProcess) -> float:
         return self.config.limits.default_timeout_s if process.role == "router" else 0.0
@@ -231,7 +233,7 @@ class LocalCluster(Supervisor):
         return [[p for p in self._all if (p.role == "router") == first] for first in (True, False)]
 
     def _metrics_port(self, name: str, host: str) -> int | None:
-        """Where a new process serves its metrics: the port after the last one's."""
+        """The metrics port of a new process: the one after the last process's."""
         if (first := self.config.metrics_port) is None:
             return None
         wanted = first + len(self.metrics) if first else 0
@@ -241,11 +243,11 @@ class LocalCluster(Supervisor):
 
     @property
     def _routers(self) -> list[RouterProcess]:
-        """Those that run or are going to."""
+        """Routers that run or will be restarted."""
         return [process for process in self._wanted() if isinstance(process, RouterProcess)]
 
     def _worker_pids(self) -> set[int]:
-        """Process ids of the workers that should be READY; 0 for one about to be restarted."""
+        """Process ids of the workers that should be READY; 0 for one that will be restarted."""
         workers = [process for process in self._wanted() if process.role != "router"]
         return {process.pid if process.running else 0 for process in workers}
 
@@ -253,9 +255,9 @@ class LocalCluster(Supervisor):
 async def workers_ready(
     membership: Membership, pids: Callable[[], Collection[int]]
 ) -> dict[int, WorkerRecord]:
-    """Returns once each process in `pids()` (evaluated after each change) is READY.
+    """Waits until each process in `pids()` (evaluated after each change) is READY.
 
-    The records of all READY workers, by pid. Raises Unavailable when the watch ends before.
+    Returns the records of all READY workers by pid. Raises Unavailable if the watch ends before.
     """
     async for records in membership.changes():
         ready = {r.pid: r for r in records.values() if r.state == WORKER_STATE_READY}
@@ -265,17 +267,17 @@ async def workers_ready(
 
 
 def serves(status: fleet_pb2.GetStatusResponse) -> bool:
-    """Whether a router says that it takes requests."""
+    """Whether a router reports that it accepts requests."""
     return status.router.state == "SERVING"
 
 
 def sees(pids: Set[int]) -> Condition:
-    """Whether a router says that it can place requests on the workers with these pids."""
+    """Condition that a router can place requests on the workers with these pids."""
     return lambda status: pids <= {w.record.pid for w in status.workers if w.state == "READY"}
 
 
 async def router_says(condition: Condition, router: RouterProcess) -> None:
-    """Returns once a router says so, however late it starts; a call might reach a sibling."""
+    """Waits until a router's status meets `condition`, also for one that is being started."""
     backoff = Backoff(most_s=_LOOK_S)
     while (status := router.status()) is None or not condition(status):
         await backoff.wait()

@@ -1,4 +1,4 @@
-"""The command lines of a local cluster's processes: each gets its settings as one JSON object."""
+"""Command lines of a local cluster's processes, which get their settings as one JSON object."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def router(
     metrics_port: int | None = None,
     certs: Path | None = None,
 ) -> list[str]:
-    """A router's arguments; `certs` is a folder that `baton.local.certs.write` has filled."""
+    """Arguments of a router; `certs` is a folder written by `baton.local.certs.write`."""
     settings = RouterConfig(
         limits=config.limits,
         api=config.api,
@@ -47,7 +47,7 @@ def worker(
     metrics_port: int | None = None,
     certs: Path | None = None,
 ) -> list[str]:
-    """The arguments of a "prefill" or "decode" worker; it takes a free port by itself."""
+    """Arguments of a "prefill" or "decode" worker, which chooses a free port itself."""
     engine = replace(config.engine, threads=share.threads, cpus=tuple(share.cpus))
     if role == "prefill":
         engine = replace(engine, nice=config.prefill_nice)
@@ -66,20 +66,20 @@ def worker(
 
 
 def _tls(certs: Path, role: str) -> dict[str, Any]:
-    """Files for one role. Callers of routers may come without a certificate."""
+    """TLS settings for one role. Routers do not ask their callers for certificates."""
     trust = "tls_ca" if role == "router" else "tls_client_ca"
     own = {"tls_cert": certs / f"{role}.pem", "tls_key": certs / f"{role}-key.pem"}
     return {**own, trust: certs / "ca.pem"}
 
 
 def _shared(config: ClusterConfig, cls: type[Any]) -> dict[str, Any]:
-    """The fields of a cluster that each of its processes has, too, with the same value."""
+    """Settings of the cluster that `cls` has, too, with the same name and meaning."""
     own = {"engine", "limits", "api", "registry", "host", "port", "http_port", "metrics_port"}
     names = {field.name for field in fields(cls)} & {field.name for field in fields(config)}
     return {name: getattr(config, name) for name in names - own}
 
 
 def arguments(command: str, settings: RouterConfig | WorkerConfig) -> list[str]:
-    """A command with its settings, for a child of this process."""
+    """A command with its settings, for a child process of this one."""
     parent = str(os.getpid())
     return [command, "--config", options.to_json(settings), "--die-with-parent", parent]

@@ -1,4 +1,4 @@
-"""`baton demo`: a cluster, one completion, where it ran, how its KV moved, its trace, the end."""
+"""`baton demo`: starts a cluster, completes a prompt, shows its route and trace, and stops."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TRACE_S = 10.0
 
 
 async def run() -> int:
-    """Runs the demo; 0 only if every step worked. Raises BatonError with the cause."""
+    """Runs the demo; returns 0 if every step worked, else raises BatonError with the cause."""
     cancel_on_signals()
     began = time.monotonic()
     try:
@@ -59,7 +59,7 @@ async def run() -> int:
 
 
 async def _show(receiver: OtlpReceiver) -> Sequence[Span]:
-    """Everything between the first process and the last; the spans of the completion's trace."""
+    """Starts the cluster, runs the completion and stops; returns the spans of its trace."""
     _step(1, "Starting etcd, a router, one prefill and one decode worker of the demo model.")
     began = time.monotonic()
 
@@ -82,7 +82,7 @@ async def _show(receiver: OtlpReceiver) -> Sequence[Span]:
                     print(_bright(delta.text), end="", flush=True)
         print()
         await asyncio.to_thread(own.close)
-        _step(3, "The way it took:")
+        _step(3, "The route it took:")
         say(_route_text(stream.completion))
         _step(4, "Its trace, as client, router, prefill and decode recorded it:")
         complete = partial(is_complete, services=_SERVICES)
@@ -116,5 +116,5 @@ def _step(number: int, text: str) -> None:
 
 
 def _bright(text: str) -> str:
-    """Distinguishes what the model wrote from the prompt, where colours can be seen."""
+    """Highlights the model's output on a terminal."""
     return f"\x1b[1;32m{text}\x1b[0m" if text and sys.stdout.isatty() else text

@@ -1,6 +1,6 @@
-"""The checks of `baton doctor` on this machine: what workers and routers would have here.
+"""The checks of `baton doctor` on this machine: libraries, cores, memory, ports, GPUs.
 
-torch is imported only where the driver shows a GPU: the report must work where torch is missing.
+torch is imported only if the driver reports a GPU: the report must work without torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 SHM = config.SHARED_FOLDER
 INFINIBAND = Path("/sys/class/infiniband")
-_TIMEOUT_S = 5.0  # of a program that is run
+_TIMEOUT_S = 5.0  # for external programs
 _PORTS = ((config.RouterConfig.port, "--port"), (config.HTTP_PORT, "--http-port"))
 # NCCL's documentation, "Environment Variables".
 _DISABLING = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
@@ -41,7 +41,7 @@ _GPU_EXTRA = "pip install '.[gpu]' in Baton's source tree"
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found, about what, and how to fix it (empty where nothing needs to be).
+    """The result of a check: its subject, a text, and the fix (empty if none is needed).
 
     `level`: "ok"; "warn": it works, but slower or not everywhere; "fail": it does not work, and the
     command's exit status is 1.
@@ -59,7 +59,7 @@ fail = partial(Finding, "fail")
 
 
 def check_machine(router_here: bool) -> Iterator[Finding]:
-    """Everything but GPUs; `router_here`: one answers on this machine, and has ports of its own."""
+    """All checks but those of GPUs; `router_here`: a router uses ports of this machine."""
     ours = version_of("baton-serving") or "from a source tree"
     yield ok("python", f"{platform.python_version()}, baton {ours}")
     if version := version_of("torch"):
@@ -80,11 +80,11 @@ def check_machine(router_here: bool) -> Iterator[Finding]:
 
 
 def compiler() -> Finding:
-    """Can native CPU kernels be had, ready-made or built?"""
+    """Checks that native CPU kernels are built or can be built."""
     if any(BUILT_KERNELS.glob("*.so")):
-        return ok("CPU kernels", "built before: no compiler is needed")
+        return ok("CPU kernels", "already built: no compiler is needed")
     if (found := shutil.which("g++")) is None:
-        text = "no g++: on CPUs torch computes instead, several times slower"
+        text = "no g++: torch's kernels will be used on CPUs, several times slower"
         return warn("CPU kernels", text, "install g++ (Debian: apt-get install g++)")
     command = [found, "-dumpfullversion", "-dumpversion"]
     try:
@@ -97,36 +97,36 @@ def compiler() -> Finding:
 
 
 def cores() -> Finding:
-    """How many cores this process may use, and how much time of them."""
+    """Checks the number of cores this process may use, and its CPU quota."""
     count = len(os.sched_getaffinity(0))
     quota, _, period = _cgroup("cpu.max").partition(" ")
     share = int(quota) / int(period) if quota.isdigit() and period.isdigit() else count
     if share < count:
-        fix = f"give each worker its --threads, {max(int(share), 1)} in all: more are throttled"
-        return warn("cores", f"{count} to be seen, but this container gets {share:g} of them", fix)
+        fix = f"set --threads of the workers to {max(int(share), 1)} in total: more are throttled"
+        return warn("cores", f"{count} visible, but this container's CPU quota is {share:g}", fix)
     if count < 2:
-        return warn("cores", "1: prefill and decode take turns on it")
+        return warn("cores", "1: prefill and decode share it")
     return ok("cores", str(count))
 
 
 def memory() -> Finding:
-    """How much there is, and how much of it is free."""
+    """Checks total and free memory."""
     total, available = host_memory()
     text = f"{total / 2**30:.1f} GiB, {available / 2**30:.1f} GiB of it free"
     if available < MIN_MEMORY_BYTES:
-        return warn("memory", text, "end what uses it, or start workers with a smaller --kv-cache")
+        return warn("memory", text, "stop other programs, or lower --kv-cache of the workers")
     return ok("memory", text)
 
 
 def host_memory() -> tuple[int, int]:
-    """All that this control group may use, and what of it is free, in bytes."""
+    """Memory limit and free memory of this control group, in bytes."""
     lines = MEMINFO.read_text().splitlines()
     kibibytes = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
     total, available = kibibytes["MemTotal"] << 10, kibibytes["MemAvailable"] << 10
     limit = _cgroup("memory.max")
     if limit.isdigit() and int(limit) < total:
         stat = dict(line.split(" ", 1) for line in _cgroup("memory.stat").splitlines())
-        # What counts against the limit and is not given back on demand.
+        # Memory that counts against the limit and cannot be reclaimed.
         held = int(_cgroup("memory.current") or 0) - int(stat.get("inactive_file", 0))
         total = int(limit)
         available = min(available, max(total - held, 0))
@@ -134,19 +134,19 @@ def host_memory() -> tuple[int, int]:
 
 
 def free_port(port: int, option: str, router_here: bool) -> Finding:
-    """Could a router listen there?"""
+    """Checks that a router could listen on a port."""
     try:
         ports.check_free("127.0.0.1", port, option)
     except ConfigError:
         if router_here:
-            return ok(f"port {port}", "in use; a router runs")
-        fix = f"stop what uses it, or choose another with {option}"
+            return ok(f"port {port}", "in use by a running router")
+        fix = f"stop the program that uses it, or choose another port with {option}"
         return warn(f"port {port}", "in use", fix)
     return ok(f"port {port}", "free")
 
 
 def version_of(package: str) -> str | None:
-    """Of an installed package; None where it is not installed."""
+    """Version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -161,14 +161,14 @@ def _cgroup(name: str) -> str:
 
 
 def check_gpus() -> Iterator[Finding]:
-    """GPUs by the driver, then by torch, then what connects GPUs and machines."""
+    """Checks GPUs as the driver and torch report them, and their interconnects."""
     gpus = nvidia_smi.cards(_TIMEOUT_S)
     driver = nvidia_smi.driver_version()
     yield triton(bool(gpus))
     yield rdma(bool(gpus))
     if not gpus:
         if driver:
-            text = f"driver {driver} is loaded, and nvidia-smi shows no GPU"
+            text = f"driver {driver} is loaded, but nvidia-smi shows no GPU"
             toolkit = "the NVIDIA container toolkit, and the capability `utility`"
             yield warn("GPU", text, f"run nvidia-smi by hand; in containers: {toolkit}")
         else:
@@ -179,16 +179,16 @@ def check_gpus() -> Iterator[Finding]:
         if found.capability:
             text += f", compute capability {found.capability}"
         if found.capability and tuple(map(int, found.capability.split("."))) < MIN_CAPABILITY:
-            fix = "kernels are written for 8.0 (Ampere) and later"
+            fix = "the kernels need 8.0 (Ampere) or later"
             yield warn(f"GPU {found.index}", text, fix)
         else:
             yield ok(f"GPU {found.index}", text)
     yield shared_memory()
     for name in _DISABLING:
         if os.environ.get(name, "0") not in ("", "0"):
-            yield warn(name, f"is set to {os.environ[name]}: a way for KV is closed", "unset it")
+            yield warn(name, f"is {os.environ[name]}, which disables a KV transport", "unset it")
     if version_of("torch") is None:
-        return  # which is reported already
+        return  # reported above
     seen = seen_by_torch()
     yield cuda(len(gpus), seen, driver)
     if seen:
@@ -197,43 +197,43 @@ def check_gpus() -> Iterator[Finding]:
 
 
 def triton(needed: bool) -> Finding:
-    """The compiler of the GPU kernels, and what it compiles its own C module with."""
+    """Checks Triton, and the C compiler and Python headers that it needs at run time."""
     version = version_of("triton")
     if not needed:
-        return ok("triton", version or "not installed; GPUs alone need it")
+        return ok("triton", version or "not installed; only needed for GPUs")
     if version is None:
-        return warn("triton", "not installed, and kernels on GPUs need it", _GPU_EXTRA)
+        return warn("triton", "not installed, but needed for GPU kernels", _GPU_EXTRA)
     if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
-        text = f"{version}, without the C compiler that it needs when a worker starts"
-        return warn("triton", text, "install gcc, or name a compiler in CC")
+        text = f"{version}, but no C compiler, which it needs when a worker starts"
+        return warn("triton", text, "install gcc, or set CC to a compiler")
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
-        return warn("triton", f"{version}, without {headers}/Python.h", "install python3-dev")
+        return warn("triton", f"{version}, but no {headers}/Python.h", "install python3-dev")
     return ok("triton", version)
 
 
 def rdma(needed: bool) -> Finding:
-    """Cards that move memory between machines by themselves."""
+    """Checks for RDMA devices and the limit on locked memory."""
     devices = sorted(entry.name for entry in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
     if not devices:
-        return ok("RDMA", "no devices: between machines NCCL would use TCP sockets")
+        return ok("RDMA", "no devices: NCCL uses TCP sockets between machines")
     text = ", ".join(devices)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if needed and locked != resource.RLIM_INFINITY:
-        text += f"; only {locked >> 10} KiB of memory can be locked for it"
+        text += f"; the limit on locked memory is only {locked >> 10} KiB"
         return warn("RDMA", text, "ulimit -l unlimited; in compose: ulimits: {memlock: -1}")
     return ok("RDMA", text)
 
 
 def shared_memory() -> Finding:
-    """Workers of a machine meet in /dev/shm to give each other their GPUs' memory, and NCCL moves
-    bytes through it where GPUs are no peers."""
+    """Checks /dev/shm, where workers share KV pools, and which NCCL uses between GPUs that are no
+    peers."""
     try:
         space = os.statvfs(SHM)
     except OSError as error:
         return warn(str(SHM), str(error), "ipc: host, or shm_size")
     if not os.access(SHM, os.W_OK | os.X_OK):
-        return warn(str(SHM), "not writable: KV goes by NCCL alone", "mount it writable")
+        return warn(str(SHM), "not writable: KV can only be sent over NCCL", "mount it writable")
     size = space.f_frsize * space.f_blocks
     text = f"{size / 2**30:.1f} GiB"
     if size < MIN_SHM_BYTES:
@@ -242,7 +242,7 @@ def shared_memory() -> Finding:
 
 
 def seen_by_torch() -> list[common_pb2.Hardware]:
-    """What a worker on each of torch's devices would report; empty where torch has no CUDA."""
+    """The hardware report of a worker on each of torch's devices; empty if torch has no CUDA."""
     import torch  # noqa: PLC0415
 
     from baton.worker import hardware  # noqa: PLC0415
@@ -254,33 +254,33 @@ def seen_by_torch() -> list[common_pb2.Hardware]:
 
 
 def cuda(gpus: int, seen: Sequence[common_pb2.Hardware], driver: str) -> Finding:
-    """Whether torch can use the `gpus` GPUs that the driver shows."""
+    """Checks that torch can use the `gpus` GPUs that the driver reports."""
     if not seen:
         text = f"torch {version_of('torch')} cannot use the GPUs of driver {driver or 'unknown'}"
-        return warn("CUDA", text, "install torch's build for CUDA, of a version the driver knows")
+        return warn("CUDA", text, "install a CUDA build of torch for a version the driver supports")
     text = f"{seen[0].cuda_version}, driver {seen[0].driver_version or driver or 'unknown'}"
     if len(seen) < gpus:
         return warn(
             "CUDA",
             f"{text}; torch sees {len(seen)} of {gpus} GPUs",
-            "leave CUDA_VISIBLE_DEVICES unset and choose with --device cuda:N: a worker that does "
-            "not see its neighbour's GPU cannot write its memory",
+            "leave CUDA_VISIBLE_DEVICES unset and choose GPUs with --device cuda:N: a worker "
+            "cannot write to a GPU that it does not see",
         )
     return ok("CUDA", text)
 
 
 def nccl(version: str) -> Finding:
-    """NCCL's version, and what it means for workers that share a GPU."""
+    """Checks NCCL's version, and whether workers that share a GPU can use it."""
     if not version:
-        fix = "install torch's build for CUDA, which brings it"
-        return warn("NCCL", "not there: GPUs reach no other machine", fix)
+        fix = "install a CUDA build of torch, which includes it"
+        return warn("NCCL", "not found: KV of GPUs cannot be sent to other machines", fix)
     numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
     shares = "may" if pairing.shares_gpu(numbers) else "may not"
     return ok("NCCL", f"{version}: two workers {shares} share a GPU over it (from 2.30 on)")
 
 
 def neighbours(number: int, seen: common_pb2.Hardware) -> Finding:
-    """Which GPUs one GPU can write, and over what."""
+    """Checks which GPUs a GPU can write to, and over which interconnect."""
     others = [uuid for uuid in seen.visible_gpus if uuid != seen.gpu.uuid]
     links = {uuid: kind for kind, _, uuid in (link.partition(" ") for link in seen.gpu_links)}
     subject = f"cuda:{number}"
@@ -290,5 +290,5 @@ def neighbours(number: int, seen: common_pb2.Hardware) -> Finding:
     ways = ", ".join(f"{uuid[:12]} {links.get(uuid, '?')}" for uuid in peers)
     text = f"{seen.gpu.name} writes {len(peers)} of {len(others)} others: {ways or 'none'}"
     if not peers:
-        return warn(subject, text, "between them KV goes through the host's memory")
+        return warn(subject, text, "KV between them is copied through the host's memory")
     return ok(subject, text)

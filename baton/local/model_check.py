@@ -1,20 +1,21 @@
-"""Checks a model's files before any process is started for it, so that errors show at once."""
+"""Checks a model's files before processes are started, so that errors show at once."""
 
 from __future__ import annotations
 
 from baton.config import EngineConfig, model_path
-from baton.engine.models.model_config import ModelConfig, check_tensors
-from baton.engine.models.quantization import weight_format
-from baton.engine.weights.checkpoint import stored_tensors
+from baton.engine.checkpoint.tensors import stored_tensors
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.tensor_names import check_tensors
+from baton.engine.quantization.config import weight_format
 from baton.errors import CheckpointError, ConfigError
 from baton.text import load_tokenizer, text_fingerprint
 from baton.text.model_files import TOKENIZER_FILE
 
 
 def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
-    """Raises ConfigError or CheckpointError, naming the file, when no process could load it.
+    """Raises ConfigError or CheckpointError, naming the file, if the model cannot be loaded.
 
-    Reads no tensors and imports no torch. A worker uses only the tokenizer's fingerprint.
+    Reads no tensors and does not import torch. Workers need only the tokenizer's fingerprint.
     """
     path = model_path(settings.model)
     if path.is_file() and path.suffix != ".gguf" and not settings.random_weights:

@@ -1,7 +1,7 @@
-"""`baton doctor --model`: what a worker of a model would take of this machine's memory.
+"""`baton doctor --model`: the memory that a worker of a model needs on this machine.
 
-Reads config.json and the headers of safetensors alone: weights are made as a worker makes them, but
-on torch's device without memory. What a step needs is estimated; on a GPU a worker measures it.
+Reads only config.json and the headers of safetensors: weights are built as in a worker, but on
+torch's meta device. The memory of a step is estimated; a worker on a GPU measures it.
 """
 
 from __future__ import annotations
@@ -14,38 +14,40 @@ from functools import partial
 import torch
 
 from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, model_path
-from baton.engine.backends import cpu, unsupported
+from baton.engine.backends import unsupported
+from baton.engine.backends.cpu import backend as cpu
 from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import refused
-from baton.engine.backends.gpu.cuda_graphs import count_graphs
+from baton.engine.backends.gpu.cuda_graphs import shapes_of
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.build import choose_dtype, device_of, kv_dtype_of, longest_context
+from baton.engine.checkpoint.tensors import ELEMENT_BYTES, stored_tensors
 from baton.engine.kv_cache import KvLayout, plan_layout
+from baton.engine.models.loader import random_weights
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.models.quantization import weight_format
-from baton.engine.shard import Shard
-from baton.engine.weights.checkpoint import ELEMENT_BYTES, stored_tensors
-from baton.engine.weights.loader import random_weights
-from baton.engine.weights.weight import DenseWeight
+from baton.engine.models.shard import Shard
+from baton.engine.models.tensor_names import num_parameters
+from baton.engine.quantization.config import weight_format
+from baton.engine.quantization.linear_weight import DenseWeight
 from baton.errors import CheckpointError, ConfigError
 from baton.local import doctor
 from baton.local.doctor import Finding, fail, ok, warn
 from baton.local.model_check import check_model
 
 PROCESS_BYTES = 400 << 20  # Python, torch and gRPC in a worker on a CPU
-_SHORT = 1024  # tokens of a usual sequence
+_SHORT = 1024  # tokens of a typical sequence
 _GIB = float(1 << 30)
 
 
 def check_plan(settings: EngineConfig) -> Iterator[Finding]:
-    """Can a worker with these settings load the model here, and how much KV has it room for?"""
+    """Checks that a worker with these settings fits here, and how much KV it has room for."""
     try:
         check_model(settings)
         config, device = ModelConfig.load(model_path(settings.model)), device_of(settings)
         gpu = Gpu(device) if device.type == "cuda" else None
         yield ok(
             "model",
-            f"{config.architecture}, {config.num_parameters / 1e6:,.1f} M parameters, contexts of "
+            f"{config.architecture}, {num_parameters(config) / 1e6:,.1f} M parameters, contexts of "
             f"up to {config.max_context:,} tokens",
         )
         yield _kernels(settings, config, gpu)
@@ -62,7 +64,7 @@ def _kernels(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Fi
     else:
         reason = refused(config, settings.block_size, gpu.capability)
     if reason:
-        return warn("kernels", f"torch computes, several times slower: {reason}")
+        return warn("kernels", f"torch's kernels will be used, several times slower: {reason}")
     return ok("kernels", "native" if gpu is None else "Triton's")
 
 
@@ -89,10 +91,11 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
         yield _host_memory(settings, config, dtype, weights, layout.num_bytes + step)
         return
     free, total = gpu.free_and_total()
-    graphs = memory.graphs_reserve(step, count_graphs(settings, context), config.num_layers)
+    graphs = len(shapes_of(settings, context))
+    graphs = memory.graphs_reserve(step, graphs, config.num_layers)
     each = -(-weights // ranks)
-    usage = memory.Usage(total, free - each, each, step, graphs)
-    shard = own.config(config)  # of the heads whose KV a GPU has
+    usage = memory.MemoryProfile(total, free - each, each, step, graphs)
+    shard = own.config(config)  # with the heads whose KV a GPU holds
     if layout is not None:
         layout = replace(layout, num_kv_heads=shard.num_kv_heads)
     layout = memory.kv_layout(usage, settings, shard, kv_dtype, layout)
@@ -110,10 +113,10 @@ def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
     if tokens > context:
         return ok("KV", text)
     needed = math.ceil((context + 1) * layout.bytes_per_token / _GIB)
-    found = fail if settings.max_context else warn  # what was asked for is kept, or refused
+    found = fail if settings.max_context else warn  # an explicit --max-context is never lowered
     return found(
         "KV",
-        f"{text}; so a context ends at {tokens - 1:,} tokens, and the longest has {context:,}",
+        f"{text}; contexts are limited to {tokens - 1:,} tokens instead of {context:,}",
         f"--kv-cache {needed}GiB, or accept it with --max-context {tokens - 1}",
     )
 
@@ -122,7 +125,7 @@ def _host_memory(
     settings: EngineConfig, config: ModelConfig, dtype: torch.dtype, weights: int, others: int
 ) -> Finding:
     need, free = weights + others + settings.tp * PROCESS_BYTES, doctor.host_memory()[1]
-    text = f"a worker takes {need / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB are free"
+    text = f"a worker needs {need / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB are free"
     if 2 * need <= free:
         return ok("memory", text)
     fixes = ["a smaller --kv-cache"] if others > weights else []
@@ -133,16 +136,16 @@ def _host_memory(
             fixes.append(f"--quantization {name} ({saved:.2f} GiB less)")
     fix = ", or ".join([*fixes, "a larger machine"])
     if need <= free:
-        return warn("memory", f"{text}: too little for a worker of each role here", fix)
+        return warn("memory", f"{text}: too little for a worker of each role", fix)
     return fail("memory", text, fix)
 
 
 def weight_bytes(
     settings: EngineConfig, config: ModelConfig, dtype: torch.dtype, on_gpu: bool
 ) -> int:
-    """What a worker's weights take; a router's of experts is counted as that of one."""
+    """Bytes of a worker's weights; an experts' router counts as part of the experts."""
     is_mxfp4 = config.experts is not None and config.experts.mxfp4
-    if not settings.random_weights and (config.quantization or is_mxfp4):  # read as they are
+    if not settings.random_weights and (config.quantization or is_mxfp4):  # loaded as stored
         return sum(
             # MXFP4's scales become float32.
             math.prod(one.shape) * (4 if name.endswith("_scales") else ELEMENT_BYTES[one.dtype])
@@ -164,7 +167,7 @@ def weight_bytes(
 
     if (experts := config.experts) is None:
         return held(config)
-    # Thousands of them would take a minute, and each takes the same.
+    # All layers are alike, and thousands of tensors would take a minute.
     one, two = (held(replace(config, experts=replace(experts, count=count))) for count in (1, 2))
     return one + (experts.count - 1) * (two - one)
 
@@ -172,13 +175,13 @@ def weight_bytes(
 def step_bytes(
     settings: EngineConfig, config: ModelConfig, dtype: torch.dtype, context: int
 ) -> int:
-    """About what a full step takes besides weights and KV, and tables of rotations."""
+    """Estimated bytes of a full step's activations, and of the RoPE tables."""
     rows, experts = settings.chunk_tokens + settings.max_batch, config.experts
     attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size
     inner, taken = config.intermediate_size, 0
     if experts is not None:
         inner, taken = max(experts.size, experts.shared_size), experts.per_token
     row = (4 + taken) * config.hidden_size + attention + 3 * inner * max(taken, 1)
-    logits = 3 * settings.max_batch * config.vocab_size * 4  # and copies that are sampled from
+    logits = 3 * settings.max_batch * config.vocab_size * 4  # with the sampler's copies
     tables = len(set(config.ropes)) * 2 * context * config.head_size * 4
     return rows * row * dtype.itemsize + logits + tables

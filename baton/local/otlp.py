@@ -25,14 +25,14 @@ from baton.local.trace_tree import is_trace_id
 from baton.net import rpc
 from baton.v1 import trace_pb2, trace_pb2_grpc
 
-_QUIET_S = 1.0  # exporters send several times a second: after this nothing more is on its way
-_MAX_WAIT_S = 10.0  # what has not come by then died with its process
+_QUIET_S = 1.0  # exporters send several times a second: afterwards a trace is complete
+_MAX_WAIT_S = 10.0  # spans that have not arrived by then were lost with their process
 
 
 class OtlpReceiver(
     trace_service_pb2_grpc.TraceServiceServicer, trace_pb2_grpc.TraceServiceServicer
 ):
-    """Listens on a loopback port between `async with` and its end; `address` is its URL."""
+    """Listens on a loopback port inside `async with`; `address` is its URL."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class OtlpReceiver(
         quiet_s: float = _QUIET_S,
         authorize: rpc.Authorize = rpc.authorize_role,
     ) -> None:
-        """`quiet_s`: a trace is whole when so long nothing of it has come."""
+        """`quiet_s`: time without new spans after which a trace counts as complete."""
         self.store = store
         self._authorize = authorize
         self.address = ""
@@ -69,7 +69,7 @@ class OtlpReceiver(
     async def ReadTraces(
         self, request: trace_pb2.ReadTracesRequest, context: Any
     ) -> AsyncIterator[trace_pb2.ReadTracesResponse]:
-        """All traces; or one, once it is whole and quiet or the time is over."""
+        """Streams all traces, or one when it is complete or the wait is over."""
         if not (trace_id := request.trace_id):
             for spans in self.store.traces():
                 yield _response(spans)

@@ -1,4 +1,4 @@
-"""Checks for and choice of free TCP ports."""
+"""Finds and checks free TCP ports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from baton.errors import ConfigError
 from baton.net import http_server
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_LEAST, _TRIES = 10_000, 20  # below are those of well-known servers
+_LEAST, _TRIES = 10_000, 20  # lower ports are those of well-known servers
 
 
 def check_free(host: str, port: int, option: str = "--port") -> None:
-    """Raises ConfigError when `host`:`port` is not free now."""
+    """Raises ConfigError if `host`:`port` is in use."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         _listen(family, address)
@@ -36,8 +36,7 @@ def _in_use(host: str, port: int, option: str, error: OSError) -> ConfigError:
 def free(host: str = "127.0.0.1") -> int:
     """A port that is free now; another process may take it before the caller does.
 
-    Hardly one does: it is none of those that the system hands out to connections and to others
-    that ask for a free one.
+    That is unlikely: it is outside the range from which the system assigns ports.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -53,14 +52,14 @@ def free(host: str = "127.0.0.1") -> int:
 
 
 def hold(host: str, port: int, option: str = "--port") -> socket.socket:
-    """A socket that keeps a port for listeners of the same user with SO_REUSEPORT; 0: a free one.
+    """A socket that reserves a port for listeners of this user with SO_REUSEPORT; 0: a free port.
 
-    It does not listen, and gets no connection. Raises ConfigError when the port is in use.
+    It does not listen, and gets no connections. Raises ConfigError if the port is in use.
     """
     check_free(host, port, option)
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     held = socket.socket(family, socket.SOCK_STREAM)
-    # Bound without SO_REUSEPORT, or it would share with a stranger; nobody else binds after it.
+    # Bound without SO_REUSEPORT first, or it would share the port with another program's listener.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         held.bind(address)
@@ -73,27 +72,27 @@ def hold(host: str, port: int, option: str = "--port") -> socket.socket:
 
 
 class Listener:
-    """A port of a child process, whose successor listens at the same socket.
+    """A port of a child process whose successor listens at the same socket.
 
-    Both accept from one queue, so that no connection is lost when one of them closes it. It is open
-    while a child has it: where none serves, clients are refused at once.
+    Both accept from one queue, so that no connection is lost when one closes it. It is open while a
+    child has it; without a child, clients are refused at once.
     """
 
     def __init__(self, listen: Callable[[], socket.socket]) -> None:
-        """`listen` opens it."""
+        """`listen` opens the socket."""
         self._listen = listen
         self._socket: socket.socket | None = None
         self._users = 0
 
     def take(self) -> int:
-        """A descriptor for one more child. Raises ConfigError where the port is in use."""
+        """A descriptor for one more child. Raises ConfigError if the port is in use."""
         if self._socket is None:
             self._socket = self._listen()
         self._users += 1
         return self._socket.fileno()
 
     def give_back(self) -> None:
-        """A child that had it has ended."""
+        """Reports that a child with a descriptor has ended."""
         self._users -= 1
         if not self._users and self._socket is not None:
             self._socket.close()
@@ -101,14 +100,14 @@ class Listener:
 
 
 def metrics_listener(host: str, port: int | None) -> Listener | None:
-    """For a page of metrics; none where there is no port."""
+    """The listener of a metrics page; None without a port."""
     if port is None:
         return None
     return Listener(partial(http_server.listen, host, port, "metrics", "--metrics-port"))
 
 
 def consecutive(host: str, first: int, count: int, option: str = "--port") -> list[int]:
-    """`count` ports from `first` on; ConfigError when one is in use. `first` 0 takes free ones."""
+    """`count` ports from `first` on, or free ones for 0. Raises ConfigError if one is in use."""
     if not first:
         found: dict[int, None] = {}
         while len(found) < count:
@@ -120,9 +119,9 @@ def consecutive(host: str, first: int, count: int, option: str = "--port") -> li
 
 
 def _listen(family: int, address: Any) -> int:
-    """The port, after listening on it for a moment."""
+    """Listens for a moment, to check the port, and returns its number."""
     with socket.socket(family, socket.SOCK_STREAM) as listener:
-        # As servers do, or connections that ended a moment ago would count as a listener.
+        # As servers do; otherwise connections in TIME_WAIT would count as a listener.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()

@@ -1,7 +1,7 @@
-"""One child process: its runs, their output, and how they end.
+"""A child process that can be started repeatedly: its output and how it ends.
 
-Children are in their own process group, so that ctrl-C in a terminal reaches the parent alone and
-they can be stopped in order. Nothing here knows what a child does.
+Children are in their own process group, so that ctrl-C in a terminal reaches only the parent, which
+stops them in order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Self
 from baton.errors import ConfigError, Unavailable
 from baton.local.ports import Listener
 
-ERROR = "baton: error: "  # how our commands begin their last line
+ERROR = "baton: error: "  # prefix of the last line of a failed command
 _LOG_LINES = 500
 _MAX_LINE_BYTES = 16 << 10
 _OUTPUT_GRACE_S = 1.0
@@ -27,19 +27,20 @@ _OUTPUT_GRACE_S = 1.0
 
 @dataclass(eq=False)
 class ChildProcess:
-    """A command that can be started again after it ended. `log` keeps the last lines of all runs.
+    """A command that can be restarted. `log` keeps the last lines of all runs.
 
-    `on_line` is called with each line of its output (stdout and stderr together); `listeners` are
-    ports that it shares with its successor. `wanted` and `ready_at` are its owner's: whether it
-    runs or is going to, and since when this run serves.
+    on_line: called with each line of its output (stdout and stderr together).
+    listeners: ports that it shares with its successor.
+    wanted, ready_at: set by the owner: whether it runs or will be restarted, and since when this
+        run serves.
     """
 
-    spawn = staticmethod(asyncio.create_subprocess_exec)  # what starts a run
+    spawn = staticmethod(asyncio.create_subprocess_exec)  # replaced by tests
 
     name: str
     role: str
     argv: list[str]
-    env: Mapping[str, str] = field(default_factory=dict)  # added to our own
+    env: Mapping[str, str] = field(default_factory=dict)  # added to this process's
     on_line: Callable[[str], None] = lambda line: None
     listeners: Sequence[Listener] = ()
     log: deque[str] = field(init=False, default_factory=lambda: deque(maxlen=_LOG_LINES))
@@ -73,18 +74,18 @@ class ChildProcess:
 
     @property
     def command(self) -> list[str]:
-        """What a run is started with, but for the descriptors of its listeners."""
+        """The command line without the descriptors of its listeners."""
         return self.argv
 
     def successor(self) -> Self:
-        """Another process of the same command, which is to take this one's place; the log goes on,
-        and so does the number of starts."""
+        """A process of the same command that will replace this one; it continues the log and the
+        number of starts."""
         new = replace(self)
         new.log, new.starts = self.log, self.starts
         return new
 
     def on_end(self) -> None:
-        """A run has ended."""
+        """Called when a run has ended."""
 
     @property
     def age_s(self) -> float:
@@ -92,7 +93,7 @@ class ChildProcess:
 
     @property
     def failure(self) -> str:
-        """How it ended and, when it failed by itself, its last line, which says why."""
+        """How it ended; if it failed by itself, with its last line, which states the cause."""
         status = self.exit_status
         assert status is not None, f"{self.name} still runs"
         if status < 0:
@@ -104,7 +105,7 @@ class ChildProcess:
         return "\n".join(list(self.log)[-lines:])
 
     async def start(self) -> None:
-        """Starts a run; the one before must have ended. Raises Unavailable where that fails."""
+        """Starts a run; the previous one must have ended. Raises Unavailable if that fails."""
         assert self._process is None or self._process.returncode is not None, "it runs already"
         try:
             descriptors = [listener.take() for listener in self.listeners]
@@ -124,7 +125,7 @@ class ChildProcess:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env},
                 process_group=0,
             )
-        except OSError as error:  # the program is not there, or no process can be made now
+        except OSError as error:  # the program is missing, or the system has no resources
             self._give_back()
             raise Unavailable(f"{self.name} cannot be started: {error}") from error
         self._killed, self.ready_at = False, 0.0
@@ -133,12 +134,12 @@ class ChildProcess:
         self._reader = asyncio.create_task(self._read(), name=f"output of {self.name}")
 
     async def wait(self) -> int:
-        """The exit status, once the process ended and its output is in `log`."""
+        """Waits for the end of the process and its output; returns the exit status."""
         assert self._process is not None and self._reader is not None
         status = await self._process.wait()
         self._give_back()
         self.on_end()
-        # A grandchild may hold the pipe open for longer than the child lived.
+        # A grandchild may hold the pipe open after the child has ended.
         await asyncio.wait([self._reader], timeout=_OUTPUT_GRACE_S)
         self._reader.cancel()
         return status
@@ -147,14 +148,14 @@ class ChildProcess:
         if self._process is not None and self._process.returncode is None:
             self._killed = self._killed or signum == signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signum)  # asyncio's own may reap it, unseen by `wait`
+                os.kill(self._process.pid, signum)  # asyncio's method may reap it before `wait`
 
     async def stop(self, timeout_s: float) -> int:
-        """SIGTERM, then after `timeout_s` SIGKILL for its whole process group; the exit status."""
+        """Sends SIGTERM, after `timeout_s` SIGKILL to its group; returns the exit status."""
         assert self._process is not None
         if self._process.returncode is None:
             self.signal(signal.SIGTERM)
-            self.signal(signal.SIGCONT)  # a process stopped with SIGSTOP could not end itself
+            self.signal(signal.SIGCONT)  # a process stopped by SIGSTOP does not see SIGTERM
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._process.wait()
@@ -170,7 +171,7 @@ class ChildProcess:
                 listener.give_back()
 
     def kill(self) -> None:
-        """SIGKILL to the process and to what it started."""
+        """Sends SIGKILL to the process and its children."""
         if self._process is not None and self._process.returncode is None:
             self._killed = True
             with contextlib.suppress(ProcessLookupError):
@@ -192,7 +193,7 @@ class ChildProcess:
 
 
 async def cancelled(task: asyncio.Task[Any] | None) -> None:
-    """Cancels a task and returns when it has ended."""
+    """Cancels a task and waits for its end."""
     if task is not None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

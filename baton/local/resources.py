@@ -14,21 +14,21 @@ from pathlib import Path
 from baton.config import EngineConfig
 from baton.errors import ConfigError
 
-# One of them exists where NVIDIA's driver is; without it torch need not be started.
+# One of them exists if NVIDIA's driver is loaded; otherwise torch need not be started.
 _DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 _COUNT = "import torch; print(torch.cuda.device_count())"
 _COUNT_TIMEOUT_S = 60.0
-_MAX_GPU_THREADS = 4  # a worker on a GPU computes little on its cores: it launches kernels
+_MAX_GPU_THREADS = 4  # a worker on a GPU only launches kernels
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker gets."""
+    """The cores and the GPU of one worker."""
 
-    cpus: tuple[int, ...]  # to be pinned to; empty: unpinned
+    cpus: tuple[int, ...]  # to pin threads to; empty: not pinned
     threads: int
     device: str = ""  # empty: as configured
-    gpu_memory: float = 0.0  # the part of the GPU's memory that is the worker's
+    gpu_memory: float = 0.0  # share of the GPU's memory
 
 
 def shares(
@@ -39,10 +39,10 @@ def shares(
     say: Callable[[str], None],
     ranks: tuple[int, int] = (1, 1),
 ) -> list[Share]:
-    """What each of `names`, prefill workers first, gets; `say` gets the placement and warnings.
+    """The share of each of `names`, prefill workers first; `say` gets the placement and warnings.
 
-    ranks: of a prefill worker, and of a decode worker. Raises ConfigError when GPUs are configured
-    and there are none, or too few.
+    ranks: number of ranks of a prefill worker and of a decode worker. Raises ConfigError if more
+    GPUs are configured than there are.
     """
     chosen = devices(engine, prefill, len(names) - prefill, gpus, ranks)
     cores = sorted(os.sched_getaffinity(0))
@@ -58,14 +58,14 @@ def shares(
     say("GPUs: " + ", ".join(f"{name} on {at}" for name, at in zip(names, chosen, strict=True)))
     each, memory = Counter(chosen), engine.gpu_memory
     if (most := max(each.values())) > 1:
-        say(f"workers of one GPU divide --gpu-memory {memory:g}: down to {memory / most:.3g} each")
+        say(f"workers on one GPU share --gpu-memory {memory:g}: at least {memory / most:.3g} each")
     return [Share((), threads, device, memory / each[device]) for device in chosen]
 
 
 def divide_cores(cores: Sequence[int], workers: int, threads: int = 0) -> list[Share]:
-    """One share for each worker: neighbouring cores, disjoint, sizes that differ by at most one.
+    """A share for each worker: disjoint neighbouring cores, in sizes that differ by at most one.
 
-    With fewer cores than workers, or a configured number of threads, none is pinned.
+    With fewer cores than workers, or a configured number of threads, workers are not pinned.
     """
     if threads or len(cores) < workers:
         return [Share((), threads or 1)] * workers
@@ -78,7 +78,7 @@ def divide_cores(cores: Sequence[int], workers: int, threads: int = 0) -> list[S
 
 
 def count_gpus() -> int:
-    """How many GPUs torch sees, in a process of its own; blocks for seconds if any are here."""
+    """Number of GPUs that torch sees, counted in a subprocess, which can take seconds."""
     if not any(file.exists() for file in _DRIVER_FILES):
         return 0
     command = [sys.executable, "-c", _COUNT]
@@ -89,17 +89,17 @@ def count_gpus() -> int:
             )
         )
     except (OSError, ValueError, subprocess.SubprocessError):
-        return 0  # a worker with --device cuda says why there is none
+        return 0  # a worker with --device cuda reports the cause
 
 
 def devices(
     engine: EngineConfig, prefill: int, decode: int, gpus: int, ranks: tuple[int, int] = (1, 1)
 ) -> list[str]:
-    """Each worker's device, prefill workers' first; empty strings where no GPU is used.
+    """Device of each worker, prefill workers first; empty strings without GPUs.
 
-    From two GPUs on, each role has some to itself, as many as its part of the workers, and its
-    workers take turns on them; so with enough GPUs each worker has its own. Workers of several
-    ranks share none: each has the GPUs from its device on, one a rank.
+    From two GPUs on, each role gets GPUs in proportion to its workers, which are spread over them;
+    with enough GPUs each worker has its own. Workers of several ranks share none: each has the GPUs
+    from its device on, one a rank.
     """
     workers = prefill + decode
     if engine.simulate or engine.device == "cpu" or (engine.device == "auto" and not gpus):
@@ -108,14 +108,14 @@ def devices(
         return [engine.device] * workers
     if not gpus:
         raise ConfigError(
-            "--device cuda: torch sees no GPU here (nvidia-smi shows those that the driver knows); "
+            "--device cuda: torch sees no GPU (nvidia-smi shows those of the driver); "
             "use --device cpu"
         )
     if max(ranks) > 1:
         sizes = [ranks[0]] * prefill + [ranks[1]] * decode
         if sum(sizes) > gpus:
             raise ConfigError(
-                f"--tp: these workers take {sum(sizes)} GPUs, one a rank, and torch sees {gpus}; "
+                f"--tp: these workers need {sum(sizes)} GPUs, one a rank, and torch sees {gpus}; "
                 "use fewer workers or ranks, or --device cpu"
             )
         return [f"cuda:{first}" for first in accumulate(sizes[:-1], initial=0)]

@@ -1,4 +1,4 @@
-"""One router as several processes at the same ports: what they have in common, and their parent."""
+"""A router that runs as several processes at the same ports."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ from router.shared_state import SharedState
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.2  # at most between two looks at a process's status
+_LOOK_S = 0.2  # longest time between two reads of a process's status
 _RESTART_TIMEOUT_S = 120.0
 
 
 @dataclass(eq=False, kw_only=True)
 class RouterProcess(ChildProcess):
-    """One of a router's processes, also where it is the only one: its successor is another."""
+    """One of a router's processes, possibly the only one."""
 
-    address: str  # of all of them
+    address: str  # of the router
     shared: SharedState
     number: int
 
     @property
     def command(self) -> list[str]:
-        """With what tells the process that others share its ports."""
+        """The command line with the options of a process that shares its ports."""
         shared = ["--process-of", self.shared.path, "--process", str(self.number)]
         return [*self.argv, *shared]
 
     def successor(self) -> Self:
-        """Another process, with the row of the shared memory that this one does not use."""
+        """A new process, which uses another row of the shared memory."""
         new = super().successor()
         new.number = self.shared.successor(self.number)
         return new
 
     def status(self) -> fleet_pb2.GetStatusResponse | None:
-        """What it says of itself; None before it serves. Of workers there are pids and states."""
+        """Its status, with workers' pids and states only; None before it serves."""
         return self.shared.status(self.number)
 
     def on_end(self) -> None:
-        """What it ran is given back to tenants."""
+        """Releases what its requests had counted against tenants' limits."""
         self.shared.forget(self.number)
 
 
 class SharedPorts:
-    """Ports and memory that a router's processes have in common, until `close`."""
+    """Ports and shared memory of a router's processes, until `close`."""
 
     def __init__(self, host: str, port: int, http_port: int, processes: int) -> None:
-        """Port 0 takes a free one; HTTP's is none then. Raises ConfigError when one is in use."""
+        """Port 0 takes a free one; HTTP port 0 is none. Raises ConfigError if one is in use."""
         with ExitStack() as stack:
             self.port, self.http_port = port, http_port
-            # Held, because another server of the same user could share a port without a word.
+            # Reserved, because another server of the same user could share a port unnoticed.
             held = stack.enter_context(ports.hold(host, port))
             self.port = held.getsockname()[1]
             if http_port:
@@ -81,10 +81,10 @@ class SharedPorts:
         on_line: Callable[[str], None],
         metrics: Listener | None,
     ) -> RouterProcess:
-        """One of the processes, by its number, from 0; it serves metrics where it has a port."""
+        """The process of this number, from 0; it serves metrics if it has a port for them."""
         listeners = [metrics] if metrics else []
         if self.http_port:
-            # Each has a queue of its own: the kernel divides connections among them evenly.
+            # Each has its own accept queue: the kernel spreads connections evenly.
             listeners.append(Listener(partial(self._listen, shared=True)))
         return RouterProcess(
             name, "router", argv, env, on_line, listeners,
@@ -92,7 +92,7 @@ class SharedPorts:
         )  # fmt: skip
 
     def close(self) -> None:
-        """After the processes have ended."""
+        """Frees them; the processes must have ended."""
         self._stack.close()
 
 
@@ -138,7 +138,7 @@ class _RouterProcesses(Supervisor):
         await self._until(lambda: all(process.is_ready for process in self.processes.values()))
 
     async def _serves(self, process: ChildProcess) -> str:
-        """It listens; and once any of them can place requests, it can, too."""
+        """Waits until it listens: when one process can place requests, the others can, too."""
         assert isinstance(process, RouterProcess)
         backoff = Backoff(most_s=_LOOK_S)
         while True:
@@ -150,7 +150,7 @@ class _RouterProcesses(Supervisor):
             await backoff.wait()
 
     async def _is_back(self, process: ChildProcess) -> None:
-        """Others do not look for it."""
+        """Returns at once: other processes do not depend on it."""
 
     def _leave_s(self, process: ChildProcess) -> float:
         return self._config.limits.default_timeout_s

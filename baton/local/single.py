@@ -1,7 +1,6 @@
-"""The whole of Baton in one process: the same engine, no worker, no transfer.
+"""Baton in one process: an engine without workers and transfers, for `baton generate --local`.
 
-It is the oracle of the cluster: what a cluster streams must equal what this returns, token for
-token. `baton generate --local` runs it.
+It is the tests' oracle: a cluster must stream the tokens that this returns.
 """
 
 from __future__ import annotations
@@ -12,18 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from baton.client import Completion, Route, Timing, TokenLogprobs, Usage
 from baton.client.results import prompt_logprobs_of
 from baton.config import EngineConfig
-from baton.engine import build
-from baton.engine.backends import Backend, cpu
-from baton.engine.loop import Engine, Progress, StepReport
+from baton.engine import build, cpu_affinity
+from baton.engine.backends import Backend
+from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence as EngineSequence
+from baton.engine.step_report import SequenceProgress, StepReport
 from baton.errors import InternalError, InvalidRequest
 from baton.generation.sampling_params import SamplingParams
 from baton.generation.structured_output import GrammarCompiler
 from baton.text import Tokenizer, check_stop_strings, load_tokenizer
 from baton.v1 import common_pb2
 from baton.worker.messages import prompt_logprobs_proto
-from router.admission.admission import check_length, fitting
-from router.dispatch.request_state import RequestState, TextStream, TokenizedRequest
+from router.admission.validation import check_length, fit_max_tokens
+from router.output.text_stream import TextStream
+from router.request import RequestState, TokenizedRequest
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -33,10 +34,10 @@ class SingleProcess:
 
     def __init__(self, settings: EngineConfig, backend: Backend | None = None) -> None:
         """backend: as `build.load` takes it."""
-        with cpu.pinned_to(settings.cpus):
+        with cpu_affinity.pinned_to(settings.cpus):
             self._loaded = build.load(settings, backend=backend)
         self.tokenizer = load_tokenizer(self._loaded.path)
-        self._reports: queue.SimpleQueue[Progress] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[SequenceProgress] = queue.SimpleQueue()
         self._engine: Engine = self._loaded.engine(self._publish)
         self._requests = 0
         config = self._loaded.model_config
@@ -57,10 +58,10 @@ class SingleProcess:
         on_text: Callable[[str], None] = lambda text: None,
         cut: bool = False,
     ) -> Completion:
-        """Runs one completion; `on_text` gets the text as it becomes certain.
+        """Runs one completion; `on_text` gets the text as soon as it is final.
 
-        Raises InvalidRequest as a router would, also for more output than the context has room for,
-        unless it may be `cut`.
+        Raises InvalidRequest as a router does. Output that exceeds the context is an error, too,
+        unless `cut`.
         """
         tokens = encode(self.tokenizer, prompt)
         vocab, limit = self.tokenizer.vocab_size, self._loaded.max_context
@@ -68,7 +69,7 @@ class SingleProcess:
         if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab:
             raise InvalidRequest(f"the prompt needs token ids from 0 to {vocab - 1}", "token_ids")
         check_length(len(tokens), limit)
-        params = fitting(params, len(tokens), limit, limit, cut)
+        params = fit_max_tokens(params, len(tokens), limit, limit, cut)
         check_stop_strings(stop)
         self._requests += 1
         name = f"local-{self._requests}"
@@ -104,7 +105,7 @@ class SingleProcess:
             if progress.prompt_logprobs is not None:
                 prompt.MergeFrom(prompt_logprobs_proto(progress.prompt_logprobs))
             piece, count = text.advance(progress.token_ids, progress.finish_reason)
-            state.deliver(progress.token_ids[:count])  # what was sampled behind a stop is no output
+            state.deliver(progress.token_ids[:count])  # tokens after a stop are no output
             logprobs += [
                 TokenLogprobs(sampled.token_id, sampled.logprob, sampled.top)
                 for sampled in progress.logprobs[:count]
@@ -133,7 +134,7 @@ class SingleProcess:
 
 
 def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-    """Token ids of a text, of chat messages, or of ids as they are."""
+    """Token ids of a text or of chat messages; ids are returned as they are."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
     ids = [item for item in prompt if isinstance(item, int)]

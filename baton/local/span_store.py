@@ -1,7 +1,7 @@
-"""The traces that arrived last, in bounded memory.
+"""Stores the newest traces in bounded memory.
 
-It does not know how spans arrive (`baton.local.otlp`) or how they are drawn (`trace_tree`). One
-asyncio loop owns a store; nothing here is thread-safe.
+Spans arrive by `baton.local.otlp` and are drawn by `trace_tree`. Not thread-safe: one asyncio loop
+owns a store.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Span:
     start_ns: int
     end_ns: int
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
-    is_entry: bool = False  # the service was called from outside (OpenTelemetry's kind SERVER)
+    is_entry: bool = False  # OpenTelemetry's kind SERVER: a call from outside the service
     error: str | None = None  # the status message of a failed span, possibly empty
 
 
 def is_request(span: Span) -> bool:
-    """Whether it is a router's span of a whole request; its parent is the caller's."""
+    """Whether it is a router's span of a request, whose parent is the caller's span."""
     return span.is_entry and span.service == ROUTER
 
 
 def is_complete(spans: Sequence[Span], services: Iterable[str] = ()) -> bool:
-    """Whether a root, every parent that is referred to, and all of `services` have arrived.
+    """Whether a root, the parents of all spans, and spans of all `services` have arrived.
 
-    Callers may keep their spans elsewhere: a request's own span counts as a root.
+    A request's span counts as a root: callers may store their spans elsewhere.
     """
     ids = {span.span_id for span in spans}
     others = [span for span in spans if span.parent_id and not is_request(span)]
@@ -53,12 +53,12 @@ def is_complete(spans: Sequence[Span], services: Iterable[str] = ()) -> bool:
 
 @dataclass
 class _Trace:
-    spans: dict[str, Span] = field(default_factory=dict)  # by span id: a resent span counts once
+    spans: dict[str, Span] = field(default_factory=dict)  # by id: a span may be sent twice
     arrived_at: float = 0.0  # time.monotonic() of the last one
 
 
 class SpanStore:
-    """Keeps at most `max_traces` traces and `max_spans` spans; the oldest traces go first.
+    """Keeps at most `max_traces` traces and `max_spans` spans; drops the oldest traces.
 
     A single trace longer than `max_spans` loses its later spans.
     """
@@ -82,11 +82,11 @@ class SpanStore:
         return [list(trace.spans.values()) for trace in self._traces.values()]
 
     def arrived_at(self, trace_id: str) -> float:
-        """When its last span came, as time.monotonic(); 0 for an unknown trace."""
+        """Arrival of its last span, as time.monotonic(); 0 for an unknown trace."""
         return self._traces.get(trace_id, _Trace()).arrived_at
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Stores spans, evicts the oldest traces beyond the limits, wakes `wait_for`."""
+        """Stores spans, drops the oldest traces beyond the limits, and wakes `wait_for`."""
         for span in spans:
             trace = self._traces.setdefault(span.trace_id, _Trace())
             if span.span_id not in trace.spans and len(trace.spans) < self.max_spans:
@@ -104,7 +104,7 @@ class SpanStore:
         complete: Callable[[Sequence[Span]], bool] = is_complete,
         timeout: float = 5.0,
     ) -> list[Span]:
-        """The trace's spans once `complete` holds; DeadlineExceeded after `timeout` seconds."""
+        """Waits until `complete` holds for a trace; returns its spans. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(timeout):
                 while not complete(spans := self.trace(trace_id)):

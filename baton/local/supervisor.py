@@ -1,6 +1,6 @@
-"""Keeps processes of this machine running: start, restarts with back-off, rolling restart, stop.
+"""Supervises processes: start, restarts with back-off, rolling restart, stop.
 
-It knows processes, not what they do: a subclass says which there are and when one serves.
+A subclass defines which processes there are and when one serves.
 """
 
 from __future__ import annotations
@@ -30,19 +30,13 @@ Say = Callable[[str], None]
 class Supervisor(ABC):
     """Starts, supervises, restarts and stops processes.
 
-    `async with` returns when all serve and leaves nothing behind. At a restart a process gets a
-    successor, and ends once that serves. `say` gets a line whenever
-    something happens; `shows_output` tells that processes' own lines are shown, too.
+    `async with` enters when all serve and leaves nothing behind. At a rolling restart a process
+    ends once its successor serves. `say` gets a line for each event; `shows_output`: the processes'
+    output is shown, too.
     """
 
     def __init__(
-        self,
-        *,
-        say: Say,
-        shows_output: bool,
-        restart: bool,
-        drain_s: float,
-        start_timeout_s: float,
+        self, *, say: Say, shows_output: bool, restart: bool, drain_s: float, start_timeout_s: float
     ) -> None:
         self.processes: dict[str, ChildProcess] = {}
         self._say = say
@@ -50,36 +44,36 @@ class Supervisor(ABC):
         self._restart = restart
         self._drain_s = drain_s
         self._start_timeout_s = start_timeout_s
-        self._supervisors: dict[str, asyncio.Task[None]] = {}  # what keeps each process running
-        self._passing: set[ChildProcess] = set()  # successors that start, and processes that leave
+        self._supervisors: dict[str, asyncio.Task[None]] = {}  # the restart loop of each process
+        self._passing: set[ChildProcess] = set()  # starting successors and leaving predecessors
         self._changed = asyncio.Event()  # a process became ready, or ended
-        self._starting = True  # all of them: a process that ends now is a failed start
-        self._stack = AsyncExitStack()  # what the processes need; closed behind them
+        self._starting = True  # a process that ends now makes the whole start fail
+        self._stack = AsyncExitStack()  # resources of the processes, closed after their end
         self._stop: asyncio.Task[None] | None = None
 
     @abstractmethod
     async def _start(self) -> None:
-        """Starts all, and returns when they serve."""
+        """Starts all processes and waits until they serve."""
 
     @abstractmethod
     async def _serves(self, process: ChildProcess) -> str:
-        """Returns once this run of a process serves; what to say of it."""
+        """Waits until this run of a process serves; returns a text about it."""
 
     @abstractmethod
     async def _is_back(self, process: ChildProcess) -> None:
-        """Returns once a restarted process that serves has been found by the others."""
+        """Waits until the other processes use a restarted one."""
 
     def _has_room_for_two(self, process: ChildProcess) -> bool:
-        """Whether its successor can run beside it."""
+        """Whether its successor can run at the same time."""
         return True
 
     def _leave_s(self, process: ChildProcess) -> float:
-        """Seconds in which a process whose successor serves may end what it has been asked, on
-        SIGUSR1, before it is told to drain; 0 for one that knows no such signal."""
+        """Seconds that a process whose successor serves gets, after SIGUSR1, to finish its requests
+        before it is drained; 0 if it does not support the signal."""
         return 0.0
 
     def _groups(self) -> Sequence[Sequence[ChildProcess]]:
-        """All processes, in groups that are stopped one after the other."""
+        """All processes, in groups that are stopped in this order."""
         return [self._all]
 
     @property
@@ -102,9 +96,9 @@ class Supervisor(ABC):
         self.processes[name].signal(signum)
 
     async def start_again(self, name: str) -> None:
-        """Starts a process that does not run, and keeps it running from now on.
+        """Starts a process that does not run, and supervises it again.
 
-        Raises Unavailable where it cannot be started; one that has run is tried again later.
+        Raises Unavailable if it cannot be started; if it has run before, it is retried later.
         """
         process = self.processes[name]
         await cancelled(self._supervisors.get(name))
@@ -122,11 +116,11 @@ class Supervisor(ABC):
         )
 
     async def restart(self, name: str) -> int:
-        """Has a successor take a process's place; returns how the process ended: 0 after a drain.
+        """Replaces a process by a successor; returns its exit status, 0 after a drain.
 
-        It ends once the successor serves and the others have found it. Where there is no room for
-        two, it is drained first and then started again. Raises DeadlineExceeded or Unavailable when
-        what was started does not serve; a process with a successor then goes on.
+        The old one ends once the successor serves and the other processes use it. Without room for
+        both, it is drained first. Raises DeadlineExceeded or Unavailable if the successor does not
+        serve; the old one then continues, if it has not been drained.
         """
         process = self.processes[name]
         if process.running and self._has_room_for_two(process):
@@ -147,9 +141,9 @@ class Supervisor(ABC):
             self._passing.discard(new)
             if not isinstance(error, BatonError):
                 raise
-            stays = f"{name} stays as it was (pid {old.pid}), its successor did not come up"
+            stays = f"{name} continues (pid {old.pid}): its successor did not start"
             raise type(error)(f"{stays}: {error}") from error
-        await cancelled(self._supervisors[name])  # its end is requested
+        await cancelled(self._supervisors[name])  # its end is intended
         self._passing ^= {new, old}
         self.processes[name], new.wanted, new.ready_at = new, True, time.monotonic()
         self._supervise_from_now(new)
@@ -164,7 +158,7 @@ class Supervisor(ABC):
         return status
 
     async def _found(self, process: ChildProcess) -> None:
-        """Returns once a process that was started serves, and the others have found it."""
+        """Waits until a started process serves and the other processes use it."""
 
         async def served() -> None:
             await self._serves(process)
@@ -190,7 +184,7 @@ class Supervisor(ABC):
     async def _start_over(self, process: ChildProcess) -> int:
         name, ran = process.name, process.running
         self._say(f"{name} restarting…" if ran else f"{name} starting again…")
-        await cancelled(self._supervisors[name])  # this end is requested
+        await cancelled(self._supervisors[name])  # this end is intended
         status = await process.stop(self._drain_s + _RESTART_GRACE_S)
         await self.start_again(name)
         if ran:
@@ -208,13 +202,13 @@ class Supervisor(ABC):
         return status
 
     async def rolling_restart(self) -> dict[str, int]:
-        """Restarts all processes, each when the one before serves again; see `restart`."""
+        """Restarts all processes one by one; see `restart`."""
         return {name: await self.restart(name) for name in list(self.processes)}
 
     async def stop(self) -> None:
-        """Stops the processes in order; every wait is bounded. Safe to repeat.
+        """Stops the processes in order, in bounded time. Safe to repeat.
 
-        A caller that is cancelled leaves at once, after the processes have been killed.
+        If the caller is cancelled, the processes are killed.
         """
         if self._stop is None:
             self._stop = asyncio.create_task(self._stop_all())
@@ -226,7 +220,7 @@ class Supervisor(ABC):
             raise
 
     def kill_all(self) -> None:
-        """SIGKILL to every process that still runs; a `stop` in progress then ends at once."""
+        """Sends SIGKILL to every running process, so that a `stop` in progress ends at once."""
         for process in self._all:
             process.kill()
 
@@ -235,7 +229,7 @@ class Supervisor(ABC):
         await self.start_again(process.name)
 
     async def _supervise(self, process: ChildProcess) -> None:
-        """Starts it again whenever it ends, after a delay that doubles until it served a while."""
+        """Restarts it whenever it ends, after a delay that doubles until it stays healthy."""
         failures = 0
         while True:
             noting = asyncio.create_task(self._note_ready(process))
@@ -243,7 +237,7 @@ class Supervisor(ABC):
                 await process.wait()
             finally:
                 await cancelled(noting)
-            # Counted from ready, not from the start: a large model may take minutes to load.
+            # Counted from readiness, not from the start: a large model may take minutes to load.
             healthy = process.ready_at and time.monotonic() - process.ready_at >= _HEALTHY_S
             failures = 1 if healthy else failures + 1
             process.wanted = self._restart and not self._starting
@@ -267,18 +261,18 @@ class Supervisor(ABC):
         try:
             what = await self._serves(process)
         except BatonError as error:
-            self._say(f"{process.name} does not say whether it serves: {error}")
+            self._say(f"{process.name}: readiness is unknown: {error}")
             raise
         process.ready_at = time.monotonic()
         self._changed.set()
         self._say(f"{process.name} {what}")
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
-        """Returns when it is so; raises Unavailable if a process ends while all start."""
+        """Waits for a condition; raises Unavailable if a process ends while the cluster starts."""
         while True:
             failed = next((p for p in self.processes.values() if not p.wanted), None)
             if failed and self._starting:
-                # What it wrote is not repeated where it was shown.
+                # Its output is not repeated if it was shown.
                 log = "" if self._shows_output else f"; its last lines:\n{failed.log_tail()}"
                 raise Unavailable(failed.failure + log)
             if is_so():
@@ -301,24 +295,24 @@ class Supervisor(ABC):
 
 
 def restart_delay_s(failures: int) -> float:
-    """Seconds before a process that failed for the nth time in a row is started again."""
+    """Seconds before a process is restarted after this number of failures in a row."""
     return min(_FIRST_DELAY_S * 2.0 ** min(failures - 1, 30), _LAST_DELAY_S)
 
 
 def say(text: str) -> None:
-    """A line for the person at the terminal."""
-    with contextlib.suppress(OSError):  # the cluster goes on when its reader has left
+    """Prints a line for the user."""
+    with contextlib.suppress(OSError):  # the cluster continues without a reader
         print(text, flush=True)
 
 
 def echo(name: str, line: str) -> None:
-    """A process's log line, on stderr; without a name as it is."""
+    """Prints a process's log line on stderr, with its name if it has one."""
     with contextlib.suppress(OSError):
         print(f"[{name}] {line}" if name else line, file=sys.stderr, flush=True)
 
 
 def cancel_on_signals(say: Say = say) -> None:
-    """SIGINT and SIGTERM cancel the current task, so that its `async with` blocks are left."""
+    """Makes SIGINT and SIGTERM cancel the current task, which ends its `async with` blocks."""
     task = asyncio.current_task()
     assert task is not None
 
@@ -332,10 +326,10 @@ def cancel_on_signals(say: Say = say) -> None:
 
 
 async def run(start: Callable[[AsyncExitStack], Awaitable[Supervisor]], say: Say = say) -> int:
-    """Runs what `start` starts until SIGINT or SIGTERM, then stops it; a second signal kills it.
+    """Runs a supervisor until SIGINT or SIGTERM, then stops it; a second signal kills it.
 
-    SIGHUP restarts all processes in turn. The exit status is 0 once all served. Raises ConfigError
-    or Unavailable when they cannot start.
+    SIGHUP restarts all processes in turn. The exit status is 0 if all served. Raises ConfigError or
+    Unavailable if they cannot start.
     """
     cancel_on_signals(say)
     hangup = asyncio.Event()
@@ -355,14 +349,14 @@ async def _restart_on(hangup: asyncio.Event, processes: Supervisor, say: Say) ->
     while True:
         await hangup.wait()
         if had_terminal and not _has_terminal():
-            return  # the window was closed: no ctrl-C can come any more
+            return  # the window was closed: ctrl-C is no longer possible
         say(f"SIGHUP: restarting {', '.join(processes.processes)}, one after the other")
         try:
             await processes.rolling_restart()
             say("all processes have been restarted")
         except BatonError as error:
-            say(f"the restart has stopped: {error}")
-        hangup.clear()  # a signal that came meanwhile needs no other restart
+            say(f"the restart was abandoned: {error}")
+        hangup.clear()  # a signal during the restart needs no further one
 
 
 def _has_terminal() -> bool:

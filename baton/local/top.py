@@ -1,7 +1,7 @@
-"""`baton top` on a terminal: one moment drawn with rich, again at each answer and each key.
+"""`baton top`: draws the cluster's state with rich, anew at each answer and each key.
 
-On a narrow terminal the columns that matter least are left out; a low one shows the first lines.
-Whatever ends it, the terminal is restored as it was.
+A narrow terminal shows fewer columns, a low one fewer lines. The terminal's state is restored
+however the program ends.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from baton.local.top_view import PolledRouter, Status, WorkerLine, polling
 from baton.local.trace_tree import bytes_text
 from baton.v1 import fleet_pb2
 
-_PLAIN_WIDTH = 160  # where there is no terminal
-_SEQUENCE = re.compile(rb"\x1b(\[[0-9;]*[A-Za-z~]|O.)?")  # of arrows and their like
-_DRAW_S = 0.05  # at least between two frames: routers answer at about the same time
+_PLAIN_WIDTH = 160  # without a terminal
+_SEQUENCE = re.compile(rb"\x1b(\[[0-9;]*[A-Za-z~]|O.)?")  # arrow and function keys
+_DRAW_S = 0.05  # shortest time between two frames: routers answer at about the same time
 
 ROLES = ("all", "prefill", "decode")
 SORTS: dict[str, Callable[[WorkerLine], float] | None] = {
@@ -48,7 +48,7 @@ _EVENT_NAMES = {
     fleet_pb2.EVENT_KIND_REFUSAL: ("refused", "magenta"),
     fleet_pb2.EVENT_KIND_FAILURE: ("failed", _BAD),
 }
-# What a block is, how it is drawn, and in which colour; in the bar's order.
+# State of a block, its sign and colour, in the bar's order.
 _BLOCKS = (("held", "█", "cyan"), ("cached", "▓", "blue"), ("quarantined", "▒", "red"))
 _FREE = "░"
 _STYLES = {  # of words and signs in tables
@@ -58,17 +58,17 @@ _STYLES = {  # of words and signs in tables
     **{f"{sign}+": style for _, sign, style in _BLOCKS},
     f"{_FREE}+": _QUIET,
 }
-_MAX_LINES = 6  # of a kind of what went wrong
-_MIN_TRACE_WIDTH = 100  # columns: on less the text needs them all
+_MAX_LINES = 6  # of each kind of problem
+_MIN_TRACE_WIDTH = 100  # columns from which trace ids are shown
 
 
 @dataclass
 class View:
-    """How it is shown; keys change it."""
+    """Display settings, which keys change."""
 
     role: str = ROLES[0]
     sort: str = "name"
-    keys: bool = True  # whether to list them
+    keys: bool = True  # whether the keys are listed
     left: bool = False
 
     def press(self, key: str) -> None:
@@ -82,7 +82,7 @@ class View:
 
 
 class Moment(NamedTuple):
-    """What is drawn: routers as they are at a time."""
+    """The routers' state at a time."""
 
     routers: Sequence[PolledRouter]
     at: float  # time.monotonic()
@@ -92,7 +92,7 @@ class Moment(NamedTuple):
 async def once(
     addresses: Sequence[str], interval_s: float, api_key: str | None, width: int | None
 ) -> str:
-    """One frame as text, with rates over one interval. Raises Unavailable when none answers."""
+    """One frame as text, with rates over one interval. Raises Unavailable if no router answers."""
     answered = asyncio.Event()
     async with polling(addresses, interval_s, api_key, answered.set) as routers:
         while any(router.polls < 2 for router in routers):
@@ -109,7 +109,7 @@ async def once(
 
 
 async def watch(addresses: Sequence[str], interval_s: float, api_key: str | None) -> int:
-    """The live screen until q; the exit status. Raises ConfigError without a terminal."""
+    """Shows the live screen until q; returns 0. Raises ConfigError without a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("`baton top` draws on a terminal: --once prints one frame anywhere")
     view, changed, console = View(), asyncio.Event(), Console()
@@ -119,7 +119,7 @@ async def watch(addresses: Sequence[str], interval_s: float, api_key: str | None
                 changed.clear()
                 moment = Moment(tuple(top_view.processes(routers)), time.monotonic(), time.time())
                 live.update(frame(moment, view, console.width), refresh=True)
-                # The clock goes on, and so does a silence.
+                # Redrawn without an answer, too: clock and time since the last answer go on.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         await changed.wait()
@@ -129,7 +129,7 @@ async def watch(addresses: Sequence[str], interval_s: float, api_key: str | None
 
 @contextlib.contextmanager
 def _keys(view: View, changed: asyncio.Event) -> Iterator[None]:
-    """Keys without Enter go to the view, and so do signals that end it, while the block runs."""
+    """Passes keys, without Enter, and terminating signals to the view while the block runs."""
     loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def press(keys: str) -> None:
@@ -148,11 +148,11 @@ def _keys(view: View, changed: asyncio.Event) -> Iterator[None]:
     handlers = {
         **dict.fromkeys((signal.SIGTERM, signal.SIGHUP), "q"),
         signal.SIGWINCH: "",
-        signal.SIGTSTP: "",  # ctrl-Z would leave the screen half-way
+        signal.SIGTSTP: "",  # ignored: ctrl-Z would leave the terminal in raw mode
     }
     before = termios.tcgetattr(stdin)
     try:
-        tty.setcbreak(stdin)  # keys at once and unseen; ctrl-C still interrupts
+        tty.setcbreak(stdin)  # keys arrive at once and without echo; ctrl-C still interrupts
         loop.add_reader(stdin, read)
         for number, keys in handlers.items():
             loop.add_signal_handler(number, press, keys)
@@ -166,7 +166,7 @@ def _keys(view: View, changed: asyncio.Event) -> Iterator[None]:
 
 
 def frame(moment: Moment, view: View, width: int) -> Group:
-    """One picture of at most `width` columns: what went wrong comes before what may be long."""
+    """A frame of at most `width` columns; problems come before long tables."""
     routers = moment.routers
     pairs, events = top_view.pairs(routers), top_view.events(routers)[:_MAX_LINES]
     workers = [w for w in top_view.workers(routers) if view.role in (ROLES[0], w.role)]
@@ -198,10 +198,7 @@ def _title(moment: Moment, view: View) -> Text:
         ("baton top", "bold"),
         f"  cluster {last.router.cluster}, model {last.router.model}" if last else "",
         (f"  {_clock(moment.unix_s)}", _QUIET),
-        (
-            f"  q quit  r role: {view.role}  s sort: {view.sort}" if view.keys else "",
-            _QUIET,
-        ),
+        (f"  q quit  r role: {view.role}  s sort: {view.sort}" if view.keys else "", _QUIET),
     )
 
 
@@ -216,11 +213,11 @@ def _problems(moment: Moment) -> Iterator[Text]:
         elif not router.last.router.registry_connected:
             yield Text(f"router {router.address} does not reach the registry", _BAD)
     if all(router.failure for router in moment.routers) and top_view.answers(moment.routers):
-        yield Text("no router answers: what follows is old", _BAD)
+        yield Text("no router answers: the tables below are old", _BAD)
 
 
 def _event(address: str, event: fleet_pb2.RouterEvent, width: int) -> Text:
-    """In one line; the trace's id is whole or left out, so that `baton trace` can take it."""
+    """An event in one line; the trace id is complete or omitted, to be used with `baton trace`."""
     text = Text.assemble(
         f"{_clock(event.time_ms / 1e3)} ",
         _EVENT_NAMES.get(event.kind, "event"),
@@ -236,14 +233,14 @@ def _event(address: str, event: fleet_pb2.RouterEvent, width: int) -> Text:
 
 
 class Column(NamedTuple):
-    """A column: its title, its cells, and how soon it is left out for want of room.
+    """A table column: title, cells, and the order in which it is omitted on narrow terminals.
 
-    A cell is a text, a count, a rate (a float), or None for what is not known.
+    A cell is a text, a count, a rate (a float), or None if unknown.
     """
 
     title: str
     cell: Callable[[Any], str | float | None]
-    rank: int = 0  # the highest goes first; 0 stays
+    rank: int = 0  # the highest is omitted first; 0 never
     left: bool = False
 
 
@@ -277,9 +274,9 @@ def _rate(value: float) -> str:
 
 
 def blocks_bar(worker: WorkerLine, columns: int) -> str | None:
-    """The pool as a bar: blocks held, cached, quarantined, and the rest free.
+    """The KV pool as a bar of held, cached, quarantined and free blocks.
 
-    A kind with any blocks at all gets at least one column.
+    Each state that any block has gets at least one column.
     """
     if not (total := worker.blocks_total):
         return None
@@ -292,14 +289,14 @@ def blocks_bar(worker: WorkerLine, columns: int) -> str | None:
 
 
 def _used(worker: WorkerLine) -> str | None:
-    """Share of the blocks that are not available to others now."""
+    """Share of the blocks that are held or quarantined."""
     if not (total := worker.blocks_total):
         return None
     return f"{(worker.load.blocks_held + worker.load.blocks_quarantined) / total:.0%}"
 
 
 def _worker_columns(width: int) -> Sequence[Column]:
-    """The workers' columns; the bar is as long as the terminal's width allows."""
+    """The workers' columns; the length of the bar depends on the terminal's width."""
     bar = 8 if width < 90 else 16 if width < 140 else 24
     return (
         Column("role", lambda w: w.role, 6, left=True),
@@ -326,7 +323,7 @@ def _latency(status: Status, what: str) -> str | None:
 
 
 def _good_share(status: Status) -> str | None:
-    """Of all requests since the router started, those that are goodput."""
+    """Share of goodput in all requests since the router's start."""
     total = top_view.ended(status)
     return f"{top_view.good(status) / total:.1%}" if total else None
 
@@ -335,7 +332,7 @@ def _clock(unix_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
-_ROUTER_COLUMNS = (  # of those that have answered
+_ROUTER_COLUMNS = (
     Column("router", lambda r: r.name, left=True),
     Column("state", lambda r: "NO ANSWER" if r.failure else r.last.router.state,
            left=True),

@@ -1,7 +1,7 @@
-"""What `baton top` shows: routers polled for their status, and what they say of workers and pairs.
+"""The data of `baton top`: polled routers, and the workers and pairs they report.
 
-Counts become rates over the last seconds. Routers may disagree about a worker: the worst state
-counts.
+Counts become rates over the last seconds. If routers disagree about a worker, its worst state is
+shown.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from baton.net import rpc
 from baton.registry.membership import ROLES
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
 
-_WINDOW_S = 5.0  # rates over less jump, over more lag behind
-_MIN_SAMPLES = 3  # that a window holds, however long the interval
+_WINDOW_S = 5.0  # shorter windows make rates jump, longer ones lag
+_MIN_SAMPLES = 3  # fewest samples of a window, for long intervals
 _MIN_TIMEOUT_S = 1.0
 
 Status = fleet_pb2.GetStatusResponse
 
 
 class PolledRouter:
-    """One router: its answers of the last seconds, and why it does not answer now.
+    """A router with its answers of the last seconds, and the cause if it does not answer.
 
-    Of several processes at its address one answers, which knows the others: its siblings.
+    If it has several processes, one answers and reports its siblings.
     """
 
     def __init__(self, address: str) -> None:
@@ -44,15 +44,15 @@ class PolledRouter:
 
     @property
     def name(self) -> str:
-        """Its address, and which process it is of several."""
+        """Its address, with the process if it has several."""
         if self.last is None or not self.siblings:
             return self.address
         return f"{self.address} {self.last.router.incarnation}"
 
     def rate(self, read: Callable[[Status], float | None]) -> float | None:
-        """How fast a count grows, per second; None when it cannot be known now.
+        """Growth of a count per second; None if unknown.
 
-        `read` gives the count in an answer, None where the answer has none.
+        `read` returns the count in an answer, or None.
         """
         if self.failure or len(self.samples) < 2:
             return None
@@ -63,7 +63,7 @@ class PolledRouter:
     async def poll(
         self, interval_s: float, api_key: str | None, on_answer: Callable[[], None]
     ) -> None:
-        """Polls every interval until cancelled; `on_answer` follows each answer and failure."""
+        """Polls every interval until cancelled; calls `on_answer` after each answer and failure."""
         async with rpc.channel(self.address) as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
             while True:
@@ -81,7 +81,7 @@ class PolledRouter:
                 await asyncio.sleep(began + interval_s - time.monotonic())
 
     def take(self, status: Status, at: float | None = None) -> None:
-        """Adds an answer and forgets those that are too old, or of another process."""
+        """Adds an answer and drops those that are too old or from another process."""
         at = time.monotonic() if at is None else at
         self.failure = ""
         if self.last and self.last.router.incarnation != status.router.incarnation:
@@ -98,12 +98,9 @@ class PolledRouter:
 
 @contextlib.asynccontextmanager
 async def polling(
-    addresses: Sequence[str],
-    interval_s: float,
-    api_key: str | None,
-    on_answer: Callable[[], None],
+    addresses: Sequence[str], interval_s: float, api_key: str | None, on_answer: Callable[[], None]
 ) -> AsyncIterator[Sequence[PolledRouter]]:
-    """Routers that are polled until the block is left."""
+    """Polls routers while the block runs."""
     routers = [PolledRouter(address) for address in addresses]
     polls = [router.poll(interval_s, api_key, on_answer) for router in routers]
     tasks = [asyncio.create_task(poll) for poll in polls]
@@ -116,24 +113,24 @@ async def polling(
 
 
 def good(status: Status) -> int:
-    """Requests that ended well and in time: goodput."""
+    """Number of requests that succeeded and met their targets: goodput."""
     return int(status.router.counts.ended.get("OK", 0) - status.router.counts.late)
 
 
 def ended(status: Status) -> int:
-    """Requests that ended, in whatever way."""
+    """Number of requests that ended, successfully or not."""
     return sum(status.router.counts.ended.values())
 
 
 def processes(routers: Sequence[PolledRouter]) -> Iterator[PolledRouter]:
-    """Routers and their siblings, in the same order whichever answers."""
+    """Routers and their siblings, in an order that does not depend on which process answers."""
     for router in routers:
         others = () if router.failure else router.siblings.values()
         yield from sorted((router, *others), key=lambda one: one.name)
 
 
 class WorkerLine(NamedTuple):
-    """One worker, by the router with its newest report; the state is the worst of all routers'."""
+    """A worker, by the router with its newest report; its state is the worst of all routers'."""
 
     router: PolledRouter
     status: fleet_pb2.WorkerStatus
@@ -154,11 +151,11 @@ class WorkerLine(NamedTuple):
 
     @property
     def blocks_total(self) -> int:
-        """A worker that has not reported its load yet has registered its pool's size."""
+        """Pool size as reported, or as registered before the first report."""
         return self.load.blocks_total or self.status.record.blocks_total
 
     def rate(self, count: str) -> float | None:
-        """How fast a count of its load grows, per second."""
+        """Growth of a count of its load per second."""
 
         def read(status: Status) -> float | None:
             mine = (w.load for w in status.workers if w.record.incarnation == self.name)
@@ -168,13 +165,13 @@ class WorkerLine(NamedTuple):
 
 
 class PairLine(NamedTuple):
-    """One pair of workers."""
+    """A pair of workers."""
 
     router: PolledRouter
     status: worker_pb2.PairStatus
 
     def rate(self, count: str) -> float | None:
-        """How fast a count of its link grows, per second; a new link began at 0."""
+        """Growth of a count of its link per second; a new link starts at 0."""
         mine = (self.status.prefill, self.status.decode, self.status.epoch)
 
         def read(status: Status) -> float:
@@ -185,19 +182,19 @@ class PairLine(NamedTuple):
 
     @property
     def wire_gb_per_s(self) -> float | None:
-        """While something was sent; None when nothing was."""
+        """Speed while sending; None if nothing was sent."""
         sent, ms = self.rate("sent_bytes"), self.rate("sent_ms")
         return sent / ms / 1e6 if sent is not None and ms else None
 
 
 def answers(routers: Sequence[PolledRouter]) -> list[tuple[PolledRouter, Status]]:
-    """What is known: of routers that answer, or of those that did if none does."""
+    """The last answers of routers that answer now, or of all if none does."""
     known = [(router, router.last) for router in routers if router.last]
     return [(router, last) for router, last in known if not router.failure] or known
 
 
 def workers(routers: Sequence[PolledRouter]) -> Iterator[WorkerLine]:
-    """Each worker once, prefill before decode."""
+    """Each worker once, prefill workers first."""
     seen: dict[tuple[int, str], list[tuple[PolledRouter, fleet_pb2.WorkerStatus]]] = {}
     for router, status in answers(routers):
         for worker in status.workers:
@@ -215,7 +212,7 @@ def workers(routers: Sequence[PolledRouter]) -> Iterator[WorkerLine]:
 
 
 def pairs(routers: Sequence[PolledRouter]) -> list[PairLine]:
-    """Each pair once; a router's own state (EJECTED) before the workers' own."""
+    """Each pair once; a router's state (EJECTED) has precedence over the workers'."""
     seen: dict[tuple[str, str], PairLine] = {}
     for router, status in answers(routers):
         for pair in status.pairs:
@@ -226,6 +223,6 @@ def pairs(routers: Sequence[PolledRouter]) -> list[PairLine]:
 
 
 def events(routers: Sequence[PolledRouter]) -> list[tuple[str, fleet_pb2.RouterEvent]]:
-    """(a router's address, what failed there), the newest first."""
+    """(router's address, event), the newest first."""
     known = [(one.address, each) for one in routers if one.last for each in one.last.router.events]
     return sorted(known, key=lambda line: line[1].time_ms, reverse=True)

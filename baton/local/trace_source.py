@@ -1,4 +1,4 @@
-"""Where `baton trace` reads: the traces that `baton up` keeps."""
+"""Reads the traces that `baton up` keeps, for `baton trace`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.local.span_store import Span
 from baton.net import rpc
 from baton.v1 import trace_pb2, trace_pb2_grpc
 
-_WAIT_S = 3.0  # for the spans of a request that has only just ended
+_WAIT_S = 3.0  # for the spans of a request that has just ended
 _FAILED = {
     grpc.StatusCode.UNIMPLEMENTED: "{} is not a `baton up` that keeps traces: look for them where "
     "its collector sends them, as to Jaeger",
@@ -35,7 +35,7 @@ class KeptTraces:
         self._address, self._secure = url.netloc, url.scheme == "https"
 
     def traces(self, trace_id: str, timeout_s: float) -> list[list[Span]]:
-        """All traces; or one, once it is whole, and none where it is not known."""
+        """All traces; or one, when it is complete, and none if it is unknown."""
         wait_ms = int(min(_WAIT_S, timeout_s / 2) * 1000)
         request = trace_pb2.ReadTracesRequest(trace_id=trace_id, wait_ms=wait_ms)
         with (
@@ -55,15 +55,15 @@ class KeptTraces:
 
 
 def _span_of(text: str) -> Span:
-    """The span in a JSON object, without what only a newer version knows."""
+    """The span in a JSON object, without fields of newer versions."""
     known = {field.name for field in fields(Span)}
     return Span(**{key: value for key, value in json.loads(text).items() if key in known})
 
 
 def kept_by(target: str, api_key: str | None, timeout_s: float) -> KeptTraces:
-    """Where the cluster of the router at `target` sends its spans. Raises Unavailable.
+    """The receiver that the router at `target` exports spans to. Raises Unavailable.
 
-    Of several addresses it is the first: `baton up` puts its own there.
+    It is the first of several addresses: `baton up` puts its own there.
     """
     with Client(target, api_key=api_key) as client:
         router = client.status(timeout=timeout_s)["router"]

@@ -1,4 +1,4 @@
-"""What a trace says of its request, and its drawing as a tree with a waterfall. Pure.
+"""Summarises traces, and draws one as a tree with a waterfall.
 
 client  generate                       0.0   412.3 ms |████████████████████|
 └─ router  Generate                    0.9   410.8 ms |████████████████████|
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from baton.local.span_store import AttributeValue, Span, is_request
 
-# Spans that measure what others are made of; they are no work of their own.
+# Spans that only measure an interval which other spans make up.
 _MEASURES = frozenset({"router.first_token"})
 _HEX = frozenset("0123456789abcdef")
 
@@ -30,11 +30,11 @@ _HIDDEN = ("rpc.", "network.", "server.", "client.", "otel.", "thread.", "code."
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of a request's time the spans below it account for."""
+    """The part of a request's time that its spans account for."""
 
     took_ns: int
-    known_ns: int  # while at least one span without children ran
-    gaps: tuple[tuple[int, int], ...]  # when none did, the longest first: (start, end), Unix ns
+    known_ns: int  # during which at least one span without children ran
+    gaps: tuple[tuple[int, int], ...]  # without one, the longest first: (start, end), Unix ns
 
     @property
     def share(self) -> float:
@@ -43,7 +43,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """A request whose trace is kept; `error` is why it failed, None if it did not."""
+    """A request whose trace is kept; `error` is None if it succeeded."""
 
     trace_id: str
     start_ns: int  # Unix time
@@ -56,20 +56,20 @@ class TraceSummary:
 
 
 def is_trace_id(text: str) -> bool:
-    """Whether it could name a trace: 32 hexadecimal digits, lower case, not all of them 0."""
+    """Whether it is a valid trace id: 32 hexadecimal digits, lower case, not all 0."""
     return len(text) == 32 and _HEX.issuperset(text) and text.strip("0") != ""
 
 
 def entry_of(spans: Iterable[Span]) -> Span | None:
-    """The router's span of the whole request: of several (a router died), the one that ended last.
+    """The router's span of the request; if a router died, there are several, and the last counts.
 
-    None when the trace is not one of a request, or that span has not arrived.
+    None if the trace is not one of a request, or the span has not arrived.
     """
     return max(filter(is_request, spans), key=lambda span: span.end_ns, default=None)
 
 
 def summarize(spans: Sequence[Span]) -> TraceSummary | None:
-    """The trace in one line; None when it is not one of a request."""
+    """Summarises a trace; None if it is not one of a request."""
     if (entry := entry_of(spans)) is None:
         return None
     return TraceSummary(
@@ -85,20 +85,20 @@ def summarize(spans: Sequence[Span]) -> TraceSummary | None:
 
 
 def summaries(traces: Iterable[Sequence[Span]], slowest: bool, most: int) -> Sequence[TraceSummary]:
-    """The requests among them that took longest, or that ended last, come first."""
+    """The `most` requests that took longest or ended last, in that order."""
     found = [summary for spans in traces if (summary := summarize(spans))]
     found.sort(key=lambda one: one.took_ms if slowest else one.start_ns + one.took_ms * 1e6)
     return found[::-1][:most]
 
 
 def coverage(spans: Sequence[Span]) -> Coverage | None:
-    """What of the request's time the spans explain; None when it is not one of a request.
+    """Computes the coverage of a request's trace; None if it is not one of a request.
 
-    Only spans without children count: one that merely contains others explains nothing.
+    Only spans without children count: a span that contains others does not show what took time.
     """
     if (entry := entry_of(spans)) is None:
         return None
-    # A measure's children, if it had any, would not make its parent a leaf.
+    # Children of a measuring span would not make its parent a leaf.
     parents = {span.parent_id for span in spans if span.name not in _MEASURES}
     leaves = sorted(
         (max(span.start_ns, entry.start_ns), min(span.end_ns, entry.end_ns))
@@ -117,16 +117,16 @@ def coverage(spans: Sequence[Span]) -> Coverage | None:
 
 
 def width() -> int:
-    """How many columns to draw on: the terminal's, or what fits a file."""
+    """Number of columns: the terminal's, or 100 for a file."""
     return min(shutil.get_terminal_size().columns, 160) if sys.stdout.isatty() else 100
 
 
 def render(spans: Sequence[Span], width: int = 100, with_coverage: bool = False) -> str:
     """The trace as lines of at most `width` columns (60 or more), without a final newline.
 
-    Children are sorted by start. A span whose parent never arrived hangs under the root, marked
-    "?"; a failed span is marked "!". Times are milliseconds, counted from the trace's first start.
-    `with_coverage` adds how much of a request's time is known, and its largest gaps.
+    Children are sorted by start. A span whose parent did not arrive is drawn under the root, marked
+    "?"; a failed span is marked "!". Times are milliseconds since the start of the trace.
+    `with_coverage` adds the share of a request's time that is accounted for, and the largest gaps.
     """
     if not spans:
         return "(no spans)"
@@ -170,14 +170,14 @@ def render(spans: Sequence[Span], width: int = 100, with_coverage: bool = False)
 
 
 def _walk(spans: Sequence[Span]) -> Iterator[tuple[Span, str, str, bool]]:
-    """The spans depth first, each with what is drawn before its name and before what is below it,
-    and whether its parent is missing."""
+    """The spans depth first, each with the lines drawn before its name and before its children, and
+    whether its parent is missing."""
     ids = {span.span_id for span in spans}
     children: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns, span.span_id)):
         children.setdefault(span.parent_id if span.parent_id in ids else "", []).append(span)
     tops = children.pop("", [])
-    # Without a root the first is drawn as one: the caller's own span may be kept elsewhere.
+    # Without a root the first span is drawn as one: the caller's span may be stored elsewhere.
     roots = [span for span in tops if not span.parent_id] or tops[:1]
     orphans = [span for span in tops if span not in roots]
 
@@ -197,7 +197,7 @@ def _walk(spans: Sequence[Span]) -> Iterator[tuple[Span, str, str, bool]]:
 
 
 def _bar(span: Span, first_ns: int, last_ns: int) -> str:
-    """`_BAR_COLUMNS` columns for the whole trace; the span fills its own, at least one."""
+    """The span's place in the trace as a bar of `_BAR_COLUMNS` columns, at least one filled."""
     whole = max(last_ns - first_ns, 1)
     begin = min(int((span.start_ns - first_ns) * _BAR_COLUMNS / whole), _BAR_COLUMNS - 1)
     end = min(max(round((span.end_ns - first_ns) * _BAR_COLUMNS / whole), begin + 1), _BAR_COLUMNS)
@@ -205,7 +205,7 @@ def _bar(span: Span, first_ns: int, last_ns: int) -> str:
 
 
 def _attributes(span: Span) -> str:
-    """The span's attributes but for those that repeat how a call travelled; the error first."""
+    """The span's attributes, the error first, without those of the RPC system."""
     parts = [] if not span.error else [f"error={span.error}"]
     for key, value in span.attributes.items():
         if not key.startswith(_HIDDEN):

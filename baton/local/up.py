@@ -1,4 +1,4 @@
-"""`baton up`: runs a local cluster until ctrl-C, says what happens, draws each request's trace.
+"""`baton up`: runs a local cluster until ctrl-C, reports events, draws traces of requests.
 
 SIGHUP restarts its processes one after the other.
 """
@@ -19,15 +19,15 @@ from baton.local.span_store import SpanStore
 from baton.local.supervisor import echo, say
 from baton.local.trace_tree import entry_of
 from router.admission.tenants import Tenants
-from router.service import authorize
+from router.grpc_service import authorize
 
-_QUIET_S = 1.0  # exporters flush several times a second: a trace this quiet has all its spans
-_MIN_KEPT = 256  # to be drawn: requests may run side by side
+_QUIET_S = 1.0  # exporters flush several times a second: afterwards a trace is complete
+_MIN_KEPT = 256  # traces, for drawing: requests may run concurrently
 _SPANS_PER_TRACE = 24  # on average, at about 1 KiB a span
 
 
 async def run(config: ClusterConfig) -> int:
-    """Runs the cluster until SIGINT or SIGTERM, and says so; see `supervisor.run`."""
+    """Runs the cluster until SIGINT or SIGTERM; see `supervisor.run`."""
 
     async def start(stack: AsyncExitStack) -> LocalCluster:
         here = await _with_receiver(config, stack)
@@ -41,11 +41,11 @@ async def run(config: ClusterConfig) -> int:
 
 
 async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> ClusterConfig:
-    """`config`, sending its traces here, too: `baton trace` reads them, `--trace` draws them."""
+    """`config` with an OTLP receiver of this process, for `baton trace` and `--trace`."""
     if not (config.trace or config.keep_traces):
         return config
     kept = max(config.keep_traces, _MIN_KEPT if config.trace else 0)
-    # Who may read traces is as at the routers.
+    # Traces may be read with the routers' keys.
     store = SpanStore(kept, kept * _SPANS_PER_TRACE)
     if config.trace:
         drawing = asyncio.create_task(_draw_finished(store))
@@ -60,7 +60,7 @@ async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> Cluste
 
 
 async def _draw_finished(store: SpanStore) -> None:
-    """Draws each request's trace once, when it has ended and no new span has come for a while."""
+    """Draws each request's trace once, when it is complete."""
     drawn: set[str] = set()
     while True:
         await asyncio.sleep(_QUIET_S / 4)
@@ -75,7 +75,7 @@ async def _draw_finished(store: SpanStore) -> None:
 
 
 def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:
-    """Where the cluster serves, with commands to try."""
+    """The cluster's addresses, with commands to try."""
     target = "" if cluster.targets == "127.0.0.1:7700" else f" --target {cluster.targets}"
     scheme, curl = "http", "curl"
     if cluster.certs:

@@ -134,7 +134,7 @@ class MessageStream(Generic[Received, Sent]):
                 continue
             try:
                 await self._raw.write(self._next())
-            except asyncio.InvalidStateError:  # the call is over, and who reads is told why
+            except asyncio.InvalidStateError:  # the call is over; the reader gets the reason
                 await asyncio.sleep(CLOSE_S)
                 raise Unavailable("the stream has ended") from None
 

@@ -1,1 +1,1 @@
-"""Traces, spans and metrics."""
+"""Tracing and metrics."""

@@ -20,9 +20,9 @@ def inject(context: Context | None = None) -> tuple[tuple[str, str], ...]:
 
 
 def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
-    """The context that a caller's metadata carries; an empty one where it is not valid.
+    """The context in a caller's metadata; an empty one if it is invalid.
 
-    That is, by the W3C's Trace Context, where `traceparent` comes twice, too.
+    By the W3C's Trace Context, a repeated `traceparent` is invalid, too.
     """
     carrier: dict[str, list[str]] = {}
     for key, value in metadata or ():

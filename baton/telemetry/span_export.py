@@ -1,8 +1,8 @@
-"""Which spans are exported, and their export. Needs the OpenTelemetry SDK.
+"""Head and tail sampling of spans, and their export. Needs the OpenTelemetry SDK.
 
-Every process records all spans, exports those of sampled traces and holds the others in bounded
-memory, because only at a request's end is it known whether it failed or was slow: tail sampling. A
-collector may start late or be away for a while.
+Every process records all spans, exports those of sampled traces and keeps the others in bounded
+memory until the end of their request: those of failed and slow ones are exported (tail sampling).
+A collector may start late or be unreachable for a while.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from opentelemetry.trace import SpanContext, TraceFlags
 
 log = logging.getLogger(__name__)
 
-MAX_SPANS = 16_384  # held, about 50 MB; at 20 spans a request the last 800 requests
-MAX_KEPT = 4096  # traces whose later spans are exported as well
-MAX_QUEUED = 8192  # spans, about 25 MB; the oldest go first
+MAX_SPANS = 16_384  # spans held, about 50 MB: of the last 800 requests at 20 spans each
+MAX_KEPT = 4096  # kept traces whose later spans are exported, too
+MAX_QUEUED = 8192  # spans to export, about 25 MB; the oldest are dropped
 _BATCH_DELAY_MS = 200
 _ATTEMPT_S = 5.0
-_MAX_RETRY_S = 300.0  # of one batch: a collector may refuse it for good
+_MAX_RETRY_S = 300.0  # for a batch: a collector may refuse it permanently
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 5.0
 _COPIED = (
@@ -36,9 +36,9 @@ _COPIED = (
 
 
 class HeadSampler(sampling.ParentBased):
-    """Samples as the parent did, and of traces that begin here a share by their ids.
+    """Samples as the parent did; of traces that begin here, a share by their ids.
 
-    What is not sampled is recorded all the same.
+    Unsampled spans are recorded, too.
     """
 
     def __init__(self, ratio: float) -> None:
@@ -56,7 +56,7 @@ class HeadSampler(sampling.ParentBased):
 
 
 class TailSampler(SpanProcessor):
-    """Hands sampled spans to `exporting` at once, and the others when their trace is kept."""
+    """Passes sampled spans to `exporting` at once, the others when their trace is kept."""
 
     def __init__(self, exporting: SpanProcessor, max_spans: int = MAX_SPANS) -> None:
         self._exporting = exporting
@@ -80,7 +80,7 @@ class TailSampler(SpanProcessor):
         self._exporting.on_end(_as_sampled(span, context))
 
     def keep(self, trace_id: int) -> None:
-        """Exports what is held of a trace, and what still comes of it."""
+        """Exports the held and all later spans of a trace."""
         with self._lock:
             self._kept[trace_id] = None
             self._kept.move_to_end(trace_id)
@@ -112,7 +112,7 @@ def _as_sampled(span: ReadableSpan, context: SpanContext) -> ReadableSpan:
 
 
 class _RetryingExporter(SpanExporter):
-    """Sends each batch until the collector takes it, for at most `_MAX_RETRY_S`."""
+    """Retries each batch until the collector accepts it, for at most `_MAX_RETRY_S`."""
 
     def __init__(self, url: str) -> None:
         insecure = not url.startswith("https")
@@ -122,7 +122,7 @@ class _RetryingExporter(SpanExporter):
         self._failing = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Blocks until the batch is sent, its time is over, or `closing` is set."""
+        """Blocks until the batch is sent or given up, or `closing` is set."""
         if self._failing and self.closing.is_set():
             return SpanExportResult.FAILURE
         end, delay_s = time.monotonic() + _MAX_RETRY_S, _FIRST_DELAY_S
@@ -130,13 +130,13 @@ class _RetryingExporter(SpanExporter):
             if not self._failing:
                 self._failing = True
                 reason = getattr(_FAILURE.seen, "text", "no reason given")
-                log.warning("no traces reach %s, spans are kept for it: %s", self._url, reason)
+                log.warning("cannot export traces to %s, spans are queued: %s", self._url, reason)
             if time.monotonic() > end or self.closing.wait(delay_s):
                 return SpanExportResult.FAILURE
             delay_s = min(delay_s * 2, _MAX_DELAY_S)
         if self._failing:
             self._failing = False
-            log.warning("traces reach %s now", self._url)
+            log.warning("traces are exported to %s again", self._url)
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
@@ -146,8 +146,8 @@ class _RetryingExporter(SpanExporter):
 class OtlpProcessor(BatchSpanProcessor):
     """Exports spans in batches to the OTLP/gRPC collector at `url`.
 
-    What it does not take is kept, up to MAX_QUEUED spans, and sent again. That it takes none is
-    logged once. At shutdown a collector that takes none is no longer waited for.
+    Batches that fail are queued, up to MAX_QUEUED spans, and retried; an outage is logged once. At
+    shutdown an unreachable collector is not waited for.
     """
 
     def __init__(self, url: str) -> None:
@@ -155,14 +155,14 @@ class OtlpProcessor(BatchSpanProcessor):
         super().__init__(self._retrying, MAX_QUEUED, schedule_delay_millis=_BATCH_DELAY_MS)
 
     def shutdown(self) -> None:
-        self._retrying.closing.set()  # from now on nothing is sent twice
+        self._retrying.closing.set()  # no more retries
         super().shutdown()  # type: ignore[no-untyped-call]
 
 
 class _LastFailure(logging.Filter):
-    """Takes the exporter's own warnings, one for every attempt, out of the log.
+    """Removes the exporter's warnings, one for every attempt, from the log.
 
-    The last one of each thread is kept: a batch is exported, and its failure logged, on one.
+    Keeps the last one of each thread: a batch is exported, and its failure logged, on one thread.
     """
 
     def __init__(self) -> None:
@@ -175,5 +175,5 @@ class _LastFailure(logging.Filter):
 
 
 _FAILURE = _LastFailure()
-# Before the exporter's own filter, which drops a warning like the last one, of another collector.
+# Before the exporter's filter, which drops repeated warnings even if they are of other collectors.
 logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter").filters.insert(0, _FAILURE)

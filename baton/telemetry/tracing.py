@@ -33,25 +33,25 @@ from baton.errors import ConfigError, InvalidRequest
 
 _TRACE_ID = re.compile("[0-9a-f]{32}")
 for _name in ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext"):
-    logging.getLogger(_name).setLevel(logging.ERROR)  # they tell of callers' mistakes
+    logging.getLogger(_name).setLevel(logging.ERROR)  # they log callers' mistakes
 _NO_SPAN = contextlib.nullcontext(INVALID_SPAN)
 PROVIDER = "baton"  # `gen_ai.provider.name` of spans and metrics
-_MAX_STATUS_CHARS = 1000  # spans are held by the thousand, and an error may quote a whole request
+_MAX_STATUS_CHARS = 1000  # thousands of spans are held, and an error may quote a request
 Attributes = Mapping[str, str | int | float | bool]
 
 
 @dataclass
 class Telemetry:
-    """A process's tracer and, when spans are exported, the provider to flush at the end."""
+    """A process's tracer and, if spans are exported, their provider."""
 
     tracer: Tracer
     _provider: Any = None
     _tail: Any = None
 
     def keep(self, trace_id: str) -> None:
-        """Exports a trace's spans of this process, also those to come, though not sampled.
+        """Exports this process's spans of an unsampled trace, also later ones.
 
-        Raises InvalidRequest unless it is 32 hexadecimal digits.
+        Raises InvalidRequest unless the id has 32 hexadecimal digits.
         """
         if not _TRACE_ID.fullmatch(trace_id):
             raise InvalidRequest(f"{trace_id!r} is no trace id", "trace_ids")
@@ -59,7 +59,7 @@ class Telemetry:
             self._tail.keep(int(trace_id, 16))
 
     def close(self) -> None:
-        """Exports what is pending (bounded by the exporter's own timeout)."""
+        """Exports pending spans, in bounded time."""
         if self._provider is not None:
             self._provider.shutdown()
 
@@ -67,11 +67,11 @@ class Telemetry:
 def setup(
     service: str, otlp: str | None, attributes: Attributes | None = None, sample: float = 1.0
 ) -> Telemetry:
-    """A tracer named for `service` that exports to the OTLP/gRPC addresses `otlp`, if given.
+    """The tracer of `service`, which exports to the OTLP/gRPC addresses `otlp`, if given.
 
-    `sample` is the share of traces that begin here which is exported in any case; other traces go
-    as their callers decided. What is not exported is held for a while: see `Telemetry.keep`. Raises
-    ConfigError when an address is given and the SDK is not installed.
+    sample: share of traces that begin here to export; other traces have their callers' sampling
+    flag. Unsampled spans are held for a while: see `Telemetry.keep`. Raises ConfigError if the SDK
+    is needed and not installed.
     """
     if not otlp:
         return Telemetry(trace.NoOpTracer())
@@ -96,37 +96,37 @@ def setup(
 
 
 def context_of(span: Span) -> Context:
-    """A context in which `span` is the parent; an empty one where that records nothing."""
+    """A context in which `span` is the parent; an empty one if it is not recorded."""
     if span is INVALID_SPAN:
         return Context()
     return trace.set_span_in_context(span)
 
 
 def is_held(span: Span) -> bool:
-    """Whether a span is recorded, and exported only if its trace is kept."""
+    """Whether a span is held, to be exported only if its trace is kept."""
     return span.is_recording() and not span.get_span_context().trace_flags.sampled
 
 
 def example(span: Span, kept: bool = False) -> Context | None:
-    """A context by which a measurement can lead to its trace, if that trace is exported."""
+    """A context for exemplars of measurements, if the trace is exported."""
     context = span.get_span_context()
     if not (context.is_valid and (kept or context.trace_flags.sampled)):
         return None
     if not context.trace_flags.sampled:
         sampled = TraceFlags(TraceFlags.SAMPLED)
         context = SpanContext(context.trace_id, context.span_id, False, sampled)
-    # The span itself would be kept alive by the context.
+    # Not the span itself, which the context would keep alive.
     return trace.set_span_in_context(NonRecordingSpan(context), Context())
 
 
 def trace_id_of(span: Span) -> str:
-    """The span's trace id as 32 hexadecimal digits, empty when it records nothing."""
+    """The span's trace id as 32 hexadecimal digits; empty if it is not recorded."""
     context = span.get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
 
 
 def trace_id_in(context: Context | None) -> str:
-    """The id of the trace that a context belongs to, empty when there is none."""
+    """The trace id of a context; empty if there is none."""
     return trace_id_of(trace.get_current_span(context)) if context is not None else ""
 
 
@@ -137,10 +137,10 @@ def span(
     attributes: Attributes | None = None,
     kind: SpanKind = SpanKind.INTERNAL,
 ) -> AbstractContextManager[Span]:
-    """A span around what runs inside; it marks failures and cancellation.
+    """A span around the block, which marks failure and cancellation.
 
-    It is not made current: in a generator, "current" would leak to its consumer. Where nothing is
-    recorded it is the caller's, if there is one: traces go through.
+    It does not become the current span, which in a generator would leak to the consumer. If nothing
+    is recorded, it is the caller's span, so that traces pass through.
     """
     if isinstance(tracer, trace.NoOpTracer):
         return contextlib.nullcontext(trace.get_current_span(parent)) if parent else _NO_SPAN
@@ -165,7 +165,7 @@ def _recorded(
 
 
 def failed(span: Span, error: Exception) -> None:
-    """Marks a span as failed, and says by which kind of error."""
+    """Marks a span as failed, with the kind of error."""
     span.set_attribute("error.type", type(error).__name__)
     span.set_status(StatusCode.ERROR, str(error)[:_MAX_STATUS_CHARS])
 
@@ -178,7 +178,7 @@ def record(
     end_ns: int | None = None,
     attributes: Attributes | None = None,
 ) -> None:
-    """Records a span after the fact from wall-clock nanoseconds (`time.time_ns`)."""
+    """Records a past span from its times in Unix nanoseconds (`time.time_ns`)."""
     if isinstance(tracer, trace.NoOpTracer):
         return
     known = dict(attributes or {})

@@ -1,7 +1,6 @@
-"""Text at the router: tokenizers, chat templates, incremental detokenizing and stop strings.
+"""Text at the router: tokenizers, chat templates, detokenizing, stop strings and tool calls.
 
-Workers speak token ids; whatever needs text happens here, so that its state survives any worker.
-Torch-free.
+Workers use token ids only, so no state of text is lost with a worker. Torch-free.
 """
 
 from baton.text.chat_template import ChatTemplate

@@ -1,11 +1,9 @@
-"""jinja2's sandbox with bounds on time and memory, for templates that come with a checkpoint.
+"""jinja2's sandbox with limits on time and memory, for the templates of checkpoints.
 
-Both are looked at where a template does something: at each turn of a loop, call, filter, operator
-and output. One operation cannot be interrupted, so those that make large results of small operands
-are charged for the largest possible one before they run. Two values that a template nests into
-themselves many times and then compares are not covered here: where chats are long, the process
-that renders them is ended (`router.admission.text_process`). Short ones are rendered on an event
-loop, which nothing can end.
+Limits are checked at each loop iteration, call, filter, operator and output. An operation cannot be
+interrupted, so one whose result may be large is charged for the largest possible result before it
+runs. Comparing deeply nested values is not limited here: long chats are rendered in a process that
+can be killed (`router.admission.tokenizer_process`). Short ones are rendered on the event loop.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-ITEM_CHARS = 64  # what an item of a list counts as
+ITEM_CHARS = 64  # charge for an item of a list
 MAX_NUMBER_BITS = 1 << 14
-_STEP_CHARS, _LOOK_CHARS = 128, 4096  # the clock is looked at for so many characters or steps
+_STEP_CHARS, _LOOK_CHARS = 128, 4096  # charge for a step; charge between clock checks
 
-# Filters that take a value's items, or look at it, without making text of all of it.
+# Filters that do not convert their whole value to text.
 _ITEMWISE = frozenset(
     (
         *("abs", "attr", "batch", "count", "d", "default", "dictsort", "first", "float"),
@@ -37,40 +35,40 @@ _ITEMWISE = frozenset(
         *("sum", "unique"),
     )
 )
-# What may make so much of each character, or so much once; of numbers, their value counts.
+# Largest result for each character, or in all; numbers count by their value.
 _MULTIPLYING = frozenset(
     ("expandtabs", "indent", "join", "replace", "tojson", "translate", "wordwrap")
 )
 _PADDING = frozenset(("batch", "center", "ljust", "rjust", "round", "slice", "to_bytes", "zfill"))
 _FORMATTING = frozenset(("format", "format_map"))
-_WIDE = re.compile(r"\d{5}|\*|\{[^}]*\{")  # of a field, or one that an argument gives
+_WIDE = re.compile(r"\d{5}|\*|\{[^}]*\{")  # widths of format fields, literal or from an argument
 
 
-class TooMuch(Exception):
-    """A template has used up its time, or what it may build."""
+class LimitExceeded(Exception):
+    """A template has exceeded its time or output limit."""
 
 
 class Bounds:
-    """What is left to one rendering."""
+    """The remaining limits of one rendering."""
 
     def __init__(self, seconds: float, chars: int) -> None:
         self._seconds, self._chars = seconds, chars
         self._until = time.thread_time() + seconds
         self._left, self._unseen = chars, 0
 
-    def take(self, chars: int = 0) -> None:
-        """Something is done, and so much built. Raises TooMuch when that is more than may be."""
+    def charge(self, chars: int = 0) -> None:
+        """Charges a step with `chars` of output. Raises LimitExceeded."""
         self._left -= chars
         if self._left < 0:
-            raise TooMuch(f"it builds over {self._chars} characters")
+            raise LimitExceeded(f"it builds over {self._chars} characters")
         self._unseen += chars + _STEP_CHARS
         if self._unseen > _LOOK_CHARS:
             self._unseen = 0
             if time.thread_time() > self._until:
-                raise TooMuch(f"it takes over {self._seconds:g} s")
+                raise LimitExceeded(f"it takes over {self._seconds:g} s")
 
-    def weigh(self, value: Any) -> int:
-        """About how many characters the text of a value has. Raises TooMuch."""
+    def estimate_chars(self, value: Any) -> int:
+        """Estimates the characters of a value as text. Raises LimitExceeded."""
         if isinstance(value, str):
             return len(value)
         chars, left = 0, [value]
@@ -83,22 +81,18 @@ class Bounds:
                 left.extend(item.values())
             if isinstance(item, Collection) and not isinstance(item, str | bytes):
                 left.extend(item)
-            self.take()
+            self.charge()
             if chars > self._left:
-                self.take(chars)
+                self.charge(chars)
         return chars
 
 
-_bounds: ContextVar[Bounds] = ContextVar("bounds")  # of the rendering under way, if there is one
+_bounds: ContextVar[Bounds] = ContextVar("bounds")  # of the current rendering
 
 
 @contextmanager
 def bounded(seconds: float, chars: int) -> Iterator[None]:
-    """Within, a template of a `BoundedEnvironment` may be rendered.
-
-    It may take so many CPU seconds of the thread, and all its operators, filters and calls together
-    may build so many characters.
-    """
+    """Sets the limits of a rendering: the thread's CPU seconds, and characters of all results."""
     token = _bounds.set(Bounds(seconds, chars))
     try:
         yield
@@ -107,7 +101,7 @@ def bounded(seconds: float, chars: int) -> Iterator[None]:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Renders only in a `bounded` block. Templates raise TooMuch."""
+    """Renders within a `bounded` block only; templates raise LimitExceeded."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -116,69 +110,69 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.code_generator_class = _BoundedCode
         for name, function in {**self.filters, **filters}.items():
             self.filters[name] = _bounded_filter(name, function)
-        self.filters[_TURNS] = _turns
-        del self.filters["urlize"]  # seconds for a text of some megabytes
+        self.filters[_ITERATIONS] = _iterations
+        del self.filters["urlize"]  # takes seconds for megabytes of text
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         bounds = _bounds.get()
-        bounds.take(_built_by(bounds, operator, left, right))
+        bounds.charge(_built_by(bounds, operator, left, right))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call in a template. (Named as the overridden method, for what `kwargs` may hold.)"""
+        """Calls from a template; parameter names are those of the overridden method."""
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         name = getattr(__obj, "__name__", "")
         args = _before(name, (owner, *args), kwargs)[1:]
         return _after(super().call(__context, __obj, *args, **kwargs))
 
     def join(self, parts: Iterable[Any]) -> str:
-        """What the operator `~` of a template does."""
+        """The operator `~` of templates."""
         bounds = _bounds.get()
         texts = []
         for part in parts:
-            bounds.take(bounds.weigh(part))
+            bounds.charge(bounds.estimate_chars(part))
             texts.append(str(part))
         return "".join(texts)
 
 
 def _before(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Counts what a call may make of its arguments, the first of which is the value it is for.
+    """Charges for the largest result of a call, whose first argument is the filtered value.
 
-    Returns the arguments, of which an iterator that had to be looked at has become a list.
+    Returns the arguments, with iterators that were measured replaced by lists.
     """
     bounds = _bounds.get()
-    bounds.take()
+    bounds.charge()
     if name == "join":
         args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
     value, others = args[0], (*args[1:], *kwargs.values())
     if name in _FORMATTING:
-        bounds.take(_formatted(bounds, value, others))
+        bounds.charge(_formatted(bounds, value, others))
     elif name in _MULTIPLYING or name in _PADDING:
-        counts = [abs(x) if isinstance(x, int) else bounds.weigh(x) for x in others]
+        counts = [abs(x) if isinstance(x, int) else bounds.estimate_chars(x) for x in others]
         most = max(counts, default=1)
         if name == "round" and most > MAX_NUMBER_BITS:
-            raise TooMuch(f"it rounds to {most} digits")
-        weight = bounds.weigh(value)
-        bounds.take(weight * most if name in _MULTIPLYING else weight + most)
+            raise LimitExceeded(f"it rounds to {most} digits")
+        weight = bounds.estimate_chars(value)
+        bounds.charge(weight * most if name in _MULTIPLYING else weight + most)
     return args
 
 
 def _after(result: Any) -> Any:
     if isinstance(result, str | bytes):
-        _bounds.get().take(len(result))
+        _bounds.get().charge(len(result))
     elif isinstance(result, list | tuple | dict):
-        _bounds.get().take(len(result) * ITEM_CHARS)
+        _bounds.get().charge(len(result) * ITEM_CHARS)
     return result
 
 
 def _built_by(bounds: Bounds, operator: str, left: Any, right: Any) -> int:
-    """How much an operator makes of its operands. Raises TooMuch."""
+    """The largest result of an operator, characters. Raises LimitExceeded."""
     if operator == "%":
         return 0 if isinstance(left, int | float) else _formatted(bounds, left, (right,))
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * right if operator == "**" else left.bit_length()
         if max(bits, 0) + right.bit_length() > MAX_NUMBER_BITS:
-            raise TooMuch(f"its numbers have over {MAX_NUMBER_BITS} bits")
+            raise LimitExceeded(f"its numbers have over {MAX_NUMBER_BITS} bits")
         return 0
     if operator == "*":
         times = left if isinstance(left, int) else right
@@ -194,49 +188,49 @@ def _length(value: Any) -> int:
 
 
 def _formatted(bounds: Bounds, form: Any, values: Iterable[Any]) -> int:
-    """At most how much formatting makes: each field as long as the longest value."""
+    """The largest result of formatting: each field as long as the longest value."""
     text = str(form) if isinstance(form, str | bytes) else ""
     if _WIDE.search(text):
-        raise TooMuch("it formats fields of 10,000 characters, or as many as it computes")
-    most = max((bounds.weigh(value) for value in values), default=0)
+        raise LimitExceeded("it formats fields of 10,000 characters, or as many as it computes")
+    most = max((bounds.estimate_chars(value) for value in values), default=0)
     return len(text) + (text.count("%") + text.count("{")) * most
 
 
-@pass_context  # so that constants are not made into text while compiling
+@pass_context  # keeps constants from being formatted at compile time
 def _output(context: Context, value: Any) -> Any:
-    """What `{{ }}` shows."""
+    """Formats the value of `{{ }}`."""
     bounds = _bounds.get()
-    bounds.take(len(value) if isinstance(value, str) else bounds.weigh(value))
+    bounds.charge(len(value) if isinstance(value, str) else bounds.estimate_chars(value))
     return value
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    # jinja2 gives some filters a context or the like before the value.
+    # jinja2 passes some filters a context or the like before the value.
     at = 1 if hasattr(function, "jinja_pass_arg") else 0
 
-    @functools.wraps(function)  # with the mark that says so
+    @functools.wraps(function)  # copies the mark of such filters
     def call(*args: Any, **kwargs: Any) -> Any:
         given = _before(name, args[at:], kwargs)
         if name not in _ITEMWISE:
-            _bounds.get().weigh(given[0])
+            _bounds.get().estimate_chars(given[0])
         return _after(function(*args[:at], *given, **kwargs))
 
     return call
 
 
-_TURNS = "turns of a loop"  # no name that a template could write
+_ITERATIONS = "iterations of a loop"  # not a name that templates can use
 
 
-def _turns(items: Iterable[Any], chars: int) -> Iterator[Any]:
-    """The items, with each of which so many characters may be written."""
+def _iterations(items: Iterable[Any], chars: int) -> Iterator[Any]:
+    """Charges for each iteration, which writes `chars`."""
     bounds = _bounds.get()
     for item in items:
-        bounds.take(chars)
+        bounds.charge(chars)
         yield item
 
 
 class _BoundedCode(CodeGenerator):
-    """Compiles loops and `~` to what looks at the bounds."""
+    """Compiles loops and `~` so that they check the limits."""
 
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:
         for loop in node.find_all(nodes.For):
@@ -244,7 +238,7 @@ class _BoundedCode(CodeGenerator):
             args: list[nodes.Expr] = [nodes.Const(chars)]
             loop.iter = nodes.Filter(
                 loop.iter,
-                _TURNS,
+                _ITERATIONS,
                 args,
                 [],
                 None,

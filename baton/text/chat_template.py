@@ -1,8 +1,8 @@
-"""Renders a conversation to the prompt text its model was trained on.
+"""Renders conversations with a checkpoint's chat template.
 
-Templates are jinja2 programs that come with the checkpoint, written against the names Hugging Face
-transformers gives them; the same names mean the same here. A checkpoint is untrusted code: they
-run in jinja2's sandbox with bounds on time, memory and output. This module knows no tokenizer.
+Templates are jinja2 programs that use the variables of Hugging Face transformers, which have the
+same meaning here. They are untrusted code: they run in jinja2's sandbox with limits on time, memory
+and output.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 from baton.errors import MAX_QUOTED_CHARS, CheckpointError, InvalidRequest
-from baton.text.bounded_jinja import BoundedEnvironment, TooMuch, bounded
+from baton.text.bounded_jinja import BoundedEnvironment, LimitExceeded, bounded
 
 MAX_RENDERED_CHARS = 16 << 20
-MAX_SOURCE_CHARS = 64 << 10  # which compile in a second; those in use have up to 20,000
-# CPU seconds that a rendering may take, and characters that it may build, what it drops included.
+MAX_SOURCE_CHARS = 64 << 10  # compiles in a second; templates in use have up to 20,000
+# Limits of a rendering: CPU seconds, and characters of all results, also discarded ones.
 MAX_RENDERING = (2.0, 64 << 20)
 MAX_TRIAL = (0.25, 4 << 20)
 MAX_AT_ONCE = (0.005, 64 << 10)
 
-# A turn as templates take it: role and content, and what else transformers knows of it.
+# A turn in the form of transformers: role, content and its other keys.
 Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """A compiled chat template; safe to share between requests."""
+    """A compiled chat template, which requests may share."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
-        """Raises CheckpointError, naming `origin`, when `source` is no template.
+        """Raises CheckpointError, naming `origin`, for an invalid `source`.
 
-        Nor is one that takes too long for a conversation of one character, which is tried here.
+        A template that exceeds the limits for a conversation of one character is invalid, too.
         """
         self._special_tokens = dict(special_tokens)
         self.source = source
@@ -48,20 +48,20 @@ class ChatTemplate:
             raise CheckpointError(f"{origin}: chat template of over {MAX_SOURCE_CHARS} characters")
         try:
             self._template = _environment().from_string(source)
-        # Whatever it is that jinja2 or Python, which compiles what jinja2 makes, cannot take.
+        # Any error of jinja2, or of Python compiling its output.
         except Exception as error:
             reason = str(error)[:MAX_QUOTED_CHARS]
             raise CheckpointError(f"{origin}: broken chat template: {reason}") from error
         try:
             self._render({"messages": [{"role": "user", "content": "x"}]}, MAX_TRIAL)
-        except (TooMuch, MemoryError) as error:
+        except (LimitExceeded, MemoryError) as error:
             raise CheckpointError(f"{origin}: chat template without bounds: {error}") from error
         except Exception:
-            return  # it expects another conversation
+            return  # it needs another conversation
 
     @property
     def has_tools(self) -> bool:
-        """Whether it tells the model of tools."""
+        """Whether the template supports tools."""
         return "tools" in self.source
 
     def render(
@@ -71,12 +71,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         at_once: bool = False,
     ) -> str:
-        """The prompt of a conversation, oldest turn first, ready for the assistant's answer.
+        """Renders a conversation, oldest turn first, up to the assistant's answer.
 
-        Or, to continue the final message, up to its end. `variables` are the template's beside
-        messages and special tokens. Raises InvalidRequest (field "chat") for no messages, and when
-        the template refuses the conversation; `at_once`, TimeoutError where it takes longer than an
-        event loop may be held.
+        To continue the final message, up to its end. `variables`: those of the template besides
+        messages and special tokens. Raises InvalidRequest (field "chat") without messages, or if
+        the template refuses them; with `at_once`, TimeoutError if it would block the event loop.
         """
         if not messages:
             raise InvalidRequest("chat needs at least one message", "chat")
@@ -91,13 +90,13 @@ class ChatTemplate:
             text = self._render(given, MAX_AT_ONCE if at_once else MAX_RENDERING)
         except InvalidRequest:
             raise
-        except TooMuch as error:
+        except LimitExceeded as error:
             if at_once:
                 raise TimeoutError from error
             raise InvalidRequest(f"the chat template was stopped: {error}", "chat") from error
         except MemoryError as error:
             raise InvalidRequest("the chat template asked for too much memory", "chat") from error
-        # A template is a program: whatever it raises, this conversation cannot be rendered.
+        # A template is a program and may raise anything.
         except Exception as error:
             reason = str(error)[:MAX_QUOTED_CHARS]  # it may quote the conversation
             raise InvalidRequest(f"the chat template refused: {reason}", "chat") from error
@@ -131,7 +130,7 @@ class ChatTemplate:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; for serving, only its body."""
+    """`{% generation %}`, which marks the assistant's words for training: renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
 
@@ -142,10 +141,10 @@ class _GenerationBlock(Extension):
 
 
 class _Namespace(Namespace):
-    """A namespace that keeps no underscored names, which lead to Python's internals."""
+    """A namespace without underscored names, which lead to Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # Without a parameter called self, so that `namespace(self=...)` is an attribute.
+        # Without a parameter called self, to allow `namespace(self=...)`.
         self, *values = args
         attributes = dict(*values, **kwargs)
         for name in attributes:
@@ -184,7 +183,7 @@ def _raise_exception(message: str) -> None:
 
 
 class _Dict:
-    """Stands for `dict`, whose other methods would change what a template must not change."""
+    """Replaces `dict`, whose other methods would modify shared values."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -200,7 +199,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter escapes HTML, which no model was trained on."""
+    """Replaces jinja2's filter, which escapes HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,8 +1,8 @@
-"""Turns a growing list of token ids into text, piece by piece, at a bounded cost for each token.
+"""Converts a growing list of token ids to text, at a bounded cost for each token.
 
-The library's own DecodeStream raises on bytes that are not UTF-8, which a model is free to give,
-holds text back without bound, and cannot be flushed. Here, how the output is cut never changes the
-text, and such bytes become U+FFFD, one for each maximal invalid part (Unicode Standard, 3.9).
+The library's DecodeStream raises on bytes that are not UTF-8, which models generate, holds text
+back without limit, and cannot be flushed. Here, text does not depend on how tokens are grouped, and
+invalid bytes become U+FFFD, one for each maximal invalid part (Unicode Standard, 3.9).
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ _WORD_START = "\u2581"  # SentencePiece's space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 _UTF8_MOST_BYTES = 4
-# For decoders that hide their bytes: how long a trailing U+FFFD may be a character to come.
+# For decoders that hide bytes: most tokens that a trailing U+FFFD may wait to be completed.
 _MOST_PENDING = 8
 
 
 class TokenPieces:
-    """The bytes of single tokens, and how the library decodes the tokens that are not bytes.
+    """A cache of the bytes of tokens, one for each tokenizer.
 
-    Built once for a tokenizer and filled in as ids are seen.
-    `byte_level` says that every token is bytes (GPT-2, Llama 3, Qwen), so a text is just the
-    UTF-8 of its tokens' bytes. So it is where others than `<0xNN>` tokens stand for a fixed text
-    (Llama 2, Mistral, Gemma), but for a space at its beginning. Of other decoders, a token's text
-    can depend on the tokens before it.
+    `byte_level`: all tokens are bytes (GPT-2, Llama 3, Qwen), so the text is the UTF-8 of their
+    bytes. That also holds if tokens other than `<0xNN>` have a fixed text (Llama 2, Mistral,
+    Gemma), except for a space at the beginning. With other decoders, the text of a token may depend
+    on the tokens before it.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, shown: Collection[int] = ()) -> None:
-        """Special tokens have no text, but for those `shown`."""
+        """Special tokens have no text, except those in `shown`."""
         self._library = library
         self._named = frozenset(shown)
         decoders = _decoders(library)
@@ -47,20 +46,20 @@ class TokenPieces:
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._known: dict[int, bytes | None] = {}
         self._decoded: dict[int, str] = {}
-        # Of tokens that were seen and are whole characters, behind whichever others they come.
+        # Texts of seen tokens that are whole characters in any context.
         self.texts: dict[int, str] = {}
 
     def showing(self, special: Collection[int]) -> TokenPieces:
-        """The same, but that these special tokens are text."""
+        """A variant in which these special tokens have text."""
         return TokenPieces(self._library, special) if special else self
 
     @cached_property
     def showing_all(self) -> TokenPieces:
-        """The same, but that all special tokens are text."""
+        """A variant in which all special tokens have text."""
         return self.showing(self._special)
 
     def piece(self, token: int) -> bytes | None:
-        """The token's bytes, b"" for one that is no text, None where only `decode` knows."""
+        """The token's bytes; b"" if it has no text, None if they depend on its context."""
         if token not in self._known:
             piece = self._known[token] = self._find(token)
             if piece is not None and (self.byte_level or self._replaced is not None):
@@ -69,9 +68,9 @@ class TokenPieces:
         return self._known[token]
 
     def shown(self, token: int) -> tuple[str, bytes]:
-        """A token by itself, as lists of tokens show it: its text, or its name, and its bytes.
+        """A token by itself, for lists of tokens: its text, or a special token's name, and bytes.
 
-        Bytes that are no text by themselves become U+FFFD; special tokens have a name.
+        Invalid bytes become U+FFFD.
         """
         piece = self.piece(token)
         if piece:
@@ -80,7 +79,7 @@ class TokenPieces:
         return text, text.encode() if piece is None else b""
 
     def decode(self, tokens: list[int]) -> str:
-        """The library's text of `tokens`, special tokens and unknown ids left out."""
+        """Decodes `tokens` by the library, without special tokens and unknown ids."""
         if len(tokens) != 1:
             return str(self._library.decode(tokens, skip_special_tokens=True))
         (token,) = tokens
@@ -106,16 +105,16 @@ class TokenPieces:
 
 
 def _decoders(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The steps of the decoder, as tokenizer.json describes them."""
+    """The steps of the decoder, as in tokenizer.json."""
     if library.decoder is None:
         return []
-    # What a decoder is pickled to is that description; the whole file would take a second.
+    # Pickling a decoder returns its description; parsing the whole file would take a second.
     decoder = json.loads(library.decoder.__getstate__())
     return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
 
 
 def _replaced(decoders: list[dict[str, Any]]) -> list[tuple[str, str]] | None:
-    """What stands for what in tokens, where their texts depend on nothing else; else None."""
+    """The replacements in tokens' texts; None if texts depend on their context."""
     replaced = []
     for decoder in decoders:
         kind, pattern = decoder["type"], decoder.get("pattern", {})
@@ -130,14 +129,14 @@ def _replaced(decoders: list[dict[str, Any]]) -> list[tuple[str, str]] | None:
 
 
 def _byte_level_bytes(name: str) -> bytes:
-    """An added token may hold characters that stand for no byte; then it is plain text."""
+    """The bytes of a byte-level token; an added token may also be plain text."""
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in name)
     except KeyError:
         return name.encode()
 
 
-# GPT-2's alphabet: printable Latin-1 stands for itself, the rest follows from U+0100 on.
+# GPT-2's alphabet: printable Latin-1 is itself, other bytes are characters from U+0100 on.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
 _BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -146,17 +145,17 @@ _BYTE_OF_CHAR = {chr(byte): byte for byte in _PRINTABLE} | {
 
 
 class Detokenizer:
-    """The text of one request's output. Special tokens and unknown ids have no text.
+    """Converts one request's output to text. Special tokens and unknown ids have none.
 
-    A character whose first bytes end the prompt is given whole once it is complete, or as U+FFFD
-    when it never is. Bytes go to one UTF-8 decoder; any other token is decoded behind its
-    predecessor, and gives what it adds:
+    A character that begins at the end of the prompt is returned when it is complete, or as U+FFFD
+    if it never is. Bytes go to a UTF-8 decoder; other tokens are decoded after their predecessors,
+    and add the new part of the text:
 
         context   pending   token
         [ ... ]   [ ... ]   [ . ]
         decode(context) is a prefix of decode(context + pending + token); the rest is new text
 
-    Byte tokens are kept out of that, because the library decodes a run of them as a whole.
+    Byte tokens are excluded, because the library decodes a run of them at once.
     """
 
     def __init__(self, pieces: TokenPieces, prompt_ids: Sequence[int] = ()) -> None:
@@ -165,10 +164,10 @@ class Detokenizer:
         last = next((token for token in reversed(prompt_ids) if pieces.piece(token) != b""), None)
         self._context = [] if last is None else [last]
         self._pending: list[int] = []
-        self._between = False  # two whole characters, and not before the first one
+        self._between = False  # whether it is between whole characters, after the first one
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that `token_ids` make certain, whole characters only; often empty."""
+        """Adds tokens; returns the text that is certain, in whole characters."""
         parts = []
         for token in token_ids:
             text = self._pieces.texts.get(token) if self._between else None
@@ -176,7 +175,7 @@ class Detokenizer:
         return "".join(parts)
 
     def flush(self) -> str:
-        """The rest, at the end of the output: an unfinished character becomes U+FFFD."""
+        """The rest of the text, at the end of the output; an incomplete character is U+FFFD."""
         return self._utf8.decode(b"", True) + self._release()
 
     def _push(self, token: int) -> str:
@@ -188,7 +187,7 @@ class Detokenizer:
         released = self._release()
         text = self._utf8.decode(piece)
         if not (self._context or self._pieces.byte_level) and piece.startswith(b" "):
-            # Some decoders drop the space that their tokenizer puts before a text.
+            # Some decoders drop the space that their tokenizers put before a text.
             text = self._pieces.decode([token])
         self._context = [token]
         self._between = not self._utf8.getstate()[0]
@@ -215,10 +214,10 @@ class Detokenizer:
 
 
 def decode(pieces: TokenPieces, token_ids: Sequence[int]) -> str:
-    """The whole text of `token_ids`, equal to what a Detokenizer without a prompt makes of them.
+    """The text of `token_ids`, equal to that of a Detokenizer without a prompt.
 
-    The library is faster, and differs only when bytes that are not UTF-8 come as byte tokens: one
-    bad byte turns the whole run of byte tokens around it into U+FFFD, good characters included.
+    The library is faster, but turns a whole run of byte tokens with an invalid byte into U+FFFD;
+    then this decodes by itself.
     """
     text = pieces.decode(list(token_ids))
     if pieces.byte_level or _REPLACEMENT not in text:
@@ -228,7 +227,7 @@ def decode(pieces: TokenPieces, token_ids: Sequence[int]) -> str:
 
 
 def _utf8_after(pieces: TokenPieces, prompt_ids: Sequence[int]) -> codecs.IncrementalDecoder:
-    """A UTF-8 decoder that has read the character which the prompt may have left unfinished."""
+    """A UTF-8 decoder that has read an incomplete character at the end of the prompt."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     tail = b""
     for token in reversed(prompt_ids):
@@ -236,7 +235,7 @@ def _utf8_after(pieces: TokenPieces, prompt_ids: Sequence[int]) -> codecs.Increm
         if piece is None or len(tail) >= _UTF8_MOST_BYTES:
             break
         tail = piece + tail
-    # From the last byte that begins a character of several; what is before it is complete.
+    # From the last lead byte of a character of several bytes; earlier ones are complete.
     start = max((i for i, byte in enumerate(tail) if byte >= 0xC0), default=len(tail))
     decoder.decode(tail[start:])
     return decoder

@@ -1,7 +1,7 @@
-"""Makes JSON of what a model wrote as JSON, piece by piece: valid JSON passes unchanged.
+"""Repairs the JSON of models in a stream; valid JSON passes unchanged.
 
 Models leave line breaks and lone surrogates in strings, write Python's literals, and forget quotes,
-commas and brackets; a client that parses their tool calls gets an error for each of these.
+commas and brackets, which clients cannot parse.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ _REPLACEMENT = "\\ufffd"
 
 
 def repaired(text: str) -> str:
-    """The JSON that a whole text is meant to be; empty where there is no value in it."""
+    """Repairs a whole text; empty if it has no value."""
     repair = JsonRepair()
     return repair.push(text) + repair.close()
 
 
 class JsonRepair:
-    """One value in pieces. How it is cut changes nothing; what follows the value is dropped."""
+    """Repairs one value in pieces; text after the value is dropped."""
 
     def __init__(self) -> None:
         self._out = list[str]()
-        self._closers = list[str]()  # of what is open, innermost last
-        # What comes next: a value; a key; the colon behind one; what follows a value; nothing.
+        self._closers = list[str]()  # of open strings, lists and objects, innermost last
+        # What is expected next: a value, a key, a colon, a comma or end, or nothing.
         self._next = "value"
-        self._comma = ""  # one that is held back, with white space behind it: the end may follow
-        self._quote = ""  # of the string that is open
-        self._escape = ""  # one that is not whole, from its backslash
-        self._high = ""  # an escaped surrogate that needs another one
-        self._word = ""  # that is not whole
+        self._comma = (
+            ""  # a comma held back, with the white space after it, in case a bracket follows
+        )
+        self._quote = ""  # of the open string
+        self._escape = ""  # an incomplete escape, from its backslash
+        self._high = ""  # an escaped high surrogate
+        self._word = ""  # an incomplete literal or number
 
     def push(self, text: str) -> str:
-        """The JSON that is certain."""
+        """Adds text; returns the JSON that is certain."""
         at = 0
         while at < len(text):
             at = (self._in_string if self._quote else self._outside)(text, at)
         return self._taken()
 
     def close(self) -> str:
-        """What is missing at the end."""
+        """Returns the missing end."""
         if self._quote:
             self._escape = ""
             self._end_string()
@@ -77,7 +79,7 @@ class JsonRepair:
             return plain.end()
         elif char == "'":
             self._out.append(char)
-        else:  # a quote in a string of single ones, a control character, a surrogate
+        else:  # a quote in a single-quoted string, a control character, a surrogate
             self._out.append(_REPLACEMENT if char >= "\ud800" else json.dumps(char)[1:-1])
         return at + 1
 
@@ -88,7 +90,7 @@ class JsonRepair:
             self._escape = ""
             if char in '"\\/bfnrt':
                 self._out.append(escape + char)
-            elif char != "'":  # no escape: the backslash is one
+            elif char != "'":  # not an escape: the backslash is text
                 self._out.append("\\\\")
                 return at
             else:
@@ -110,7 +112,7 @@ class JsonRepair:
         return digits.end()
 
     def _put_escaped(self, escape: str) -> None:
-        """A character as \\uXXXX; of surrogates only pairs are characters."""
+        """Writes a character as \\uXXXX; lone surrogates become U+FFFD."""
         code = int(escape[2:], 16)
         if 0xDC00 <= code < 0xE000:
             self._out.append(self._high + escape if self._high else _REPLACEMENT)
@@ -179,7 +181,7 @@ class JsonRepair:
         self._end_scalar()
 
     def _begin(self, *, container: bool = False) -> None:
-        """What a value or key needs before it."""
+        """Writes what is missing before a value or key."""
         if self._next == "comma":
             self._out.append(self._comma or ",")
             self._comma = ""
@@ -195,7 +197,7 @@ class JsonRepair:
         self._next = "colon" if self._next == "key" else "comma" if self._closers else "nothing"
 
     def _fill(self) -> None:
-        """Gives a key its value where that is missing."""
+        """Writes the value of a key without one."""
         if self._next == "colon" or (self._next == "value" and self._closers[-1] == "}"):
             self._out.append(":null" if self._next == "colon" else "null")
             self._next = "comma"

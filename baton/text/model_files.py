@@ -1,7 +1,7 @@
-"""What a model directory says about text, read from its files and checked; no tokenizer is built.
+"""Reads and checks the text files of a model directory, without building a tokenizer.
 
-Workers need only the fingerprint, so this module stays cheap and imports no library. A directory is
-not trusted: only regular files are read, and no more of them than any real model has.
+Workers need only the fingerprint, so this module imports no library. Directories are untrusted:
+only regular files of limited sizes are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONFIG_FILE = "config.json"
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _GENERATION_CONFIG_FILE = "generation_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
-_MORE_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
+_MORE_TEMPLATES = "additional_chat_templates"  # a folder with NAME.jinja files
 _TEMPLATES = (DEFAULT_TEMPLATE, TOOL_TEMPLATE) = ("default", "tool_use")
 _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 _NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -33,16 +33,16 @@ _MAX_COUNT = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The text side of one model; a count is 0, and a text None, where no file gives it.
+    """The text files of a model; counts are 0 and texts None if no file has them.
 
-    `special_tokens` maps names as chat templates use them ("bos_token") to their text.
+    `special_tokens` maps names of chat templates ("bos_token") to texts.
     """
 
     tokenizer_json: str | None
-    # By name ("default", "tool_use"): its text, and the file it is in.
+    # Text and file of each template, by name ("default", "tool_use").
     chat_templates: Mapping[str, tuple[str, Path]]
     special_tokens: Mapping[str, str]
-    # Tokens that tokenizer.json lacks, or has with other flags: arguments of `AddedToken`.
+    # Arguments of `AddedToken` for tokens that tokenizer.json lacks or has with other flags.
     added_tokens: tuple[Mapping[str, Any], ...]
     eos_token_ids: frozenset[int]
     vocab_size: int
@@ -50,8 +50,8 @@ class TextFiles:
 
     @classmethod
     def read(cls, path: Path) -> TextFiles:
-        """Reads a directory or a bare config file; raises CheckpointError naming a broken file."""
-        config_file = path if path.is_file() else path / CONFIG_FILE  # beside a file is nothing
+        """Reads a directory or a config file. Raises CheckpointError naming a broken file."""
+        config_file = path if path.is_file() else path / CONFIG_FILE  # a config file stands alone
         generation_file = path / _GENERATION_CONFIG_FILE
         config = _read_json(config_file)
         tokenizer_config = _read_json(path / _TOKENIZER_CONFIG_FILE)
@@ -69,7 +69,7 @@ class TextFiles:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two processes exactly when ids and text mean the same to both (hex)."""
+        """A hex digest; equal for two processes if and only if ids and texts are."""
         parts: list[Any] = [
             self.tokenizer_json,
             *(self.chat_templates.get(DEFAULT_TEMPLATE) or (None,))[:1],
@@ -77,7 +77,7 @@ class TextFiles:
             sorted(self.eos_token_ids),
             self.vocab_size,
         ]
-        # What few models have is no part of the others' fingerprints, which releases before know.
+        # Rare fields are left out if unset, so that fingerprints of other models did not change.
         if tools := self.chat_templates.get(TOOL_TEMPLATE):
             parts.append(tools[0])
         if self.added_tokens:
@@ -86,15 +86,15 @@ class TextFiles:
 
 
 def text_fingerprint(path: Path) -> str:
-    """The fingerprint of a model directory or config file, without building its tokenizer.
+    """The fingerprint of a model directory or config file.
 
-    Raises CheckpointError naming the file that cannot be read.
+    Raises CheckpointError naming a file that cannot be read.
     """
     return TextFiles.read(path).fingerprint
 
 
 def _read_text(file: Path, most: int) -> str | None:
-    """The file's text, None when there is no such file."""
+    """The file's text; None if it does not exist."""
     try:
         return read_bytes(file, most).decode()
     except FileNotFoundError:
@@ -104,7 +104,7 @@ def _read_text(file: Path, most: int) -> str | None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The file's object, empty when there is no such file."""
+    """The file's JSON object; empty if it does not exist."""
     try:
         return parse_json(file, read_bytes(file, MAX_JSON_BYTES))
     except FileNotFoundError:
@@ -131,7 +131,7 @@ def _eos_token_ids(file: Path, config: Mapping[str, Any]) -> frozenset[int]:
 
 
 def _special_tokens(tokenizer_config: Mapping[str, Any]) -> Mapping[str, str]:
-    """Named special tokens; older files give the text, newer ones an object around it."""
+    """Named special tokens, each a text or, in newer files, an object with it."""
     tokens = {}
     for name, value in tokenizer_config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -143,17 +143,16 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> Mapping[str, str]:
 def _added_tokens(
     directory: Path, tokenizer_json: str, config: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Tokens of tokenizer_config.json to add, in transformers' order and with its defaults.
+    """Tokens that tokenizer_config.json adds, in transformers' order and with its defaults.
 
-    Those of `added_tokens_decoder` come by id; then the named ones, as special tokens, and extra
-    ones.
+    First `added_tokens_decoder` by id, then named special tokens, then extra ones.
     """
     file, known = directory / _TOKENIZER_CONFIG_FILE, dict[str, Mapping[str, Any]]()
     if found := _ADDED_TOKENS.search(tokenizer_json):
         try:
             listed, _ = json.JSONDecoder().raw_decode(tokenizer_json, found.end())
         except (ValueError, RecursionError):
-            return ()  # the library says what is wrong with it
+            return ()  # the library reports the error
         known = {str(token.get("content")): token for token in listed if isinstance(token, dict)}
     decoder = config.get("added_tokens_decoder") or {}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
@@ -184,12 +183,12 @@ def _added_tokens(
 
 
 def _rank(name: str) -> int:
-    """The order in which transformers adds named tokens; others come last."""
+    """The position of a named token in transformers' order; others come last."""
     return _NAMED_TOKENS.index(name) if name in _NAMED_TOKENS else len(_NAMED_TOKENS)
 
 
 def _added_token(file: Path, value: Any) -> dict[str, Any] | None:
-    """The arguments of an `AddedToken`; None for a value that is none, such as null."""
+    """The arguments of `AddedToken`; None for a value that is not a token, such as null."""
     if not isinstance(value, dict):
         return None
     token = {"content": value.get("content"), **{flag: value.get(flag) for flag in _TOKEN_FLAGS}}
@@ -206,7 +205,7 @@ def _added_token(file: Path, value: Any) -> dict[str, Any] | None:
 def _chat_templates(
     directory: Path, tokenizer_config: Mapping[str, Any]
 ) -> Mapping[str, tuple[str, Path]]:
-    """Template files win over the config, whose value may be a list of named templates."""
+    """Templates by name; files take precedence over those of the config."""
     found = dict[str, tuple[str, Path]]()
     files = [(name, directory / _MORE_TEMPLATES / f"{name}.jinja") for name in _TEMPLATES]
     for name, file in (*files, (DEFAULT_TEMPLATE, directory / _TEMPLATE_FILE)):

@@ -1,4 +1,4 @@
-"""How families of models mark what they think before they answer: by one token at each end."""
+"""The tokens with which families of models delimit reasoning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The two tokens, and whether an output begins inside them whatever the prompt says."""
+    """The two tokens, and whether outputs begin with reasoning whatever the prompt ends with."""
 
     begin: str
     end: str
@@ -16,14 +16,14 @@ class ReasoningFormat:
 
 _FORMATS = {
     "qwen3": ReasoningFormat("<think>", "</think>"),
-    # Older templates do not open it, and the model leaves the first token out.
+    # Older templates do not open it, and models omit the first token.
     "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
 }
 
 
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
-    """The format of that name, or for "auto" the one that a chat template is written for."""
+    """The format of that name; for "auto", the one of the chat template."""
     if name != "auto":
         return _FORMATS.get(name)
     return next((one for one in _FORMATS.values() if one.end in template), None)

@@ -1,8 +1,8 @@
-"""Token ids of the parts of chats, so that a turn costs its new messages only.
+"""A cache of the token ids of chats' segments, so that a turn costs only its new messages.
 
-A tokenizer cuts a text at its added tokens before it does anything else, so the parts between them
-are tokenized independently, and their ids joined are those of the whole text. That holds where the
-conditions of `_cut_pattern` do; other tokenizers get no cache.
+Tokenizers split a text at their added tokens first, and tokenize the segments between them
+independently, so the ids of the text are those of its segments. The conditions are in
+`_cut_pattern`; other tokenizers have no cache.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 import tokenizers
 
-_MAX_TOKEN_CHARS = 64  # of an added token at which texts are cut
-_ENTRY_BYTES = 256  # of an entry beside its ids, about
-_GROUP_CHARS = 1 << 16  # tokenized together
-# Steps that treat each part between added tokens by itself. What they do at the beginning of a text
-# (Metaspace "first") they do at its first part only, because each other one begins with its token.
+_MAX_TOKEN_CHARS = 64  # of an added token at which texts are split
+_ENTRY_BYTES = 256  # approximate size of an entry without its ids
+_GROUP_CHARS = 1 << 16  # of segments tokenized in one call
+# Steps that process segments independently. Steps at the beginning of a text (Metaspace "first")
+# apply to its first segment only, because others begin with an added token.
 _NORMALIZERS = frozenset(
     (
         *("BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt"),
@@ -35,16 +35,16 @@ _PRE_TOKENIZERS = frozenset(
         *("Punctuation", "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit"),
     )
 )
-# Without special tokens they change no ids.
+# These change no ids if no special tokens are added.
 _POST_PROCESSORS = frozenset(
     ("BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing")
 )
 
-Encode = Callable[[list[str]], list[list[int]]]  # ids of each text, without special tokens
+Encode = Callable[[list[str]], list[list[int]]]  # from texts to ids, without special tokens
 
 
 class SegmentCache:
-    """The least recently used parts are dropped beyond `max_bytes`. One thread at a time."""
+    """An LRU cache of `max_bytes`. For one thread at a time."""
 
     def __init__(self, library: tokenizers.Tokenizer, max_bytes: int) -> None:
         self._cut = _cut_pattern(library)
@@ -55,8 +55,8 @@ class SegmentCache:
     def encode(self, text: str, encode: Encode, salt: str, max_tokens: int = 0) -> list[int]:
         """Token ids of a text without special tokens, equal to `encode([text])[0]`.
 
-        Texts of other salts do not tell, by the time that they take, what this one is. It ends
-        early, with more ids than `max_tokens`, for a text that has more; 0 limits nothing.
+        Entries are shared only within a salt, so timing reveals nothing about other salts' texts.
+        Stops early, with more than `max_tokens` ids, if there are more; 0: no limit.
         """
         if self._cut is None:
             return encode([text])[0]
@@ -98,7 +98,7 @@ def _size(ids: array[int]) -> int:
 
 
 def _groups(parts: dict[bytes, str]) -> list[dict[bytes, str]]:
-    """The parts in order, some of them together, so that a call of the library costs little."""
+    """The segments in order, grouped to save calls of the library."""
     groups, chars = [dict[bytes, str]()], 0
     for key, part in parts.items():
         if chars and chars + len(part) > _GROUP_CHARS:
@@ -110,10 +110,10 @@ def _groups(parts: dict[bytes, str]) -> list[dict[bytes, str]]:
 
 
 def _cut_pattern(library: tokenizers.Tokenizer) -> re.Pattern[str] | None:
-    """Matches the added tokens at which the library cuts any text; None where that is not certain.
+    """Matches the added tokens at which the library splits every text; None if uncertain.
 
-    The library looks for those that are not normalized first, in the text as it is: the leftmost,
-    and of these the longest. None of them may take white space beside it, or depend on it.
+    The library first looks for those that are not normalized, in the original text: the leftmost,
+    then the longest. None of them may strip or require adjacent white space.
     """
     tokens = [
         token
@@ -135,10 +135,10 @@ def _cut_pattern(library: tokenizers.Tokenizer) -> re.Pattern[str] | None:
 
 
 def _steps(step: Any, parts: str) -> set[str]:
-    """The types of a step of the library's, or of those that it is a sequence of."""
+    """The types of the steps in a component of the library."""
     if step is None:
         return set()
-    # What it is pickled to is its description.
+    # Pickling returns its description.
     left, found = [json.loads(step.__getstate__())], set[str]()
     while left:
         described = left.pop()
@@ -149,7 +149,7 @@ def _steps(step: Any, parts: str) -> set[str]:
 
 
 def _longest_of(words: Collection[str]) -> str:
-    """A pattern of the longest of these words, which looks at each character of a text once."""
+    """A pattern of the longest of these words, which reads each character once."""
     behind = defaultdict[str, list[str]](list)
     for word in words:
         if word:

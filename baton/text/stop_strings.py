@@ -1,7 +1,7 @@
-"""Finds stop strings in text that arrives in pieces, and holds back what may become one.
+"""Finds stop strings in text that arrives in pieces, and holds back possible beginnings of them.
 
-The match that ends first wins, since later text does not exist yet when it ends; of those ending
-at the same place, the longest. So the result never depends on how the text was cut.
+The match that ends first wins, and of those that end there the longest, so the result does not
+depend on how the text is cut.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ def check_stop_strings(stops: Sequence[str]) -> None:
 
 
 class StopStrings:
-    """The filter between one request's detokenizer and its client."""
+    """Filters the text of one output."""
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         """Raises InvalidRequest (field "stop") as `check_stop_strings` does."""
         check_stop_strings(stops)
         self._stops = tuple(stops)
         self._include_stop = include_stop
-        # Every text that more text could turn into a stop string.
+        # All proper beginnings of stop strings.
         self._beginnings = frozenset(s[:length] for s in stops for length in range(1, len(s)))
         self._most_held = max(map(len, self._beginnings), default=0)
         self._held = ""
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Takes new text; returns the text that is now certain and the stop string that was met.
+        """Adds text; returns the text that is certain, and the stop string that was found.
 
-        After a match nothing more is emitted, and the same match is returned.
+        After a match, there is no more text, and the match is returned again.
         """
         if self._matched is not None or not self._stops:
             return ("" if self._matched is not None else text), self._matched
@@ -56,17 +56,17 @@ class StopStrings:
         return held[:certain], None
 
     def flush(self) -> str:
-        """The text held back, which at the end of the output is no stop string."""
+        """The text held back, at the end of the output."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str) -> tuple[int, str]:
-        """The end and the stop string of the winning match; an empty string for none."""
+        """The end and stop string of the first match; an empty string without one."""
         matches = [(at + len(s), s) for s in self._stops if (at := text.find(s)) >= 0]
         return min(matches, key=lambda match: (match[0], -len(match[1])), default=(0, ""))
 
     def _certain(self, text: str) -> int:
-        """How many characters can be emitted: all before the longest beginning at the end."""
+        """Number of characters before the longest beginning of a stop string at the end."""
         for start in range(max(0, len(text) - self._most_held), len(text)):
             if text[start:] in self._beginnings:
                 return start

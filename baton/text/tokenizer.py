@@ -1,4 +1,4 @@
-"""A model's tokenizer: text and conversations to token ids, token ids to text."""
+"""Tokenizers: texts and conversations to token ids, and back."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from baton.text.model_files import (
 )
 from baton.text.segment_cache import SegmentCache
 
-MAX_CHARS_AT_ONCE = 4096  # longer texts are not for an event loop: they take some milliseconds
+MAX_CHARS_AT_ONCE = 4096  # on an event loop; longer texts take milliseconds
 _PIECE_CHARS = 1 << 16
-# More characters for each token than in texts of any language: such a text has too many tokens.
+# More than texts of any language have: a longer text has too many tokens.
 _MANY_CHARS_PER_TOKEN = 6
 _TRIAL = "Hello, W\u00f6rld!\n 12"
-# Before the prefix, between it and the suffix, and behind that.
+# Tokens before the prefix, before the suffix, and after the suffix.
 _FILL_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
@@ -45,25 +45,24 @@ _FILL_TOKENS = (
         "<\uff5cfim\u2581end\uff5c>",
     ),  # DeepSeek
 )
-_CUT_TOKENS = 64  # more than a cut in the middle of a word, and special tokens, can add
+_CUT_TOKENS = 64  # more tokens than a cut inside a word and special tokens can add
 
 
 class Tokenizer:
-    """The tokenizer of a Hugging Face model directory; safe to share between threads.
+    """The tokenizer of a Hugging Face model directory, for any thread.
 
-    A model that is only a config has none: it takes token ids alone, and its output has no text.
-    Encoding a long text takes seconds and releases the interpreter lock: an event loop should leave
-    it to a thread.
+    A model that is only a config accepts token ids only, and its output has no text. Encoding a
+    long text takes seconds and releases the interpreter lock, so it belongs in a thread.
     """
 
     def __init__(
         self, library: tokenizers.Tokenizer | None, files: TextFiles, path: Path = Path()
     ) -> None:
-        """`path` is what the files were read from."""
+        """`path`: the directory or file that `files` was read from."""
         self.path = path
         self.vocab_size = files.vocab_size  # token ids are below this
-        self.max_context = files.max_context  # tokens; 0 when config.json does not say
-        # Tokens that end an output, from the first of generation, model and tokenizer config.
+        self.max_context = files.max_context  # tokens; 0 if config.json has none
+        # Tokens that end an output, from the generation, model or tokenizer config.
         self.eos_token_ids = files.eos_token_ids
         # Equal to `text_fingerprint` of the same directory, on any machine.
         self.fingerprint = files.fingerprint
@@ -71,19 +70,19 @@ class Tokenizer:
             added = [tokenizers.AddedToken(**token) for token in files.added_tokens]
             library.add_tokens(added)
             library.add_special_tokens([token for token in added if token.special])
-        # What `Detokenizer` reads; an empty tokenizer has no text for any id.
+        # For `Detokenizer`; without a tokenizer, no id has text.
         self.pieces = TokenPieces(library or tokenizers.Tokenizer(models.BPE()))
-        self.has_text = library is not None  # texts can be encoded, and output has a text
+        self.has_text = library is not None  # whether texts can be encoded and decoded
         self._library = library
         self._added = frozenset(library.get_added_tokens_decoder() if library else ())
         self._segments: SegmentCache | None = None
-        self.template: ChatTemplate | None = None  # of chats without tools
+        self.template: ChatTemplate | None = None  # for chats without tools
         self.tool_template: ChatTemplate | None = None
         self._bos_token_id: int | None = None
-        self._fill: tuple[int, ...] | None = None  # around prefix and suffix
+        self._fill: tuple[int, ...] | None = None  # fill-in-the-middle tokens
         if library is None:
             return
-        # A tokenizer.json can carry its training's limits; a prompt is never cut or padded.
+        # A tokenizer.json may have limits of the training; prompts are never truncated or padded.
         library.no_truncation()
         library.no_padding()
         self.vocab_size = files.vocab_size or library.get_vocab_size()
@@ -105,20 +104,19 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether it can take chats."""
+        """Whether it accepts chats."""
         return self.tool_template is not None
 
     def keep_segments(self, max_bytes: int) -> None:
-        """From now on it remembers the ids of what chats have in common; for one thread alone."""
+        """Caches ids of chats' segments from now on; then for one thread only."""
         if self._library is not None:
             self._segments = SegmentCache(self._library, max_bytes)
 
     def encode(self, text: str, max_tokens: int = 0, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the special tokens this tokenizer adds by default.
+        """Token ids, with the special tokens that the tokenizer adds by default.
 
-        No text is a beginning of sequence, where the model has a token for that. Raises
-        InvalidRequest (field "text") for text that is not Unicode (a lone surrogate), or is longer
-        by far than `max_tokens`; 0 limits nothing.
+        An empty text is the beginning-of-sequence token, if there is one. Raises InvalidRequest
+        (field "text") for a lone surrogate, or for text far longer than `max_tokens`; 0: no limit.
         """
         found = self._encode(text, "text", max_tokens, add_special_tokens=add_special_tokens)
         if not (text or found) and self._bos_token_id is not None:
@@ -126,10 +124,9 @@ class Tokenizer:
         return found
 
     def encode_between(self, before: str, after: str, max_tokens: int = 0) -> list[int]:
-        """Token ids of a prompt for what is missing between two texts.
+        """Token ids of a fill-in-the-middle prompt.
 
-        Raises InvalidRequest (field "suffix") for a model without the tokens for that, and as
-        `encode`.
+        Raises InvalidRequest (field "suffix") for a model without such tokens, and as `encode`.
         """
         if self._fill is None:
             raise InvalidRequest(
@@ -143,8 +140,7 @@ class Tokenizer:
         return [*begin, first, *parts[0], second, *parts[1], last]
 
     def bad_words(self, words: Sequence[str]) -> Iterator[list[int]]:
-        """Tokens of each of these texts, at the beginning of an output and behind a space, as vLLM
-        has them."""
+        """Tokens of each text, at the beginning of an output and after a space, as in vLLM."""
         for word in words:
             alone = self._encode(word, "bad_words", 0, add_special_tokens=False)
             behind = self._encode(" " + word.lstrip(), "bad_words", 0, add_special_tokens=False)
@@ -163,11 +159,11 @@ class Tokenizer:
         at_once: bool = False,
         salt: str = "",
     ) -> list[int]:
-        """Token ids of a conversation, up to where the assistant answers; see `ChatTemplate`.
+        """Token ids of a conversation up to the assistant's answer; see `ChatTemplate`.
 
-        What is remembered of chats is kept apart by `salt`. Raises InvalidRequest (field "chat")
-        when there is no template or it refuses the messages; `at_once`, TimeoutError where it takes
-        longer than an event loop may be held.
+        Cached ids are shared within a `salt` only. Raises InvalidRequest (field "chat") without a
+        template, or if it refuses the messages; with `at_once`, TimeoutError if it would block the
+        event loop.
         """
         template = self.tool_template if (variables or {}).get("tools") else self.template
         if self._library is not None and template is None:
@@ -180,24 +176,24 @@ class Tokenizer:
             text = template.render(messages, variables, continue_final_message, at_once)
         if at_once and len(text) > MAX_CHARS_AT_ONCE:
             raise TimeoutError
-        # The template writes the special tokens itself.
+        # The template writes special tokens.
         return self._encode(
             text, "chat", max_tokens, add_special_tokens=add_special_tokens, salt=salt
         )
 
     def added_token(self, text: str) -> int | None:
-        """The id of an added token, special or not, which is one token wherever it is in a text."""
+        """The id of an added token, which is one token anywhere in a text."""
         library = self._library
         token_id = None if library is None else library.token_to_id(text)
         return token_id if token_id in self._added else None
 
     def showing(self, texts: Iterable[str]) -> TokenPieces:
-        """The pieces of an output in which these special tokens are text."""
+        """Pieces for an output that shows these special tokens."""
         ids = [token for text in texts if (token := self.added_token(text)) is not None]
         return self.pieces.showing(ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text, without special tokens; the same that a Detokenizer makes of the ids."""
+        """The text without special tokens, equal to a Detokenizer's."""
         return detokenizer.decode(self.pieces, token_ids)
 
     def _encode(
@@ -209,7 +205,7 @@ class Tokenizer:
         add_special_tokens: bool,
         salt: str | None = None,
     ) -> list[int]:
-        """Token ids; a `salt` says that what is remembered may be used."""
+        """Token ids; with a `salt`, from the cache."""
         if self._library is None:
             raise InvalidRequest("this model has no tokenizer: send token ids", field)
         try:
@@ -217,7 +213,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"{field} is not Unicode text: {error}", field) from error
         if max_tokens and len(text) > max(_PIECE_CHARS, max_tokens * _MANY_CHARS_PER_TOKEN):
-            # Counted piece by piece: while it encodes, the library takes 200 bytes for each token.
+            # Piece by piece: encoding takes 200 bytes for each token.
             count = 0
             for start in range(0, len(text), _PIECE_CHARS):
                 (ids,) = self._ids([text[start : start + _PIECE_CHARS]])
@@ -235,13 +231,13 @@ class Tokenizer:
     def _ids(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
         """Token ids of each text."""
         assert self._library is not None
-        # The library's `encode` holds the interpreter lock all the time: 2.4 s for 2 MB of text.
+        # The library's `encode` holds the interpreter lock: 2.4 s for 2 MB of text.
         encode = self._library.encode_batch_fast
         try:
             return [one.ids for one in encode(texts, add_special_tokens=add_special_tokens)]
         except ENDINGS:
             raise
-        except BaseException as error:  # of Rust's panics, none is an Exception
+        except BaseException as error:  # Rust's panics are not Exceptions
             raise InternalError(f"the tokenizer failed: {error}") from error
 
 
@@ -251,9 +247,9 @@ def _too_many(num_tokens: int, max_tokens: int, field: str) -> ContextOverflow:
 
 
 def load_tokenizer(path: Path, *, required: bool = False) -> Tokenizer:
-    """The tokenizer of a model directory, or unless `required`, one without text for a config.
+    """Loads a model directory's tokenizer; unless `required`, a config has one without text.
 
-    Raises CheckpointError naming the file that is missing or broken.
+    Raises CheckpointError naming a missing or broken file.
     """
     files = TextFiles.read(path)
     if files.tokenizer_json is None:
@@ -276,8 +272,7 @@ def load_tokenizer(path: Path, *, required: bool = False) -> Tokenizer:
             f"{file}: {error}: it cannot encode a short text, so correct it (a post_processor may "
             "name a token that is not there) or take its maker's"
         ) from error
-    # The library raises plain Exception for whatever it cannot read, and Rust's panics, which are
-    # none.
+    # The library raises Exception for unreadable files, or a Rust panic, which is not one.
     except BaseException as error:
         reason = str(error)[:200]
         raise CheckpointError(f"{file}: not a tokenizer: {reason}") from error

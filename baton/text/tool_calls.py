@@ -1,8 +1,7 @@
-"""Finds tool calls in text that arrives in pieces, in the formats that models were trained on.
+"""Finds tool calls in text that arrives in pieces, in the formats of families of models.
 
-How the text was cut never changes what is found. A call's arguments go out as they come, once its
-name is known: in the model's own words where these are JSON, and made JSON where they are not. What
-turns out to be no call is content.
+Results do not depend on how the text is cut. Arguments are emitted as they arrive, after the name:
+unchanged if they are JSON, else repaired. Text that turns out not to be a call is content.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ import uuid
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
+from baton.generation.tool_call import ToolCallDelta
 from baton.text.json_repair import JsonRepair, repaired
 
-_MAX_HEAD_CHARS = 4096  # of a call, before its arguments begin
+_MAX_HEAD_CHARS = 4096  # of a call, before its arguments
 _HEAD = re.compile(
     r'\{\s*(?:"(?:id|type)"\s*:\s*"[^"\\]*"\s*,\s*)*"name"\s*:\s*"([^"\\]*)"\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _FIRST_KEY = re.compile(r'\{\s*"([^"\\]*)"')
 _KEYS = ("id", "type", "name", "arguments", "parameters")
-# A name, with bounds: it is looked for again with each piece of text.
+# A name of bounded length, because it is searched again with each piece of text.
 _NAME = re.compile(r"\s{0,64}([\w.-]{1,128})\s{0,64}(?=[\[{])")
 _NAME_SO_FAR = re.compile(r"\s{0,64}[\w.-]{0,128}\s{0,64}")
 _IN_STRING = re.compile(r'["\\]')
@@ -36,33 +36,23 @@ Steps = Generator[None, None, None]
 Found = Generator[None, None, bool]
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
-    """A piece of call `index` of an output; its first one has id and name, and no arguments."""
-
-    index: int
-    id: str
-    name: str
-    arguments: str
-
-
 class ToolParser:
-    """Parts one output, behind its reasoning, into content and tool calls.
+    """Splits one output, after its reasoning, into content and tool calls.
 
-    A format is a generator over the steps below. They yield where they need more text, and end
-    where there is no more of it.
+    Formats are generators that use the steps below. Steps yield if they need more text, and return
+    at the end of it.
     """
 
     def __init__(self, tool_format: ToolFormat, *, single: bool = False) -> None:
-        """`single` drops all calls but the first."""
+        """`single`: drop all calls after the first."""
         self.num_calls = 0
         self._new_id = tool_format.new_id
         self._single = single
-        self._text = ""  # that no step has taken yet
+        self._text = ""  # not consumed by a step yet
         self._ended = self._cut = False
-        self._has_content = False  # before the last call
+        self._has_content = False  # whether there was content before the last call
         self._content = ""
-        self._space = ""  # behind content, dropped before a call
+        self._space = ""  # white space after content, dropped before a call
         self._behind_call = False
         self._deltas: list[ToolCallDelta] = []
         self._steps = tool_format.steps(self)
@@ -70,10 +60,10 @@ class ToolParser:
     def push(
         self, text: str, *, last: bool = False, cut: bool = False
     ) -> tuple[str, list[ToolCallDelta]]:
-        """Content and pieces of calls that more text makes certain; all that is left if `last`.
+        """Adds text; returns the content and pieces of calls that are certain, all if `last`.
 
-        Of a last text that is `cut`, because the model had more to say, what may have become a call
-        or the mark of one is dropped, and its arguments stay incomplete.
+        If the output is `cut` there, a possible beginning of a call or its marker is dropped, and
+        arguments stay incomplete.
         """
         self._text += text
         self._ended, self._cut = last, cut
@@ -85,10 +75,10 @@ class ToolParser:
         return content, deltas
 
     def until(self, marker: str) -> Steps:
-        """Content up to a marker, which is dropped."""
+        """Emits content up to a marker, which is dropped."""
         while (at := self._text.find(marker)) < 0:
             held = _beginning_at_end(self._text, marker)
-            # One character is too common for the beginning of a marker.
+            # A single character is too common to be held back as a marker's beginning.
             if self._ended and not (self._cut and held > 1):
                 held = 0
             self.put(self._take(len(self._text) - held))
@@ -99,8 +89,8 @@ class ToolParser:
         self._take(len(marker))
 
     def goes_on_with(self, mark: str, *, drop: bool = True) -> Found:
-        """Whether the text goes on with `mark`, behind white space; that is dropped with it."""
-        space = 0  # characters of that: they are looked at once
+        """Whether `mark` follows, after white space; drops both."""
+        space = 0  # characters of white space, which are read once
         while True:
             text = self._text[space:].lstrip()
             if text.startswith(mark):
@@ -115,9 +105,9 @@ class ToolParser:
             yield
 
     def call(self, *, bare: bool = False) -> Found:
-        """A call as an object with its name and arguments; False, and nothing taken, for another.
+        """Parses a call as an object with name and arguments; False, without effect, if it is not.
 
-        A `bare` one, which nothing marks as a call, needs arguments.
+        `bare`: no marker precedes it, so it must have arguments.
         """
         scan, seen = _ObjectScan(), 0
         while True:
@@ -140,7 +130,7 @@ class ToolParser:
         self._begin(head[1])
         self._take(head.end())
         yield from self.arguments()
-        scan = _ObjectScan(depth=1)  # what may be behind them
+        scan = _ObjectScan(depth=1)  # a closing brace may follow
         while (end := scan.end_in(self._text)) is None and not self._ended:
             self._text = ""
             yield
@@ -148,7 +138,7 @@ class ToolParser:
         return True
 
     def named_call(self) -> Found:
-        """A call as a name and an object of arguments, with marks between them."""
+        """Parses a call as a name and an object of arguments, with marks between."""
         while (name := _NAME.match(self._text)) is None:
             if not _NAME_SO_FAR.fullmatch(self._text):
                 return False
@@ -164,19 +154,21 @@ class ToolParser:
         return True
 
     def arguments(self) -> Steps:
-        """The arguments of the last call, given out as they come."""
+        """Emits the arguments of the last call as they arrive."""
         scan, repair, given = _ObjectScan(), JsonRepair(), 0
         while (end := scan.end_in(self._text)) is None and not self._ended:
-            given += self._argue(repair.push(self._take(len(self._text))))
+            given += self._add_arguments(repair.push(self._take(len(self._text))))
             yield
-        given += self._argue(repair.push(self._take(len(self._text) if end is None else end)))
+        given += self._add_arguments(
+            repair.push(self._take(len(self._text) if end is None else end))
+        )
         if end is not None or not self._cut:
-            self._argue(repair.close() or ("" if given else "{}"))
+            self._add_arguments(repair.close() or ("" if given else "{}"))
 
     def put(self, text: str) -> None:
-        """Content; white space around calls is none, but what they part stays apart."""
+        """Emits content without white space around calls; a line break joins its parts."""
         shown = text.rstrip()
-        if not shown:  # it is content where more of that follows
+        if not shown:  # content if more content follows
             self._space += "" if self._behind_call else text
             return
         if self._behind_call:
@@ -186,7 +178,7 @@ class ToolParser:
         self._space, self._behind_call, self._has_content = text[len(shown) :], False, True
 
     def _whole(self, end: int, bare: bool) -> bool:
-        """A call whose keys are in another order, or whose arguments are an object as a text."""
+        """Parses a complete call with keys in another order, or with arguments in a string."""
         try:
             value = json.loads(self._text[:end], strict=False)
         except (ValueError, RecursionError):
@@ -200,12 +192,12 @@ class ToolParser:
         if not arguments.lstrip().startswith("{"):
             return False
         self._begin(name)
-        self._argue(arguments)
+        self._add_arguments(arguments)
         self._take(end)
         return True
 
     def _drop_if_cut(self) -> bool:
-        """What is left may have become a call: if it was cut, nobody should see its beginning."""
+        """Drops the rest of a cut output, which may be the beginning of a call."""
         if self._cut:
             self._text = ""
         return self._cut
@@ -219,8 +211,8 @@ class ToolParser:
         self.num_calls += 1
         self._add(ToolCallDelta(self.num_calls - 1, self._new_id(), name, ""))
 
-    def _argue(self, text: str) -> int:
-        """Adds to the arguments of the last call; how many characters."""
+    def _add_arguments(self, text: str) -> int:
+        """Adds to the arguments of the last call; returns the number of characters."""
         count = len(text)
         index, last = self.num_calls - 1, self._deltas[-1] if self._deltas else None
         if last and last.index == index and not last.id:
@@ -238,12 +230,12 @@ class _ObjectScan:
     """Finds the end of a JSON object in pieces of its text."""
 
     def __init__(self, depth: int = 0) -> None:
-        self._depth = depth  # of objects and lists that are open
+        self._depth = depth  # number of open objects and lists
         self._in_string = False
         self._escaped = False
 
     def end_in(self, text: str, start: int = 0) -> int | None:
-        """Where it ends in a piece, `text[start:]`; at a "<" too, which is no JSON."""
+        """The end of the object in `text[start:]`, or a "<" outside of strings: not JSON."""
         at = start
         if self._escaped and at < len(text):
             self._escaped, at = False, at + 1
@@ -265,18 +257,18 @@ class _ObjectScan:
 
 
 def _beginning_at_end(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may become `marker`."""
+    """Number of characters at the end of `text` that may become `marker`."""
     most = min(len(text), len(marker) - 1)
     return next((n for n in range(most, 0, -1) if marker.startswith(text[-n:])), 0)
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes tool calls.
+    """The tool call format of a family of models.
 
-    A marker that is a special token is shown to the parser as text. A call is `call`'s texts around
-    its arguments, where NAME is the function; an output of calls is `around`'s first and last text
-    around them, with the one in the middle between two.
+    Markers that are special tokens are passed to the parser as text. `call`: the texts before and
+    after a call's arguments, with NAME for the function. `around`: the texts before the first,
+    between two, and after the last call.
     """
 
     name: str
@@ -284,7 +276,7 @@ class ToolFormat:
     markers: tuple[str, ...]
     call: tuple[str, str]
     around: tuple[str, str, str]
-    parallel: bool = True  # whether an output may have several
+    parallel: bool = True  # whether an output may have several calls
     new_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
 
     def grammar(
@@ -296,14 +288,13 @@ class ToolFormat:
         single: bool,
         answer: Mapping[str, object] | None = None,
     ) -> str:
-        """Lark's grammar of calls of `tools`, a schema by name, or of an `answer` by its schema.
+        """A Lark grammar of calls of `tools` (schemas by name), or of an `answer` (a schema).
 
-        `special` has the ids of markers that are special tokens, and `options` are added to each
-        schema.
+        `special`: ids of markers that are special tokens. `options`: added to each schema.
         """
         first, between, last = self.around
         if answer is not None and (first + self.call[0]).startswith("{"):
-            first = self.markers[0]  # or it would be undecided what a "{" begins
+            first = self.markers[0]  # else a "{" would be ambiguous
         first, between, last = (_lark(text, special) for text in (first, between, last))
         more = "" if single or not self.parallel else f"({between} call)*"
         rules = [f"start: calls{'' if answer is None else ' | answer'}"]
@@ -320,7 +311,7 @@ class ToolFormat:
 
 
 def _lark(text: str, special: Mapping[str, int]) -> str:
-    """A sequence of Lark's for a text that may have special tokens in it."""
+    """A Lark sequence for a text with special tokens."""
     parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
     return " ".join(
         f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part
@@ -363,7 +354,7 @@ def _mistral_steps(parser: ToolParser) -> Steps:
 
 
 def _mistral_id() -> str:
-    """Of nine letters and digits, the only ones that Mistral's templates take."""
+    """An id of nine letters and digits, which Mistral's templates require."""
     return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
 
 
@@ -390,7 +381,7 @@ MISTRAL = ToolFormat(
     ("[TOOL_CALLS][", ", ", "]"),
     new_id=_mistral_id,
 )
-MISTRAL_ARGS = ToolFormat(  # since version 11 of its tokenizer
+MISTRAL_ARGS = ToolFormat(  # from version 11 of the tokenizer on
     "mistral",
     _mistral_steps,
     MISTRAL.markers,
@@ -401,7 +392,7 @@ MISTRAL_ARGS = ToolFormat(  # since version 11 of its tokenizer
 
 
 def tool_format(name: str, template: str) -> ToolFormat | None:
-    """The format of that name, or for "auto" the one that a chat template is written for."""
+    """The format of that name; for "auto", the one of the chat template."""
     if name == "none":
         return None
     mistral = MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
@@ -410,7 +401,7 @@ def tool_format(name: str, template: str) -> ToolFormat | None:
         return named[name]
     if "[TOOL_CALLS]" in template:
         return mistral
-    if "<tool_call>" in template:  # with tags for each parameter it is another format
+    if "<tool_call>" in template:  # tags for each parameter are another format
         return None if "<function=" in template or "<arg_key>" in template else HERMES
     llama3 = "<|python_tag|>" in template or '{"name": function name, "parameters"' in template
     return LLAMA3 if llama3 else None

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from baton.config import WorkerConfig
 from baton.engine.block_manager import CacheChanges
-from baton.engine.loop import StepReport
 from baton.engine.runner import StepRunner
+from baton.engine.step_report import StepReport
 from baton.errors import BatonError
 from baton.telemetry.metrics.recorder import Attributes, Recorder
 from baton.v1 import worker_pb2
-from kvtransfer.pairing import name_of
+from kvtransfer.pairing import transport_name
 from kvtransfer.sender import TransferStats
 
 _RESERVATIONS = ("held", "started", "refused", "failed")
@@ -188,7 +188,7 @@ class WorkerMetrics:
                         pair.sent_bytes / pair.sent_ms * 1e3 if pair.sent_ms else 0.0,
                         {
                             "peer": pair.decode,
-                            "transport": name_of(pair.transport),
+                            "transport": transport_name(pair.transport),
                             "fallback": "yes" if pair.fallback else "no",
                         },
                     )

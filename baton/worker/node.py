@@ -24,11 +24,11 @@ import uvloop
 
 from baton.config import WorkerConfig, host_id, split_address
 from baton.cuda import CudaArea
-from baton.engine import build
-from baton.engine.backends import cpu
+from baton.engine import build, cpu_affinity
 from baton.engine.build import Loaded
-from baton.engine.loop import Engine, StepReport
-from baton.engine.ranks import Elsewhere
+from baton.engine.engine import Engine
+from baton.engine.rank_executor import RemoteRanks
+from baton.engine.step_report import StepReport
 from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
 from baton.generation.structured_output import GrammarCompiler
 from baton.net import rpc
@@ -51,7 +51,7 @@ from baton.worker.metrics import LoadTracker, WorkerMetrics
 from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
-from kvtransfer.rank_links import RankPool
+from kvtransfer.rank_ends import RankPool
 from kvtransfer.remote_pool import RemotePool
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class Node(WorkerServiceServicer, ABC):
     async def close(self) -> None:
         """Gives up what still runs and frees everything."""
 
-    async def run(self, load: Callable[[Elsewhere], tuple[Loaded, list[KvPool]]]) -> None:
+    async def run(self, load: Callable[[RemoteRanks], tuple[Loaded, list[KvPool]]]) -> None:
         """From binding to leaving; returns when it has drained.
 
         Raises ConfigError when it cannot begin, Unavailable when the registry does not answer, and
@@ -148,18 +148,18 @@ class Node(WorkerServiceServicer, ABC):
         ):
             others = await self._unless_stopped(rank_hosts.connected(self.config, self._registry))
             if others is not None:
-                addresses, steps = others
-                elsewhere = Elsewhere()
-                if steps:
-                    elsewhere = Elsewhere(rank_hosts.own_address(self.config), steps)
-                loaded, pools = await asyncio.to_thread(load, elsewhere)
+                addresses, connections = others
+                remote_ranks = RemoteRanks()
+                if connections:
+                    remote_ranks = RemoteRanks(rank_hosts.advertised_host(self.config), connections)
+                loaded, pools = await asyncio.to_thread(load, remote_ranks)
             if others is None or self._stop.is_set():
                 log.info("stopped while loading")
                 return
             self.engine = loaded.engine(lambda report: self._call(loop, self._on_step, report))
             self.engine.ended.add_done_callback(lambda _: self._call(loop, self._stop.set))
             self.metrics.observe_engine(self.load, loaded.runner)
-            self.limits = ModelLimits.of(loaded)
+            self.limits = ModelLimits.from_loaded(loaded)
             eos_token_ids = loaded.model_config.eos_token_ids
             self.grammars = GrammarCompiler(loaded.path, self.limits.vocab_size, eos_token_ids)
             kv = self.config.transport, self.config.kv_host
@@ -362,7 +362,9 @@ async def _run(config: WorkerConfig, role: type[Node]) -> int:
     return 0
 
 
-def _load(config: WorkerConfig, elsewhere: Elsewhere | None = None) -> tuple[Loaded, list[KvPool]]:
+def _load(
+    config: WorkerConfig, remote_ranks: RemoteRanks | None = None
+) -> tuple[Loaded, list[KvPool]]:
     """Everything slow, on a thread: the event loop keeps the worker's lease meanwhile."""
     settings = config.engine
     if config.role == "prefill":
@@ -375,8 +377,8 @@ def _load(config: WorkerConfig, elsewhere: Elsewhere | None = None) -> tuple[Loa
         areas.append(shareable_memory(device, num_bytes, transport))
         return areas[-1]
 
-    with cpu.pinned_to(settings.cpus):
-        loaded = build.load(settings, allocate, elsewhere=elsewhere)
+    with cpu_affinity.pinned_to(settings.cpus):
+        loaded = build.load(settings, allocate, remote_ranks=remote_ranks)
         for area in areas:
             if isinstance(area, SharedMemoryArea) and not settings.simulate:
                 area.touch()  # KV of simulated models is small; leave the memory free

@@ -1,7 +1,8 @@
-"""What `nvidia-smi` reports of a machine's GPUs, parsed from its text.
+"""GPUs of this machine as `nvidia-smi` prints them.
 
-It comes with every driver and, in containers, with the capability `utility`; it needs neither torch
-nor a CUDA context. Its layout has changed over the years: what is not recognised is left out.
+The program comes with every driver and, in containers, with the capability `utility`; it needs
+neither torch nor a CUDA context, and is killed if the driver hangs. Its layout has changed over the
+years: text that is not recognised is skipped.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import re
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU that the driver shows to this process, whatever CUDA_VISIBLE_DEVICES says."""
+    """One GPU that the driver shows to this process, regardless of CUDA_VISIBLE_DEVICES."""
 
     index: int
     uuid: str
@@ -37,18 +38,26 @@ class Card:
 
 
 def cards(timeout_s: float) -> list[Card]:
-    """The GPUs of this machine; none where there is no driver or it does not answer in time."""
+    """The GPUs of this machine; empty without a driver, or if it does not answer in time."""
     query = f"--query-gpu={','.join(_FIELDS)}"
     return parse_cards(_output(timeout_s, query, "--format=csv,noheader,nounits"))
 
 
 def links(uuid: str, timeout_s: float) -> list[str]:
-    """How a GPU is connected to the others: "NV18 GPU-...", one for each; see `parse_links`."""
+    """Connections of a GPU to the others, such as "NV18 GPU-..."; see `parse_links`."""
     deadline = time.monotonic() + timeout_s
     uuids = {card.index: card.uuid for card in cards(timeout_s)}
     if len(uuids) < 2:
         return []
     return parse_links(_output(deadline - time.monotonic(), "topo", "-m"), uuids, uuid)
+
+
+def query(fields: Sequence[str], timeout_s: float, uuid: str = "") -> list[str]:
+    """Values of fields of one GPU, or of the first; empty if they cannot be had in time."""
+    which = [f"--id={uuid}"] if uuid else []
+    wanted = (f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    lines = _output(timeout_s, *which, *wanted).splitlines()
+    return [value.strip() for value in lines[0].split(",")] if lines else []
 
 
 def driver_version() -> str:
@@ -76,9 +85,9 @@ def parse_cards(text: str) -> list[Card]:
 
 
 def parse_links(text: str, uuids: Mapping[int, str], uuid: str) -> list[str]:
-    """One GPU's row in the matrix of `topo -m`: "NV18 GPU-..." for each other GPU.
+    """The row of one GPU in the matrix of `topo -m`: "NV18 GPU-..." for each other GPU.
 
-    Columns of network cards and of affinities, and kinds of links that are not known, are left out.
+    uuids: by the GPUs' numbers. Network cards, affinities and unknown kinds of links are skipped.
     """
     rows = [line.split() for line in _COLOURS.sub("", text).splitlines()]
     matrix = [row for row in rows if row and _GPU.fullmatch(row[0])]
@@ -93,7 +102,7 @@ def parse_links(text: str, uuids: Mapping[int, str], uuid: str) -> list[str]:
 
 
 def _output(timeout_s: float, *args: str) -> str:
-    """What it prints; empty where it is missing, fails, or is not done in time."""
+    """The program's output; empty if it is missing, fails, or does not end in time."""
     try:
         done = subprocess.run(
             [PROGRAM, *args], stdin=subprocess.DEVNULL, capture_output=True, text=True,

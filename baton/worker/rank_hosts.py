@@ -1,13 +1,14 @@
-"""A worker whose ranks are on several hosts: how they find each other, and the hosts but the first.
+"""A worker whose ranks are on several hosts: how the hosts find each other, and all but the first.
 
     first host (--node-rank 0)               each other host (--node-rank N)
-    the worker, its first rank               this module's process: starts a process for each rank,
-     │                                       says in etcd where they are, starts them again
-     ├── connection: steps ─────────────────▶ a rank (`rank_server.py`)
+    the worker, its first rank               the process of `run`: starts a process for each rank,
+     │                                       announces them in etcd, restarts them
+     ├── connection: commands ──────────────▶ a rank (`remote_rank.py`)
+     ├── connection: drain ─────────────────▶
      └── a connection for each KV link ─────▶
 
-A rank serves the one first process that comes, and ends with it, as a rank on the first host does.
-When a host is to stop, it asks the worker to drain, and stays until it has.
+A rank serves the first process that connects, and ends with it, as a rank on the first host does.
+When a host stops, it asks the worker to drain, and stops once the worker has ended.
 """
 
 from __future__ import annotations
@@ -18,37 +19,70 @@ import ipaddress
 import logging
 import secrets
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Pipe
 
 import uvloop
 
 from baton.config import WorkerConfig, split_address
-from baton.errors import ConfigError, InternalError, Unavailable
+from baton.engine.rank_executor import MESSAGES, Failed, Ready
+from baton.engine.rank_process import RankProcess
+from baton.errors import ConfigError, Unavailable
 from baton.net import object_connection, tls
 from baton.net.backoff import Backoff
-from baton.net.object_connection import ObjectConnection
+from baton.net.object_connection import Messages, ObjectConnection
 from baton.registry import EtcdRegistry
 from baton.rendezvous import listening_socket
 from baton.v1.common_pb2 import RankHost
+from kvtransfer.remote_pool import KV_MESSAGES
 
 log = logging.getLogger(__name__)
 
-STEPS, KV, DRAIN = "steps", "kv", "drain"  # what a connection is for
-_ASK_S = 1.0  # between two looks for the other hosts; only while a worker starts
+_POLL_S = 1.0  # between two look-ups of the other hosts, while a worker starts
 _REMIND_S = 30.0
-_START_S = 120.0  # for a rank's process to import torch
+_START_S = 120.0  # for a rank's process to import torch and listen
 _ANSWER_S = 10.0
 _STOP_S = 5.0
 
 
 @dataclass(frozen=True)
+class RemoteRankConfig:
+    """What a rank's process starts with. local_rank: number among the ranks of its host."""
+
+    worker: WorkerConfig
+    local_rank: int
+    secret: bytes
+
+
+@dataclass(frozen=True)
+class Open:
+    """Opens a connection to a rank. purpose: a key of `TABLES`. Answers: `Ready`, `Failed`."""
+
+    purpose: str
+
+
+@dataclass(frozen=True)
+class Listening:
+    """From a rank to the process that started it: where it listens."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """This host is to stop: the worker should drain."""
+
+
+CONTROL = (Open, Ready, Failed, Listening, Drain)
+COMMANDS, KV, DRAIN = "commands", "kv", "drain"
+TABLES: dict[str, Messages] = {COMMANDS: MESSAGES, KV: KV_MESSAGES, DRAIN: CONTROL}
+"""What a connection carries once it is open, by its purpose."""
+
+
+@dataclass(frozen=True)
 class RankAddress:
-    """Where a rank on another host is."""
+    """Where a rank on another host listens, and the secret of its worker."""
 
     host: str
     port: int
@@ -56,31 +90,33 @@ class RankAddress:
     role: str
 
     def connect(self, purpose: str) -> ObjectConnection:
-        """Raises OSError, EOFError."""
+        """A connection for one purpose. Raises OSError, EOFError."""
         credentials = tls.current()
         context = credentials.client_context() if credentials.ca_file else None
         name = f"{self.role}.{tls.DOMAIN}" if context else ""
         place = self.host, self.port, self.secret
-        connection = object_connection.connect(*place, context, name)
-        connection.send(purpose)
-        if not connection.poll(_ANSWER_S):
-            connection.close()
-            raise TimeoutError("no answer")
-        if refusal := connection.recv():
-            connection.close()
-            raise ConnectionRefusedError(refusal)
-        return connection
+        opening = object_connection.connect(*place, context, name, CONTROL)
+        try:
+            opening.send(Open(purpose))
+            if not opening.poll(_ANSWER_S):
+                raise TimeoutError("no answer")
+            if isinstance(answer := opening.recv(), Failed):
+                raise ConnectionRefusedError(answer.reason)
+        except BaseException:
+            opening.close()
+            raise
+        return ObjectConnection(opening.socket, TABLES[purpose])
 
 
-def own_address(config: WorkerConfig) -> str:
-    """At which the ranks of other hosts reach this one's."""
+def advertised_host(config: WorkerConfig) -> str:
+    """The address at which this host's ranks reach each other."""
     advertised = split_address(config.advertise)[0] if config.advertise else config.host
     return (config.kv_host or advertised).strip("[]")
 
 
 def check_address(config: WorkerConfig) -> None:
-    """Raises ConfigError where ranks cannot listen for other hosts, or strangers could."""
-    host = own_address(config)
+    """Raises ConfigError if other hosts cannot reach ranks here, or if anybody could."""
+    host = advertised_host(config)
     try:
         if ipaddress.ip_address(host).is_unspecified:
             raise ConfigError(f"other hosts cannot reach {host}: give --advertise, too")
@@ -96,9 +132,9 @@ def check_address(config: WorkerConfig) -> None:
 
 
 async def find(config: WorkerConfig, registry: EtcdRegistry) -> list[RankAddress]:
-    """The ranks of all other hosts, in their order, once they are there; none with one host.
+    """The ranks of all other hosts in order, once all are announced; none with one host.
 
-    Raises ConfigError where a host was told of another number of ranks or hosts.
+    Raises ConfigError for a host with another --tp or --nnodes.
     """
     expected, waited_s = config.engine.tp // config.nnodes, 0.0
     while True:
@@ -119,17 +155,14 @@ async def find(config: WorkerConfig, registry: EtcdRegistry) -> list[RankAddress
             ]
         if waited_s % _REMIND_S == 0:
             log.info("waiting for --node-rank %s of %s", ", ".join(missing), config.name)
-        await asyncio.sleep(_ASK_S)
-        waited_s += _ASK_S
+        await asyncio.sleep(_POLL_S)
+        waited_s += _POLL_S
 
 
 async def connected(
     config: WorkerConfig, registry: EtcdRegistry
 ) -> tuple[list[RankAddress], list[ObjectConnection]]:
-    """All of them with the connections for their steps; each takes one such connection only.
-
-    Raises as `find` does.
-    """
+    """The ranks of other hosts, and a connection for commands to each. Raises as `find` does."""
     if config.nnodes > 1:
         check_address(config)
     backoff = Backoff()
@@ -137,7 +170,7 @@ async def connected(
         addresses, connections = await find(config, registry), list[ObjectConnection]()
         try:
             for address in addresses:
-                connections.append(await asyncio.to_thread(address.connect, STEPS))
+                connections.append(await asyncio.to_thread(address.connect, COMMANDS))
             return addresses, connections
         except (OSError, EOFError) as error:  # it may be about to end, with its first process
             log.warning("rank at %s:%d: %s", address.host, address.port, error)
@@ -147,13 +180,13 @@ async def connected(
 
 
 def watch_for_drain(addresses: list[RankAddress], drain: Callable[[], None]) -> None:
-    """Calls it, from a thread, when the host of one of the ranks is to stop.
+    """Calls `drain`, from a thread, when the host of one of the ranks is to stop.
 
     Raises Unavailable.
     """
 
     def watch(connection: ObjectConnection) -> None:
-        with contextlib.suppress(OSError, EOFError):  # then the one for steps ends, too
+        with contextlib.suppress(OSError, EOFError):  # the connection for commands ends, too
             connection.recv()
             drain()
 
@@ -167,7 +200,7 @@ def watch_for_drain(addresses: list[RankAddress], drain: Callable[[], None]) -> 
 
 
 def run(config: WorkerConfig) -> int:
-    """Serves the ranks of a host that is not the first until SIGTERM; 0. Raises ConfigError."""
+    """Runs the ranks of a host that is not the first until SIGTERM. Raises ConfigError."""
     return uvloop.run(_run(config))
 
 
@@ -181,10 +214,11 @@ async def _run(config: WorkerConfig) -> int:
         while not stop.is_set():
             name, reason = (config.name, config.node_rank), "a rank has ended"
             try:
-                async with _ranks(config) as ranks:
+                secret = secrets.token_bytes()
+                async with _ranks(config, secret) as (ranks, addresses):
                     host = RankHost(
                         worker=config.name, role=config.role, node_rank=config.node_rank,
-                        addresses=[rank.address for rank in ranks], secret=ranks[0].secret,
+                        addresses=addresses, secret=secret,
                     )  # fmt: skip
                     async with registry.announce(host):
                         began = True
@@ -202,63 +236,35 @@ async def _run(config: WorkerConfig) -> int:
     return 0
 
 
-class _Rank:
-    """A rank's process, as the one that started it sees it."""
-
-    def __init__(self, config: WorkerConfig, number: int, secret: bytes) -> None:
-        self.connection, theirs = Pipe()
-        with theirs:
-            command = [sys.executable, "-m", "baton.worker.rank_server", str(theirs.fileno())]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        self.secret = secret
-        self.connection.send((config, number, secret))
-
-    def wait_for_address(self) -> None:
-        """Returns when it listens. Raises ConfigError."""
-        try:
-            if not self.connection.poll(_START_S):
-                raise InternalError("a rank's process does not start")
-            self.address = self.connection.recv()
-        except (EOFError, OSError) as error:
-            status = self.process.wait()
-            raise ConfigError(f"a rank's process ended with status {status}") from error
-
-    def end(self) -> None:
-        """Returns when its process has ended."""
-        self.connection.close()  # which ends it
-        try:
-            self.process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
 @contextlib.asynccontextmanager
-async def _ranks(config: WorkerConfig) -> AsyncIterator[list[_Rank]]:
-    """This host's ranks, listening; at the end none is left. Raises ConfigError."""
-    here, secret = config.engine.tp // config.nnodes, secrets.token_bytes()
-    ranks = [_Rank(config, number, secret) for number in range(here)]
+async def _ranks(
+    config: WorkerConfig, secret: bytes
+) -> AsyncIterator[tuple[list[RankProcess], list[str]]]:
+    """This host's ranks and where they listen; at the end none is left. Raises ConfigError."""
+    module, ranks = "baton.worker.remote_rank", list[RankProcess]()
     try:
-        for rank in ranks:
-            await asyncio.to_thread(rank.wait_for_address)
-        yield ranks
+        for number in range(config.engine.tp // config.nnodes):
+            given = RemoteRankConfig(config, number, secret)
+            ranks.append(RankProcess.start(module, number, given, CONTROL))
+        answers = [await asyncio.to_thread(rank.answer, _START_S) for rank in ranks]
+        yield ranks, [one.address for one in answers]
     finally:
         for rank in ranks:
             await asyncio.to_thread(rank.end)
 
 
-async def _until_one_ends(ranks: list[_Rank], stop: asyncio.Event, drain_s: float) -> None:
-    """Returns when a rank has ended, or all that it is used for once this host is to stop."""
+async def _until_one_ends(ranks: list[RankProcess], stop: asyncio.Event, drain_s: float) -> None:
+    """Returns when a rank has ended; once this host is to stop, drains the worker first."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for rank in ranks:
-        loop.add_reader(rank.connection.fileno(), ended.set)  # it says nothing more
+        loop.add_reader(rank.connection.fileno(), ended.set)  # it sends nothing more
     try:
         waits = {asyncio.create_task(event.wait()) for event in (stop, ended)}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not ended.is_set():
             log.info("asking the worker to drain")
             for rank in ranks:
-                rank.connection.send(DRAIN)
+                rank.connection.send(Drain())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(drain_s + _STOP_S):
                     await ended.wait()

@@ -1,4 +1,4 @@
-"""Baton's engine, driven for one measurement at a time."""
+"""Drives Baton's engine for one measurement at a time."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.bench.engine import EngineDriver
 from baton.generation.sampling_params import SamplingParams
-from baton.local.engine_bench import EngineDriver
 
-_CANCELLED = 0.1  # of soaked sequences a step
+_CANCELLED = 0.1  # probability that a step of `soak` cancels a sequence
 
 
 @dataclass
 class Soaked:
-    """What `Driver.soak` did; survivors: which prompt each had, and its tokens."""
+    """Result of `Driver.soak`; survivors: index of the prompt and tokens of finished sequences."""
 
     survivors: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     cancelled: int = 0
@@ -23,12 +23,12 @@ class Soaked:
 
 
 class Driver(EngineDriver):
-    """An engine's driver that also generates, and bears a load."""
+    """A driver that also generates tokens, and runs a random load."""
 
     def generate(
         self, prompts: Items[list[int]], new_tokens: int, **sampling: Any
     ) -> list[tuple[int, ...]]:
-        """Tokens for each prompt, all of them at once; greedy ones if not told otherwise."""
+        """Tokens for all prompts, in one batch; greedy by default."""
         params = SamplingParams(ignore_eos=True, max_tokens=new_tokens, **sampling)
         sequences = [self._sequence(list(prompt), params) for prompt in prompts]
         for sequence in sequences:
@@ -40,9 +40,10 @@ class Driver(EngineDriver):
         return [found[sequence.seq_id] for sequence in sequences]
 
     def soak(self, prompts: Items[list[int]], new_tokens: int, most: int, seconds: float) -> Soaked:
-        """Adds and cancels sequences at random for so long, up to `most` at a time.
+        """Adds and cancels sequences at random for `seconds`, then finishes the rest.
 
-        Each has one of the prompts and gets up to `new_tokens` greedy tokens. The last ones end.
+        most: maximum number of sequences at a time. Each has one of the prompts, and up to
+        `new_tokens` greedy tokens.
         """
         dice, found, ends = self._dice, Soaked(), time.monotonic() + seconds
         running: dict[str, tuple[int, tuple[int, ...]]] = {}

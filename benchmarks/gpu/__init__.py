@@ -1,9 +1,8 @@
-"""What the GPU path computes, and how fast: kernels, engine and cluster on this machine's GPU.
+"""`make gpu`: correctness and speed of kernels, engine and cluster on this machine's GPU.
 
-Only the cluster needs more than Python, torch, triton, numpy and safetensors. The engine's and the
-transports' modules name protobuf's messages, grammars of structured output and xxhash, which
-kernels, steps and copies between GPUs do not use: where those cannot be imported, a module whose
-names are only names takes their place.
+Only the cluster needs more than Python, torch, triton, numpy and safetensors. Modules of the engine
+and the transports import protobuf messages, grammars and xxhash, which the other parts do not use:
+if one cannot be imported, a stand-in module takes its place, whose functions raise ImportError.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ class _Absent(ModuleType):
 
 
 def stand_in(name: str) -> None:
-    """Puts a module of names where an import fails."""
+    """Replaces a module that cannot be imported by a stand-in."""
     try:
         importlib.import_module(name)
-    except Exception as error:  # protobuf refuses messages of a newer one with errors of its own
+    except Exception as error:  # protobuf raises an error of its own for newer generated code
         sys.modules[name] = _Absent(name, error)
 
 

@@ -1,5 +1,5 @@
-"""Part "cluster": KV between processes by each transport, then a cluster of one prefill and one
-decode worker: its tokens, and what its handoffs cost. The transports need neither gRPC nor etcd."""
+"""Part "cluster": KV transfers between processes by each transport, then handoffs of a cluster with
+one prefill and one decode worker. Transports need neither gRPC nor etcd."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from kvtransfer.transports.process_group import NcclTransport
 
 _START_S, _TIMEOUT_S, _HOST = 60.0, 30.0, "127.0.0.1"
 _MOVED = 512 << 20  # bytes
-_ALONE = "nccl is left out: before NCCL 2.30 it refuses two ranks on one GPU"
+_ALONE = "nccl is left out: NCCL before 2.30 refuses two ranks on one GPU"
 
 
 def run(part: Part) -> None:
-    """Transports, then the cluster."""
+    """Measures transports, then the cluster."""
     part.measure("transfer", _transfers(part))
     if part.cuda and torch.distributed.is_nccl_available():
         part.measure("nccl", [("a group of one", partial(nccl_alone, part))])
@@ -59,26 +59,26 @@ def run(part: Part) -> None:
 
 
 def served(part: Part) -> None:
-    """Part "serve", where its packages are."""
+    """Part "serve", if its packages can be imported."""
     try:
         from benchmarks.gpu.serve import serve  # noqa: PLC0415
     except Exception as error:  # as above
         part.note("serve", f"no cluster is started: {summary(error)}")
         return
-    if not part.copy_bytes_per_s:  # the part "machine" has not run
+    if not part.copy_bytes_per_s:  # part "machine" has not run
         part.row("machine", "device", device_of(part))
     part.measure("serve", [(shape.name, partial(serve, part, shape)) for shape in part.models])
 
 
 def _nccl_shares_a_gpu() -> bool:
-    """Whether both ends of a pair may be on one GPU."""
+    """Whether NCCL allows both ends of a pair on one GPU."""
     if not torch.distributed.is_nccl_available():
         return False
     return tuple(torch.cuda.nccl.version()[:2]) >= (2, 30)
 
 
 def _own_pids() -> list[str]:
-    """What starts a process in a pid namespace, as a container's; empty where that is refused."""
+    """Command prefix that starts a process in a pid namespace; empty if that is not allowed."""
     command = [shutil.which("unshare") or "", "--pid", "--mount-proc", "--fork", "--kill-child"]
     if not command[0] or subprocess.run([*command, "true"], check=False).returncode:
         return []
@@ -87,8 +87,9 @@ def _own_pids() -> list[str]:
 
 @dataclass(frozen=True)
 class End:
-    """One end of a transfer: `num_blocks` of a pool that has 8 more. dtype: one of torch's; rows of
-    8-bit elements have their scales behind them."""
+    """One end of a transfer of `num_blocks` blocks; its pool has 8 more.
+
+    dtype: name of a torch type; rows of 8-bit elements are followed by their scales."""
 
     transport: str
     device: str
@@ -101,16 +102,16 @@ class End:
 
     @property
     def row(self) -> int:
-        """Elements of a token's row of one head, with its scale."""
+        """Elements of a row of one token and head, including its scale."""
         return self.head_size + (SCALE_BYTES if getattr(torch, self.dtype).itemsize == 1 else 0)
 
     def slots(self, seed: int) -> Slots:
-        """Blocks in random order."""
+        """The blocks, in random order."""
         ids = random.Random(seed).sample(range(self.num_blocks + 8), self.num_blocks)
         return Slots(tuple(ids), self.num_blocks * self.block_size)
 
     def opened(self) -> tuple[KvPool, Transport]:
-        """A pool as a worker of that transport has it. Raises OSError."""
+        """Opens a pool and its transport, as a worker does. Raises OSError."""
         device, dtype = torch.device(self.device), getattr(torch, self.dtype)
         shape = self.num_blocks + 8, self.layers, 2, self.kv_heads, self.block_size, self.row
         nbytes = dtype.itemsize * math.prod(shape)
@@ -128,7 +129,7 @@ class End:
 
 
 def _transfers(part: Part) -> Iterator[Case]:
-    """A row for each transport: within this GPU, and to another one if there is."""
+    """A row for each transport: within this GPU, and to another one if there is one."""
     shape = GPU_SHAPES["smoke" if part.smoke else "8B"]
     block_bytes = 2 * 16 * 2 * shape.layers * shape.kv_heads * shape.head_size
     count = 6 if part.smoke else _MOVED // block_bytes
@@ -149,7 +150,7 @@ def _transfers(part: Part) -> Iterator[Case]:
     if own_pids := _own_pids():
         yield case(f"{nearest}, between pid namespaces", nearest, first=own_pids)
     else:
-        part.note("transfer", "between pid namespaces: this machine does not let us make one")
+        part.note("transfer", "between pid namespaces: this machine allows no new one")
     if not part.cuda:
         yield case("gloo", "gloo")
         return
@@ -164,10 +165,9 @@ def _transfers(part: Part) -> Iterator[Case]:
 
 
 def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()) -> Cells:
-    """Median of some puts, each checked by its checksum at both ends. Raises AssertionError.
+    """Measures puts, each verified by checksums at both ends. Raises AssertionError.
 
-    first: what starts the receiving process.
-    """
+    first: command prefix of the receiving process."""
     pool, transport = sending.opened()
     copier.prepare(pool)  # as a worker does
     pool.tensor.view(torch.uint8).random_()
@@ -197,9 +197,9 @@ def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()
                     assert arrived == digest.value, "other bytes arrived"
                 seconds, moved = statistics.median(times[1:]), pool.nbytes(slots)
                 cells = {"MB": moved / 1e6, "ms": seconds * 1e3, **part.of_copy(2 * moved, seconds)}
-                cells |= {"GB/s": moved / seconds / 1e9}  # of what travels, each byte once
+                cells |= {"GB/s": moved / seconds / 1e9}  # each byte counted once
                 cells |= {"open ms": open_s * 1e3}
-                if part.cuda:  # a put can do no better than the kernel that copies its blocks
+                if part.cuda:  # a put cannot be faster than the kernel that copies its blocks
                     cells["of copy kernel"] = _kernel_s(part, sending) / seconds
                 if transport.one_sided:
                     last = slots, receiving.slots(0), pool.new_digest(), _TIMEOUT_S
@@ -213,7 +213,7 @@ def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()
 
 
 def _kernel_s(part: Part, end: End) -> float:
-    """Seconds of a launch that copies a transfer's blocks within the device."""
+    """Seconds to copy a transfer's blocks within the device by the copy kernel."""
     shape = {
         "use": "copy", "blocks": end.num_blocks, "layers": end.layers, "kv_heads": end.kv_heads,
         "dtype": end.dtype, "row": end.row,
@@ -223,8 +223,9 @@ def _kernel_s(part: Part, end: End) -> float:
 
 
 def nccl_alone(part: Part) -> Cells:
-    """A group of this process alone, built as a link's is: sends to itself, is aborted while it
-    lives, and is built anew. Raises AssertionError where other bytes arrive, RuntimeError."""
+    """Builds an NCCL group of this process alone, sends to itself, aborts it, and repeats.
+
+    Raises AssertionError if other bytes arrive, or RuntimeError."""
     transport = NcclTransport(_HOST)
     cells: Cells = {"version": ".".join(map(str, nccl_version()))}
     for again in ("", " anew"):
@@ -233,7 +234,7 @@ def nccl_alone(part: Part) -> Cells:
         group = transport.build(store, 0, _TIMEOUT_S, ranks=1)
         sent = torch.randint(256, (4 << 20,), dtype=torch.uint8, device=part.device)
         arrived = torch.zeros_like(sent)
-        group._start_coalescing()  # one alone would wait for the other
+        group._start_coalescing()  # send and receive would wait for each other
         group.send([sent], 0, 0)
         group.recv([arrived], 0, 0)
         group._end_coalescing().wait()
@@ -248,15 +249,15 @@ def nccl_alone(part: Part) -> Cells:
 
 
 def beside_products(device: torch.device, put: Work, put_s: float) -> Cells:
-    """A put while an engine's stream computes products, as of a prompt, for three times as long:
-    what it takes then, and how much longer they do."""
+    """Interference of a put and matrix products on an engine's stream, as of a prompt, that take
+    three times as long: the time of the put, and the slowdown of the products."""
     stream, size = new_stream(device), 8192 if device.type == "cuda" else 64
     factor = torch.randn(size, size, dtype=torch.bfloat16, device=device)
     product = torch.empty_like(factor)
     multiply = partial(torch.mm, factor, factor, out=product)
 
     def timed(count: int, beside: Work = lambda: None) -> tuple[float, float]:
-        """Seconds of `beside` and of all."""
+        """Seconds of `beside`, and of everything."""
         began = time.perf_counter()
         for _ in range(count):
             stream.put(multiply)
@@ -266,7 +267,7 @@ def beside_products(device: torch.device, put: Work, put_s: float) -> Cells:
         end.synchronize()
         return beside_s, time.perf_counter() - began
 
-    timed(3)  # what is loaded and allocated is there now
+    timed(3)  # loads kernels and allocates memory
     count = max(1, math.ceil(3 * put_s / timed(1)[1]))
     _, alone_s = timed(count)
     beside_s, both_s = timed(count, put)
@@ -274,7 +275,7 @@ def beside_products(device: torch.device, put: Work, put_s: float) -> Cells:
 
 
 def main() -> None:
-    """The receiving process: for each seed, the checksum of what arrived in its slots."""
+    """The receiving process: sends the checksum of the received slots for each seed."""
     end, send = End(**json.loads(sys.argv[1])), messages()
     try:
         if end.device != "cpu":

@@ -1,9 +1,9 @@
-"""Part "engine": decode steps and prompts of whole models with made-up weights, sampling included.
+"""Part "engine": decode steps and prompts of models with random weights, sampling included.
 
-Beside each figure stands its floor, the bytes and the arithmetic that no engine gets around at the
-rates that the device was measured to have, and transformers in turn with it; of decode steps also
-how long the host waited for the device: next to nothing where it was the slower of both. First of
-all the engine is compared with its reference in float32: the same tokens.
+Each figure is beside its floor (the minimum of bytes and arithmetic at the measured ceilings), and
+beside transformers, measured in turn. Decode steps also show how long the host waited for the
+device: hardly at all if the host is slower. First the engine's tokens are compared with its
+reference in float32.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.build import Loaded
 from baton.engine.kernels.triton.attention_specs import random_pool
 from baton.engine.kv_cache import KvLayout, plan_layout
-from baton.engine.models.decoder import Model
+from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.loader import random_weights
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.weights.loader import random_weights
 from benchmarks.engine.adapters.protocol import Setup, Timed
 from benchmarks.engine.adapters.transformers_model import Transformers
 from benchmarks.engine.driver import Driver
@@ -42,8 +42,8 @@ from benchmarks.shapes import GPU_SHAPES, Shape
 BATCHES, CONTEXT, STEPS = (1, 8, 64, 256), 512, 64
 PROMPTS, CHUNK = (512, 2048, 8192), 2048
 _OF_EXPERTS = (1, 64), (512, 2048)  # batches and prompts
-RIVAL_MOST, _RIVAL_STEPS = 64, 8  # sequences of transformers; its steps
-# What a step of a batch is compared with greedy sampling for: all rows' settings, the first row's.
+RIVAL_MOST, _RIVAL_STEPS = 64, 8  # maximum batch of transformers; its steps
+# Settings to compare with greedy sampling: of all rows, and of the first row.
 SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "top-p": ({"temperature": 0.8, "top_p": 0.95}, {}),
     "one row with logprobs": ({}, {"logprobs": 5}),
@@ -52,19 +52,19 @@ SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 _SOAKED = (1, 16, 17, 60, 100, 150, 200, 250, 300, 400, 500, 700)  # tokens of prompts
-_SKEWED = (32768,) + 63 * (1024,)  # contexts of a batch
-_SPARE = 6 << 30  # bytes for activations, graphs, and what torch keeps
+_SKEWED = (32768,) + 63 * (1024,)  # contexts of a batch with uneven lengths
+_SPARE = 6 << 30  # bytes for activations, graphs, and torch's cache
 
 BLOCK_SIZE = EngineConfig.block_size
-# Of an element of a layer's matrix: int4's groups of 64 and AWQ's of 128 have scales of 16 bits,
-# AWQ's zeros of 4, blocks' scales of 128 x 128 are nothing, and MXFP4's are of 8 bits.
+# Bytes of an element of a layer's matrix: int4 has a 16-bit scale for 64 elements, AWQ one for 128
+# and a 4-bit zero, MXFP4 an 8-bit scale for 32; scales of 128 x 128 blocks are negligible.
 _ELEMENT_BYTES = {"int8": 1.0, "fp8": 1.0, "fp8 in blocks": 1.0, "int4": 0.5 + 2 / 64,
                   "AWQ": 0.5 + 2.5 / 128, "MXFP4": 0.5 + 1 / 32}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Formats:
-    """Of what weights, KV and everything else are made. name: of FORMATS, or a type's."""
+    """Formats of weights, KV and activations; name: one of FORMATS, or of a type."""
 
     name: str
     dtype: torch.dtype = torch.bfloat16
@@ -72,36 +72,36 @@ class Formats:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of an element of a layer's matrix, with its share of 16-bit scales."""
+        """Bytes of an element of a layer's matrix, including its share of the scales."""
         return _ELEMENT_BYTES.get(self.name, self.dtype.itemsize)
 
     @property
     def output_bytes(self) -> float:
-        """Bytes of an element of the output layer's matrix, which is never of four bits."""
+        """Bytes of an element of the output layer's matrix, which never has four bits."""
         kept = self.name in GROUPS
         return self.dtype.itemsize if kept else max(1.0, self.weight_bytes)
 
     @property
     def eight_bits(self) -> bool:
-        """Whether products of a layer are of 8-bit rows and weights."""
+        """Whether a layer's products multiply 8-bit rows and weights."""
         return self.name in ("int8", "fp8")
 
     def layout(self, shape: Shape, num_blocks: int = 1) -> KvLayout:
-        """Of a pool."""
+        """Layout of a KV pool."""
         sizes = (shape.layers, shape.kv_heads, BLOCK_SIZE, shape.head_size)
         return KvLayout(num_blocks, *sizes, self.kv)
 
 
 BF16, FP8 = Formats("bf16"), Formats("fp8", kv=torch.float8_e4m3fn)
 FLOAT32 = Formats("f32", torch.float32, torch.float32)
-SMALL = Shape("small", 1024, 6, 16, 4, 2816, 8192)  # quick in float32
+SMALL = Shape("small", 1024, 6, 16, 4, 2816, 8192)  # fast in float32
 
 
 class OurEngine:
-    """Weights and a pool, and drivers over them: one for decoding, one for prompts.
+    """Weights and a pool, and drivers of engines over them.
 
-    Put together here and not by `baton.engine.build.load`, so that it also runs on a CPU, where its
-    kernels are interpreted, and without protobuf.
+    Not built by `baton.engine.build.load`, so that it runs on a CPU with interpreted kernels, and
+    without protobuf.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class OurEngine:
         self._dtype, self._model_args = formats.dtype, (config, weights, formats.dtype, device)
         self._layout = plan_layout(config, formats.kv, BLOCK_SIZE, num_blocks, 0)
         self._sampler = Sampler(frozenset(), config.vocab_size)
-        # Random numbers: steps on zeros would take less power.
+        # Random: steps on zeros use less power.
         sizes = (config.num_layers, config.num_kv_heads, config.head_size)
         self._pool = random_pool(num_blocks, *sizes, formats.kv, device)
         assert tuple(self._pool.shape) == self._layout.shape
@@ -125,10 +125,9 @@ class OurEngine:
         self, batch: int, context: int, chunk: int, *, graphs: bool = False,
         prefill_only: bool = False, reference: bool = False, prefix_cache: bool = False,
     ) -> Driver:  # fmt: skip
-        """An engine as a worker runs it: steps are launched ahead, and are graphs.
+        """A driver of an engine as in a worker: overlapped steps, with CUDA graphs.
 
-        reference: the model in plain torch, step after step.
-        """
+        reference: the model in plain torch, without overlap."""
         settings = EngineConfig(
             max_batch=batch, chunk_ms=1e6, chunk_tokens=chunk, prefix_cache=prefix_cache,
             graphs=graphs, prefill_only=prefill_only,
@@ -136,7 +135,7 @@ class OurEngine:
         runner: StepRunner
         if reference:
             pool = torch.zeros_like(self._pool)
-            runner = Runner(Model(*self._model_args), pool, self._sampler)
+            runner = Runner(DecoderModel(*self._model_args), pool, self._sampler)
         else:
             model = GpuModel(*self._model_args)
             runner = on_gpu = GpuRunner(model, self._pool, self._sampler, settings, context)
@@ -147,7 +146,7 @@ class OurEngine:
 
 
 class Product(NamedTuple):
-    """Matrices of one kind in a step: what is read of their weights, and computed with them."""
+    """Products with one kind of matrix in a step: bytes of weights read, and operations."""
 
     weight_bytes: float
     flops: float
@@ -155,8 +154,9 @@ class Product(NamedTuple):
 
 
 def products(shape: Shape, formats: Formats, tokens: int, logits: int) -> list[Product]:
-    """Those of a step of so many tokens, of which `logits` get scores: attention's matrices, MLPs
-    or the experts that are taken, and the output layer."""
+    """Products of a step: attention's matrices, MLPs or selected experts, and the output layer.
+
+    tokens: rows of the step · logits: rows with logits."""
     attention = 2 * shape.hidden * (shape.hidden + shape.kv_heads * shape.head_size)
     attention += shape.experts * shape.hidden  # the router
     read = shape.experts_taken(tokens) * shape.mlp_matrices if shape.experts else shape.mlp_matrices
@@ -171,27 +171,27 @@ def products(shape: Shape, formats: Formats, tokens: int, logits: int) -> list[P
 
 
 def attention_flops(shape: Shape, tokens: int) -> float:
-    """Of causal attention over a whole prompt."""
+    """Operations of causal attention over a whole prompt."""
     return 4.0 * shape.layers * shape.heads * shape.head_size * tokens * (tokens + 1) / 2
 
 
 def title_of(shape: Shape, formats: Formats, size: str = "") -> str:
-    """A row's name."""
+    """Name of a row."""
     return f"{shape.name} {formats.name}" + (f", {size}" if size else "")
 
 
 def run(part: Part) -> None:
-    """Equality, then each model."""
+    """Compares tokens with the reference, then measures each model."""
     part.measure(
         "engine against its reference",
         [("float32, greedy", partial(equality, part)), ("float32, soak", partial(soak, part))],
     )
-    # Made one after the other: what one measured with is freed before the next.
+    # Built one at a time, so that memory is freed before the next one.
     part.measure("decode", ((title_of(*one), Measuring(part, *one).run) for one in measured(part)))
 
 
 def measured(part: Part) -> list[tuple[Shape, Formats]]:
-    """The models, and of what they are made."""
+    """The models to measure, and their formats."""
     experts = GPU_SHAPES[part.sized("A3B", "smoke experts")]
     first = [(part.models[0], one) for one in (BF16, FP8, Formats("int4"))]
     others = [(shape, BF16) for shape in (*part.models[1:], experts)]
@@ -199,7 +199,7 @@ def measured(part: Part) -> list[tuple[Shape, Formats]]:
 
 
 def equality(part: Part) -> Cells:
-    """Tokens of some prompts, by kernels and by plain torch. Raises AssertionError."""
+    """Compares tokens of some prompts with plain torch's. Raises AssertionError if they differ."""
     shape = part.sized(SMALL, part.models[-1])
     lengths, new_tokens = part.sized(((1, 15, 16, 17, 300, 700), 32), ((17,), 2))
     ours = OurEngine(shape, FLOAT32, part.device, part.sized(512, 40))
@@ -214,9 +214,9 @@ def equality(part: Part) -> Cells:
 
 
 def soak(part: Part) -> Cells:
-    """Sequences that come, are cancelled and are preempted at random, in a pool too small for all.
+    """Adds, cancels and preempts sequences at random, in a pool too small for all.
 
-    Those that end have the tokens of quiet steps: one prompt at a time, without graphs. Raises
+    Finished sequences must have the tokens of one prompt at a time without graphs. Raises
     AssertionError.
     """
     shape = part.sized(SMALL, part.models[-1])
@@ -243,14 +243,14 @@ def soak(part: Part) -> Cells:
 
 
 def random_prompt(shape: Shape, length: int) -> list[int]:
-    """The same tokens each time."""
+    """A random prompt, seeded by its length."""
     generator = torch.Generator().manual_seed(length)
     tokens: list[int] = torch.randint(shape.vocab, (length,), generator=generator).tolist()
     return tokens
 
 
 class Measuring:
-    """One shape in one format, and transformers beside it where there is room for it."""
+    """Measures one shape in one format, and transformers beside it if both fit in memory."""
 
     def __init__(self, part: Part, shape: Shape, formats: Formats) -> None:
         self.part, self.shape, self.formats = part, shape, formats
@@ -263,7 +263,7 @@ class Measuring:
         self.skewed = part.sized(_SKEWED, (40, 5)) if compares else ()  # contexts
 
     def run(self) -> None:
-        """All of it."""
+        """Measures decode steps, prompts, and uneven batches."""
         part, title = self.part, self._title()
         part.free()
         if "fp8" in self.formats.name and not part.has_fp8:
@@ -286,9 +286,9 @@ class Measuring:
             }  # fmt: skip
             try:
                 self.rival = Transformers(Setup("", self.shape.vocab, 0, (), 0, 0, 0, options))
-            except Exception as error:  # whatever version of it is there
+            except Exception as error:  # depends on its version
                 self._no_rival("decode", "", error)
-        # No prompt is computed, so that nearly no chunks need be captured.
+        # No prompt is computed, so few graphs with chunks are captured.
         limits = (max(batches), part.sized(2048, 64), BLOCK_SIZE)
         with closing(ours.driver(*limits, graphs=True)) as driver:
             part.measure("decode", self._decode_cases(driver, batches))
@@ -307,14 +307,14 @@ class Measuring:
         return title_of(self.shape, self.formats, size)
 
     def _blocks(self, batch: int) -> int:
-        """For decoding, or for the longest prompt if that takes more."""
+        """Blocks for decoding, or for the longest prompt if that needs more."""
         grown = 12 + self.steps
         decoding = (batch + 2) * -(-(self.context + grown) // BLOCK_SIZE)
         skewed = sum(-(-(context + grown) // BLOCK_SIZE) for context in self.skewed[:batch])
         return max(decoding, skewed, -(-(max(self.prompts) + 32) // BLOCK_SIZE)) + 8
 
     def _fitting(self, beside: bool) -> list[int]:
-        """Batch sizes whose KV fits beside the weights, and transformers' beside that."""
+        """Batch sizes whose KV fits in memory with the weights, and with transformers if wanted."""
         wanted, shape = list(self.batches), self.shape
         if not self.part.cuda:
             return wanted
@@ -327,12 +327,12 @@ class Measuring:
         return [batch for batch in wanted if self._blocks(batch) * block <= room]
 
     def _decode_cases(self, driver: Driver, batches: list[int]) -> Iterator[Case]:
-        """One for each batch."""
+        """A case for each batch size."""
         for batch in batches:
             yield self._title(f"batch {batch}"), partial(self.decode, driver, batch)
 
     def decode(self, driver: Driver, batch: int) -> Cells:
-        """Steps of one batch size; ours and, where they have room, theirs in turn."""
+        """Measures steps of one batch size, in turn with transformers if it is loaded."""
         part, steps, theirs = self.part, self.part.sized(_RIVAL_STEPS, 2), None
         if self.rival and batch <= RIVAL_MOST:
             theirs = partial(self.rival.decode, batch, self.context, steps)
@@ -343,19 +343,19 @@ class Measuring:
             "waited us": driver.waited_s * 1e6, "of step waited": driver.waited_s / step_s,
         }  # fmt: skip
         if part.copy_bytes_per_s:
-            middle = self.context + self.warm_up + self.steps // 2  # of what was counted
+            middle = self.context + self.warm_up + self.steps // 2  # mean context of measured steps
             kv = batch * middle * self.formats.layout(self.shape).bytes_per_token
             floor = kv / part.copy_bytes_per_s + self._floor_s(batch, batch)
             cells |= {"floor ms": floor * 1e3, "of floor": floor / step_s}
         return cells | rival
 
     def _floor_s(self, tokens: int, logits: int) -> float:
-        """Seconds of a step's products at the measured rates."""
+        """Minimum seconds of a step's products at the measured ceilings."""
         found = products(self.shape, self.formats, tokens, logits)
         return sum(self.part.floor_s(one.weight_bytes, one.flops, one.eight_bits) for one in found)
 
     def _compared_cases(self, driver: Driver) -> Iterator[Case]:
-        """Batches whose lengths or settings differ from row to row, beside others of one kind."""
+        """Batches with uneven lengths or settings, beside even ones."""
         batch, (longest, others, *_) = len(self.skewed), self.skewed
         even = [sum(self.skewed) // batch] * batch
         yield (
@@ -370,7 +370,7 @@ class Measuring:
     def _beside(
         self, driver: Driver, other: str, others: Items[int], contexts: Items[int], **settings: Any
     ) -> Cells:
-        """Steps of a batch of those contexts and settings, in turn with greedy ones of others."""
+        """Measures steps with these contexts and settings, in turn with greedy ones of `others`."""
         sizes = self.warm_up, self.steps
         rounds = [
             (driver.decode(contexts, *sizes, **settings), driver.decode(others, *sizes))
@@ -383,9 +383,9 @@ class Measuring:
         }  # fmt: skip
 
     def prefill(self, driver: Driver, tokens: int) -> Cells:
-        """One prompt in chunks, to its first token."""
+        """Measures a prompt in chunks, to its first token."""
         if not self.part.smoke:
-            driver.prefill(tokens)  # kernels are compiled for what is new in it
+            driver.prefill(tokens)  # compiles kernels
         theirs = partial(self.rival.prefill, tokens) if self.rival else None
         ours_s, rival = self._in_turn("prefill", tokens, partial(driver.prefill, tokens), theirs)
         cells: Cells = {"ms": ours_s * 1e3, "tokens/s": tokens / ours_s}
@@ -401,7 +401,7 @@ class Measuring:
         self, table: str, tokens: int, ours: Callable[[], float],
         theirs: Callable[[], Timed] | None, steps: int = 1,
     ) -> tuple[float, Cells]:  # fmt: skip
-        """Our median seconds of some rounds; of `steps` of transformers between them, if it can."""
+        """Our median seconds over rounds, and cells for transformers, measured in turn."""
         our_s, their_s, how = [], [], ""
         for _ in range(self.part.sized(3, 1)):
             our_s.append(ours())
@@ -410,12 +410,12 @@ class Measuring:
             try:
                 seconds, how = theirs()
                 their_s.append(seconds / steps)
-            except Exception as error:  # whatever version of it is there
+            except Exception as error:  # depends on its version
                 if is_fatal(error):
                     raise
                 self._no_rival(table, f", {tokens}", error)
                 theirs = None
-        self.part.free()  # its caches of one size are of no use for the next
+        self.part.free()  # the next case has other sizes
         ours_s = statistics.median(our_s)
         if not their_s:
             return ours_s, {}

@@ -1,4 +1,4 @@
-"""A cluster of one prefill and one decode worker: its tokens, and what its handoffs cost."""
+"""A cluster of one prefill and one decode worker: its tokens, and the time of handoffs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from benchmarks.gpu.part import Cells, Part
 
 _LENGTHS, _NEW_TOKENS = (64, 300, 700, 1500), 24
 _VOCAB = 4000  # of the demo model's 4096: none of its special tokens
-_FLUSHED_S = 3.0  # by then all exporters have sent what they had
+_FLUSHED_S = 3.0  # within which all exporters send their spans
 
 
 def handoff(part: Part, transport: str) -> Cells:
-    """A cluster's tokens beside one process's. Raises AssertionError for others."""
+    """Compares a cluster's tokens with one process's. Raises AssertionError if they differ."""
     prompts, engine = _prompts(part), _engine(part)
     wanted, _ = _generated(prompts, engine)
     store, taken = SpanStore(10_000, 500_000), set()
@@ -63,10 +63,10 @@ def handoff(part: Part, transport: str) -> Cells:
 
 
 def ranks(part: Part) -> Cells:
-    """Two ranks' tokens and time beside one process's, on two GPUs, or both on one.
+    """Compares tokens and time of two ranks with one process, on two GPUs or both on one.
 
-    Sums over ranks have another order: a near tie may be decided otherwise. Raises AssertionError
-    where much is.
+    Sums over ranks round differently, which may decide a near tie. Raises AssertionError if more
+    than an eighth of the prompts differ.
     """
     prompts, engine, backend = _prompts(part), _engine(part), None
     settings = replace(engine, tp=2, tp_backend="gloo")
@@ -81,7 +81,7 @@ def ranks(part: Part) -> Cells:
 
 
 class _SharedGpu(Gpu):
-    """One that all ranks compute on."""
+    """A GPU that all ranks share."""
 
     def of_rank(self, rank: int) -> Gpu:
         return self
@@ -94,7 +94,7 @@ def _prompts(part: Part) -> list[list[int]]:
 
 
 def _engine(part: Part) -> EngineConfig:
-    """The demo model in float32, in which tokens are equal wherever they are computed."""
+    """The demo model in float32, whose tokens do not depend on where they are computed."""
     kernels = "auto" if part.cuda else "torch"
     return EngineConfig(dtype="float32", device=part.device_name, kv_blocks=512, kernels=kernels)
 
@@ -102,21 +102,21 @@ def _engine(part: Part) -> EngineConfig:
 def _generated(
     prompts: list[list[int]], engine: EngineConfig, backend: GpuBackend | None = None
 ) -> tuple[list[tuple[int, ...]], float]:
-    """What one process generates, or that of the first rank, and the seconds that it takes."""
+    """Tokens that one process, or its ranks, generate, and the seconds it takes."""
     params = SamplingParams(max_tokens=_NEW_TOKENS, ignore_eos=True)
     with SingleProcess(engine, backend) as single:
-        single.generate(prompts[0], params)  # what is compiled is compiled now
+        single.generate(prompts[0], params)  # compiles kernels
         began = time.perf_counter()
         found = [single.generate(prompt, params).token_ids for prompt in prompts]
         return found, time.perf_counter() - began
 
 
 def bookkeeping_ms(spans: Sequence[Span], copy_bytes_per_s: float) -> float | None:
-    """What the handoff of one trace costs beyond computing and copying; None without a handoff.
+    """Time of a trace's handoff without computing and copying; None if there is no handoff.
 
         last chunk ends ── notice ── last put ── Commit, verify ── the sequence can be decoded
 
-    That time, less the time in which the device copies what was put after the chunk.
+    This time, minus the time to copy what was put after the last chunk.
     """
     named = {span.name: span for span in sorted(spans, key=lambda span: span.end_ns)}
     if any(name not in named for name in ("prefill.chunk", "kv.transfer", "decode.admit")):

@@ -1,26 +1,25 @@
-"""Parts "machine", "kernels", "speed" and "tune": the device at its best, each kernel as its
-reference, what kernels move and compute each second, and their configurations. Shapes are an 8B
-model's."""
+"""Parts "machine", "kernels", "speed" and "tune": what the device can do at best, kernels against
+their references, rates of kernels, and tuning. Shapes are those of an 8B model.
+
+Trials, timing, compiling ahead and tuning are those of `python -m baton.engine.kernels.triton`.
+"""
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import platform
 import random
 import shutil
-import subprocess
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from multiprocessing.pool import IMapIterator, Pool
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -28,50 +27,38 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from triton.backends.nvidia import driver as nvidia
-from triton.runtime.jit import JITFunction
 
 from baton.engine.backends.gpu.linear import GpuWeight, prepare
-from baton.engine.kernels.triton import timing, tuning
-from baton.engine.kernels.triton.check import check as compile_specs
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    error_of,
-    small,
-    specs_in,
-    text_of,
-)
+from baton.engine.kernels.torch.row_quantization import FP8
+from baton.engine.kernels.triton import launch_configs, timing, tuning
+from baton.engine.kernels.triton.check import Target, compile_target, compilers, results_until
 from baton.engine.kernels.triton.row_quantization import QuantizedRows, quantize_rows
-from baton.engine.weights.quantize import FP8
-from baton.engine.weights.weight import (
-    DenseWeight,
-    Fp8BlockWeight,
-    Int4Weight,
-    Mxfp4Weight,
-    Weight,
-)
-from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
+from baton.engine.kernels.triton.specs import Key, error_of, small, specs_in, text_of
+from baton.engine.quantization.fp8 import Fp8BlockWeight
+from baton.engine.quantization.int4 import Int4Weight
+from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
+from baton.engine.quantization.mxfp4 import Mxfp4Weight
+from baton.worker import nvidia_smi
+from benchmarks.gpu.part import Case, Cells, Part, is_fatal
 from benchmarks.gpu.run import run_part
 
 TABLE = "kernels against their references"
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 4096, 16384)
 PROMPTS = ((512, 0), (2048, 0), (8192, 0), (2048, 8192))  # tokens, tokens before them
-_GROWING = ("rows", "batch", "context", "tokens", "blocks")  # sizes that vary from check to check
-_OF_MEMORY = 0.3  # of what is free: for a pool, and as much for torch's K and V
+_GROWING = ("rows", "batch", "context", "tokens", "blocks")  # sizes that correctness varies
+_OF_MEMORY = 0.3  # share of free memory for a pool, and as much again for torch's K and V
 TORCH_ATTENTION = {
     "of flash": SDPBackend.FLASH_ATTENTION, "of cuDNN": SDPBackend.CUDNN_ATTENTION
 }  # fmt: skip
-# A layer's, outputs x inputs: gate and up, down, q k v, o; in formats, by decode steps and prompts.
+# Matrices of a layer, outputs x inputs: gate and up, down, q k v, o.
 MATRICES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
 FORMATS = ("bf16", "fp8", "int8", "int4", "fp8 in blocks", "AWQ", "MXFP4")
 _QUANTIZATIONS = ("fp8", "int8", "int4")  # as `--quantization` names them
-_EIGHT_BITS = ("fp8", "int8")  # of rows, too
+_EIGHT_BITS = ("fp8", "int8")  # formats whose rows are quantised, too
 GROUPS = {"fp8 in blocks": 128, "AWQ": 128, "MXFP4": 32}  # inputs that share a scale
 _PRODUCT_ROWS = (1, 4, 16, 64, 256, 2048)
-_MOVED = 512 << 20  # bytes of blocks
-# As nvidia-smi names them; the reasons first as drivers do since they are "events".
+_MOVED = 512 << 20  # bytes of the blocks to move
+# Names of nvidia-smi; of the reasons first the name of drivers since 535.
 _CLOCKS = {
     "SM MHz": "clocks.sm", "memory MHz": "clocks.mem", "degrees C": "temperature.gpu",
     "W": "power.draw",
@@ -83,26 +70,25 @@ _REASON_BITS = {  # NVML's nvmlClocksEventReasons
     0x80: "power brake", 0x100: "display clocks",
 }  # fmt: skip
 _COMPILED = "kernels compiled"
-_COMPILING, _SANITIZING = 0.4, 0.3  # of the time left then, at most
-_CANDIDATES_S = 30.0  # for a shape's to be compiled; those that are not then are when they run
-SANITIZER, _SANITIZER_S = "compute-sanitizer", 30.0  # what it begun last may take
-KernelCase: TypeAlias = tuple[str, str, Key]  # a row, its kernel, and the shape
-Work: TypeAlias = tuple[str, Key, Config | None, int]  # kernel, shape, and for which capability
-T = TypeVar("T")
+_SMI_S = 10.0
+_COMPILING, _SANITIZING = 0.4, 0.3  # shares of the time left
+SANITIZER, _SANITIZER_S = "compute-sanitizer", 30.0  # seconds for the last launch
+_BLOCKS = "kvtransfer.kernels.blocks"
+KernelCase: TypeAlias = tuple[str, str, Key]  # name of the row, kernel, shape
 
 
 def specs() -> dict[str, Any]:
-    """Every kernel's, by its name."""
-    return {spec.name: spec for spec in specs_in(["kvtransfer.kernels.blocks"])}
+    """The specs of all kernels by name."""
+    return {spec.name: spec for spec in specs_in([_BLOCKS])}
 
 
 def machine(part: Part) -> None:
-    """The device, then a large copy, read and product: its ceilings, and its clocks meanwhile."""
+    """The device, its ceilings (a large copy, read and product), and its clocks meanwhile."""
     device, smoke, about = part.device, part.smoke, device_of(part)
     part.row("machine", "device", about)
     nbytes, size = (1 << 20, 64) if smoke else (1 << 30, 8192)
     source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    # Zeros would take less power, and so a higher clock.
+    # Random: zeros take less power and allow a higher clock.
     left, right = torch.randn(2, size, size, dtype=torch.bfloat16, device=device).unbind()
     if has_smi := "driver" in about:
         part.attempt("clocks", "before", partial(_clocks, part))
@@ -122,13 +108,13 @@ def machine(part: Part) -> None:
     }
     part.row("ceilings", "measured", rates)
     if has_smi:
-        for _ in range(part.sized(600, 1)):  # a second: nvidia-smi takes a good part of one
+        for _ in range(part.sized(600, 1)):  # a second of work: nvidia-smi takes part of one
             torch.mm(left, right, out=product)
         part.attempt("clocks", "during products", partial(_clocks, part))
 
 
 def device_of(part: Part) -> Cells:
-    """What it is, and the versions of what runs on it."""
+    """The device, and versions of the software on it."""
     device = part.device
     about: Cells = {"name": f"{device} ({platform.machine()})"}
     if part.cuda:
@@ -140,33 +126,26 @@ def device_of(part: Part) -> Cells:
             "SMs": str(gpu.multi_processor_count), "L2": f"{gpu.L2_cache_size / 2**20:.0f} MiB",
             "CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl)),
         }  # fmt: skip
-    try:
-        (about["driver"],) = _smi(part, "driver_version")
-    except (OSError, subprocess.SubprocessError) as error:
-        part.note("clocks", f"no nvidia-smi: {summary(error)}")
+    if driver := _smi(part, "driver_version"):
+        (about["driver"],) = driver
+    else:
+        part.note("clocks", "no nvidia-smi")
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     return {**about, **versions, "python": platform.python_version()}
 
 
 def _smi(part: Part, *fields: str) -> list[str]:
-    """The device's, of nvidia-smi, which numbers devices otherwise than torch may. Raises OSError
-    or SubprocessError."""
-    which = []
-    if part.cuda:
-        which = [f"--id=GPU-{torch.cuda.get_device_properties(part.device).uuid}"]
-    found = subprocess.run(
-        ["nvidia-smi", *which, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],
-        capture_output=True, text=True, timeout=10, check=True,
-    ).stdout  # fmt: skip
-    return [value.strip() for value in found.split("\n")[0].split(",")]
+    """Fields of nvidia-smi for the device; empty where they cannot be had."""
+    gpu = torch.cuda.get_device_properties(part.device) if part.cuda else None
+    return nvidia_smi.query(fields, _SMI_S, f"GPU-{gpu.uuid}" if gpu else "")
 
 
 def _clocks(part: Part) -> Cells:
-    """Clocks, temperature and power now, and what holds the clocks back."""
-    try:
-        *values, reasons = _smi(part, *_CLOCKS.values(), _REASONS[0])
-    except subprocess.CalledProcessError:  # a driver that has the other name
-        *values, reasons = _smi(part, *_CLOCKS.values(), _REASONS[1])
+    """Clocks, temperature and power now, and the reasons that limit the clocks."""
+    found = (_smi(part, *_CLOCKS.values(), reason) for reason in _REASONS)
+    if (answer := next(filter(None, found), None)) is None:
+        raise RuntimeError("nvidia-smi does not answer")
+    *values, reasons = answer
     cells: Cells = {
         name: float(value) if value.replace(".", "", 1).isdigit() else value
         for name, value in zip(_CLOCKS, values, strict=True)
@@ -177,75 +156,32 @@ def _clocks(part: Part) -> Cells:
     return {**cells, "held back by": reasons}
 
 
-def compile_at_once(work: Work) -> str | None:
-    """In a process of a pool: compiles a launch, and what launches it, into Triton's cache;
-    the complaint, if any."""
-    kernel, shape, config, capability = work
-    spec, run = specs()[kernel], JITFunction.run
-
-    def trial(shape: Key, device: torch.device) -> Any:
-        return SimpleNamespace(run=lambda _: spec.trial(shape, device).run(config))
-
-    def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        binary = run(self, *args, **kwargs)
-        if hasattr(nvidia, "make_launcher"):  # before Triton 3.7: in C, one for each signature
-            with suppress(Exception):  # without a C compiler or CUDA's library no launch will do
-                nvidia.CudaLauncher(binary.src, binary.metadata)
-        return binary
-
-    JITFunction.run = compiled
-    try:
-        one = KernelSpec(kernel, trial, [shape])
-        _, complaints = compile_specs([one], [capability], lambda line: None)
-    finally:
-        JITFunction.run = run  # which `check` replaces, too
-    return complaints[0] if complaints else None
-
-
-@contextmanager
-def _pool(part: Part) -> Iterator[Pool]:
-    """Processes that compile on all cores, and end with it, whatever they do then."""
-    # Where launches look, and not where `check` keeps what it compiles.
-    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
-    cores = len(os.sched_getaffinity(0))
-    with multiprocessing.get_context("spawn").Pool(part.sized(cores, 1)) as pool:
-        yield pool
+def _pool(part: Part) -> AbstractContextManager[Pool]:
+    return compilers(part.sized(0, 1))
 
 
 def _compiled(part: Part, launches: Sequence[tuple[str, Key]]) -> Cells:
-    """Compiles launches within a share of the time: Triton compiles on one core at a time, and only
-    when a kernel is launched. Raises ValueError where one does not compile."""
-    began, complaints, said = time.monotonic(), list[str](), 0.0
-    done, end = 0, began + _COMPILING * part.left
-    work = [(*launch, None, part.capability) for launch in launches]
-    with _pool(part) as pool, suppress(multiprocessing.TimeoutError):
-        for done, complaint in enumerate(
-            _until(end, pool.imap_unordered(compile_at_once, work)), 1
-        ):
+    """Compiles launches ahead, within a share of the time. Raises ValueError if one fails."""
+    began, complaints, done = time.monotonic(), list[str](), 0
+    targets = [Target(*launch, part.capability, None, _BLOCKS) for launch in launches]
+    with _pool(part) as pool:
+        results = pool.imap_unordered(compile_target, targets)
+        end = began + _COMPILING * part.left
+        for done, complaint in enumerate(results_until(end, results), 1):
             complaints += [complaint] if complaint else []
-            if time.monotonic() > said + 5:
-                said = time.monotonic()
-                progress = f"{done} of {len(work)}"
+            if done % 50 == 0 or done == len(targets):
+                progress = f"{done} of {len(targets)}"
                 part.send({"table": _COMPILED, "name": "at once", "progress": progress})
     if complaints:
         raise ValueError(f"{len(complaints)} of {done} fail: {'; '.join(complaints)}")
-    return {"launches": len(work), "compiled": done, "s": time.monotonic() - began}
-
-
-def _until(end: float, results: IMapIterator[T]) -> Iterator[T]:
-    """Raises multiprocessing.TimeoutError once it is that late."""
-    while True:
-        try:
-            yield results.next(max(0.0, end - time.monotonic()))
-        except StopIteration:
-            return
+    return {"launches": len(targets), "compiled": done, "s": time.monotonic() - began}
 
 
 def correctness(part: Part) -> None:
-    """A row for each case of each kernel: its largest error over random sizes and fresh numbers.
+    """A row for each case of each kernel: its largest error over random sizes and inputs.
 
-    All is compiled first. Then comes a first size of every case, then small ones of all under
-    compute-sanitizer, then a second size of every case, and so on while there is time.
+    All are compiled first. Then follow the first size of every case, small sizes of all under
+    compute-sanitizer, the second size of every case, and so on while there is time.
     """
     cases = {
         f"{spec.name} {text_of(shape)}": (spec, shape)
@@ -280,7 +216,7 @@ def correctness(part: Part) -> None:
     began = time.monotonic()
     try:
         check_all(0)
-    finally:  # what ended it may be what compute-sanitizer finds
+    finally:  # compute-sanitizer may find the reason of a failure
         cells: Cells = {"from the cache": found[True], "compiled": found[False]}
         part.row(_COMPILED, "first launches", {**cells, "s": time.monotonic() - began})
         _memcheck(part)
@@ -293,14 +229,14 @@ def correctness(part: Part) -> None:
 
 
 def _runs(part: Part, shape: Key) -> bool:
-    """Whether the device has what a case needs."""
+    """Whether the device has the capability that a case needs."""
     wanted = 89 if "fp8" in (shape.get("kv"), shape.get("to")) else int(shape.get("least", 80))
     return part.capability >= wanted
 
 
 def _memcheck(part: Part) -> None:
-    """Small cases of all kernels in a process that compute-sanitizer watches, where there is one:
-    accesses outside of tensors, which need not show in results."""
+    """Small cases of all kernels under compute-sanitizer, if it is installed: finds accesses
+    outside of tensors, which results may not show."""
     folder = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=folder)
     if not tool:
@@ -312,7 +248,7 @@ def _memcheck(part: Part) -> None:
     settings = {"device_name": part.device_name, "smoke": part.smoke,
                 "seconds": _SANITIZING * part.left}  # fmt: skip
     with tempfile.NamedTemporaryFile() as log:
-        # Its status where there are errors and the program itself has ended well.
+        # 99: its status if it found errors and the program itself succeeded.
         first = [tool, "--tool", "memcheck", "--error-exitcode", "99", "--log-file", log.name]
         function = f"{__name__}:{watched.__name__}"
         for message in run_part(SANITIZER, function, settings, _SANITIZER_S, first):
@@ -323,8 +259,8 @@ def _memcheck(part: Part) -> None:
 
 
 def watched(part: Part) -> None:
-    """A part for compute-sanitizer: a small launch of each case, first one of each kernel."""
-    # Each tensor is an allocation of its own, as what lies behind it is known only then.
+    """The part that compute-sanitizer runs: a small launch of each case, one a kernel at first."""
+    # Each tensor is a separate allocation: accesses behind its end are found only then.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     cases = [
         (spec, shape)
@@ -347,25 +283,25 @@ def watched(part: Part) -> None:
 
 
 def _error(part: Part, spec: Any, shape: Key, number: int) -> float:
-    """At the case's own sizes first, then at larger ones; at tiny ones in a dry run."""
+    """The error at a case's sizes for number 0, at larger ones after; tiny ones in a dry run."""
     sizes = dict(shape)
     times = random.Random(number).randint(2, 8)
-    if number and spec.name != "skinny_matmul":  # whose rows are few
+    if number and spec.name != "skinny_matmul":  # takes few rows only
         for name in {*_GROWING} & {*sizes}:
             sizes[name] = int(sizes[name]) * times * (10 if name == "rows" else 1)
     if "ragged" in shape or spec.name == "move_blocks":
         sizes["ragged"] = number
     trial = spec.trial(small(sizes) if part.smoke else sizes, part.device)
     if part.cuda:
-        # What is allocated next holds NaN, so that places that a kernel leaves out show. Of all
-        # sizes: the allocator keeps small and large pieces apart.
+        # Memory allocated next holds NaN, which shows elements that a kernel does not write. The
+        # allocator keeps separate pools for small and large tensors.
         for count in (1 << 14, 1 << 18, 1 << 20):
             torch.full((count,), torch.nan, device=part.device)
     return error_of(trial)
 
 
 def speed(part: Part) -> None:
-    """What has targets goes first; memory is given back between tables."""
+    """Rates of kernels and products; tables with targets first."""
     if not part.has_fp8:
         part.note("decode attention", "fp8 is left out: this GPU has none")
     for table, cases in _tables(part):
@@ -377,7 +313,7 @@ def speed(part: Part) -> None:
 
 
 def _tables(part: Part) -> Iterator[tuple[str, Iterator[KernelCase]]]:
-    """Each table's name and launches."""
+    """Name and launches of each table."""
     for table, cases in (
         ("prefill attention", _prefill_cases(part)),
         ("decode attention", _decode_cases(part, "bf16")),
@@ -388,10 +324,10 @@ def _tables(part: Part) -> Iterator[tuple[str, Iterator[KernelCase]]]:
         yield table, (case for case in cases if _runs(part, case[2]))
 
 
-def in_format(weight: Weight, is_output: bool, name: str) -> Weight:
-    """A dense matrix as the GPU's model holds it in a format, one of FORMATS.
+def in_format(weight: LinearWeight, is_output: bool, name: str) -> LinearWeight:
+    """A dense matrix as the GPU's model stores it in a format, one of FORMATS.
 
-    What only checkpoints have is made up: numbers do not matter to how long a product takes.
+    Formats that only checkpoints have get made-up numbers, which do not change a product's time.
     """
     if not isinstance(weight, DenseWeight) or (is_output and name in GROUPS):
         return prepare(weight, is_output, "none")
@@ -410,9 +346,9 @@ def in_format(weight: Weight, is_output: bool, name: str) -> Weight:
 
 
 def _products(part: Part) -> Iterator[Case]:
-    """A layer's products in each format, the largest first: a row for each matrix and format.
+    """A row for each matrix of a layer and format, the largest first.
 
-    Others compile and load their kernels meanwhile, which are many.
+    Their kernels are compiled by other processes first.
     """
     work = [
         (part.device_name, name, shape, rows)
@@ -423,25 +359,24 @@ def _products(part: Part) -> Iterator[Case]:
     ]
     if part.cuda:
         end = time.monotonic() + _COMPILING * part.left
-        with _pool(part) as pool, suppress(multiprocessing.TimeoutError):
-            for _ in _until(end, pool.imap_unordered(launched_once, work)):
-                pass
+        with _pool(part) as pool:
+            list(results_until(end, pool.imap_unordered(launched_once, work)))
     for _, name, shape, rows in work:
         yield f"{name}, {shape[0]} x {shape[1]}", partial(_product, part, name, shape, rows)
 
 
 def launched_once(work: tuple[str, str, tuple[int, int], Sequence[int]]) -> None:
-    """In a process of a pool: launches a matrix's products, so that Triton's cache has them."""
+    """Launches a matrix's products, so that Triton's cache has them. Runs in a pool's process."""
     device_name, name, shape, rows = work
     options: Any = {"dtype": torch.bfloat16, "device": device_name}
     weight = _random_weight(name, shape, torch.device(device_name))
     for count in rows:
-        with suppress(Exception):  # which is reported where it is measured
+        with suppress(Exception):  # the measurement reports it
             weight.apply(_rows_for(weight, torch.randn(count, shape[1], **options)))
 
 
 def _product(part: Part, name: str, shape: tuple[int, int], rows: Sequence[int]) -> Cells:
-    """Microseconds of each number of rows, and the share that bytes and arithmetic make up."""
+    """Microseconds for each number of rows, and the share of the floor in them."""
     weights = timing.rotated(
         lambda: _random_weight(name, shape, part.device), lambda one: one.num_bytes, part.device
     )
@@ -449,33 +384,33 @@ def _product(part: Part, name: str, shape: tuple[int, int], rows: Sequence[int])
     for count in rows:
         x = torch.randn(count, shape[1], dtype=torch.bfloat16, device=part.device)
         x = _rows_for(weights[0], x)
-        took = timing.seconds([partial(one.apply, x) for one in weights], part.device)
+        seconds = timing.seconds([partial(one.apply, x) for one in weights], part.device)
         moved = weights[0].num_bytes + 2 * count * sum(shape)
-        cells[f"{count} rows: us"] = took * 1e6
+        cells[f"{count} rows: us"] = seconds * 1e6
         if floor := part.floor_s(moved, 2.0 * count * shape[0] * shape[1], name in _EIGHT_BITS):
-            cells[f"of floor, {count}"] = floor / took
+            cells[f"of floor, {count}"] = floor / seconds
     return cells
 
 
-def _random_weight(name: str, shape: tuple[int, int], device: torch.device) -> Weight:
+def _random_weight(name: str, shape: tuple[int, int], device: torch.device) -> LinearWeight:
     return in_format(
         DenseWeight(torch.randn(shape, dtype=torch.bfloat16, device=device)), False, name
     )
 
 
-def _rows_for(weight: Weight, x: Tensor) -> Any:
-    """Rows as a weight takes them: of eight bits where it can."""
-    dtype = weight.takes(x.shape[1]) if isinstance(weight, GpuWeight) else None
+def _rows_for(weight: LinearWeight, x: Tensor) -> Any:
+    """Rows as a weight's product takes them: quantised if it can."""
+    dtype = weight.rows_dtype(x.shape[1]) if isinstance(weight, GpuWeight) else None
     return x if dtype is None else QuantizedRows(*quantize_rows(x, dtype), x.dtype)
 
 
 def decode_name(kv: str, batch: int, context: int) -> str:
-    """A row's name."""
+    """Name of a row."""
     return f"{kv}, batch {batch}, context {context}"
 
 
 def prefill_name(tokens: int, prefix: int) -> str:
-    """A row's name."""
+    """Name of a row."""
     return f"{tokens} tokens" + (f" behind {prefix}" if prefix else "")
 
 
@@ -518,60 +453,59 @@ def _block_cases(part: Part) -> Iterator[KernelCase]:
 
 
 def tune(part: Part) -> None:
-    """What `python -m baton.engine.kernels.triton tune` measures and keeps for this user, a first
-    shape of each kernel, then a second: engine and cluster run with it.
+    """Tunes as `python -m baton.engine.kernels.triton tune` does, for this user: a first shape of
+    each kernel, then a second and so on. Engine and cluster run with the result.
 
-    What was measured before stays. Candidates are compiled on all cores meanwhile.
+    Shapes that were measured before are skipped.
     """
-    own = [spec for spec in specs().values() if spec.configs]
+    tuned = [spec for spec in specs().values() if spec.configs]
     work = [
         (spec, shape)
-        for shapes in itertools.zip_longest(*(spec.shapes for spec in own))
-        for spec, shape in zip(own, shapes, strict=True)
+        for shapes in itertools.zip_longest(*(spec.shapes for spec in tuned))
+        for spec, shape in zip(tuned, shapes, strict=True)
         if shape and _runs(part, shape)
     ]
     if part.smoke:
         work = [(spec, small(shape)) for spec, shape in work if spec.name == "add_rms_norm"][:1]
     with tempfile.TemporaryDirectory() as folder, _pool(part) as pool:
         name = torch.cuda.get_device_name(part.device) if part.cuda else ""
-        file = tuning.user_file(name) if part.cuda else Path(folder, "measured.json")
-        known = tuning.read(file).kernels if file.is_file() else {}
-        cases = list[Case]()
-        for spec, shape in work:
-            key = spec.trial(shape, torch.device("meta")).key
-            if all(when != key for when, _ in known.get(spec.name, ())):
-                candidates = [(spec.name, shape, config, part.capability)
-                              for config in spec.configs(key)]  # fmt: skip
-                compiled = pool.imap(compile_at_once, candidates)
-                case = partial(_tuned, part, spec, shape, compiled, file)
-                cases.append((f"{spec.name} {text_of(key)}", case))
+        file = launch_configs.user_file(name) if part.cuda else Path(folder, "measured.json")
+        known = launch_configs.read(file).kernels if file.is_file() else {}
+        keys = [spec.trial(shape, torch.device("meta")).key for spec, shape in work]
+        work = [
+            one for one, key in zip(work, keys, strict=True)
+            if all(when != key for when, _ in known.get(one[0].name, ()))
+        ]  # fmt: skip
+        cases = [
+            (f"{spec.name} {text_of(shape)}", partial(_tuned, part, spec, shape, compiled, file))
+            for spec, shape, compiled in tuning.with_candidates(work, part.device, pool)
+        ]
         part.measure("tuned", cases)
         if file.is_file() and part.json:
             target = Path(part.json).with_suffix(f".sm_{part.capability}.json")
-            tuning.write(target, _merged(tuning.shipped_for(part.capability), file))
+            shipped = launch_configs.shipped_for(part.capability)
+            launch_configs.write(target, _merged(shipped, file))
             part.note("tuned", f"with the shipped configurations in {target}")
 
 
 def _tuned(
-    part: Part, spec: Any, shape: Key, compiled: IMapIterator[str | None], file: Path
+    part: Part, spec: Any, shape: Key, compiled: IMapIterator[str] | None, file: Path
 ) -> Cells:
-    """A shape's best, once its candidates are compiled. Raises ValueError, and keeps none, where
-    its results are others than before; RuntimeError where no candidate runs."""
-    with suppress(multiprocessing.TimeoutError):
-        for _ in _until(time.monotonic() + min(_CANDIDATES_S, part.left), compiled):
-            pass
-    for one in tuning.tune([(spec, shape)], part.device, file, part.left):
-        before, after = one.seconds_before, one.seconds
-        return {"us before": before * 1e6, "us": after * 1e6, "x faster": before / after,
-                "configuration": text_of(one.config)}  # fmt: skip
-    raise RuntimeError("none of its candidates ran in the time left")
+    """Tunes a shape. Raises RuntimeError where no candidate ran, and as `tuning.tune_shape`."""
+    end = time.monotonic() + part.left
+    one = tuning.tune_shape(spec, shape, part.device, file, end, compiled=compiled)
+    if one is None:
+        raise RuntimeError("none of its candidates ran in the time left")
+    before, after = one.seconds_before, one.seconds
+    return {"us before": before * 1e6, "us": after * 1e6, "x faster": before / after,
+            "configuration": text_of(one.config)}  # fmt: skip
 
 
-def _merged(shipped: Path, measured: Path) -> tuning.Configs:
-    """To be shipped: what was measured, then others. It does not count as measured, which would
-    leave shapes far from all of these without any."""
-    first, then = tuning.read(measured).kernels, tuning.read(shipped).kernels
-    return tuning.Configs(
+def _merged(shipped: Path, measured: Path) -> launch_configs.Configs:
+    """Measured configurations, then shipped ones, as a file to ship. It is not marked as measured:
+    that would exclude shapes far from all measured ones."""
+    first, then = launch_configs.read(measured).kernels, launch_configs.read(shipped).kernels
+    return launch_configs.Configs(
         False, {name: [*first.get(name, ()), *entries] for name, entries in then.items()}
     )
 
@@ -581,31 +515,30 @@ def _heads(part: Part) -> dict[str, int | str]:
 
 
 def _measured(part: Part, kernel: str, shape: Key) -> Cells:
-    """A launch's rate; of attention in bfloat16 beside torch's."""
-    spec, device = specs()[kernel], part.device
-    trials = timing.rotated(
-        lambda: spec.trial(shape, device), lambda trial: int(trial.moved_bytes), device
-    )
-    trial, launches = trials[0], [partial(one.run, None) for one in trials]
-    # Blocks' numbers come from pinned memory.
-    took = timing.seconds(launches, device, captured=kernel != "move_blocks")
-    cells: Cells = {"us": took * 1e6}
+    """A launch's rate; of attention over bfloat16 beside torch's."""
+    trials = timing.trials_of(specs()[kernel], shape, part.device)
+    trial = trials[0]
+    # Numbers of blocks come from pinned memory, which a graph cannot hold.
+    captured = kernel != "move_blocks"
+    seconds = timing.seconds(timing.launches_of(trials), part.device, captured=captured)
+    cells: Cells = {"us": seconds * 1e6}
     if trial.flops:
-        cells["TFLOP/s"] = trial.flops / took / 1e12
+        cells["TFLOP/s"] = trial.flops / seconds / 1e12
         if part.matmul_flops:
-            cells["of matmul rate"] = trial.flops / took / part.matmul_flops
+            cells["of matmul rate"] = trial.flops / seconds / part.matmul_flops
     else:
-        cells |= part.of_copy(trial.moved_bytes, took)
+        cells |= part.of_copy(trial.moved_bytes, seconds)
     is_compared = kernel.endswith("attention") and shape.get("kv") != "fp8"
-    return cells | _torch_attention(part, took, shape) if is_compared else cells
+    return cells | _torch_attention(part, seconds, shape) if is_compared else cells
 
 
 def _torch_attention(part: Part, ours_s: float, shape: Key) -> Cells:
-    """What torch's attention takes of our time by each of its kernels, on contiguous inputs; None
-    for one that cannot, or not in the memory. (Which one torch takes itself depends on its version
-    and on the GPU.)
+    """Time of torch's attention kernels on contiguous inputs, as a share of ours; None for a kernel
+    that does not support the shape, or lacks memory. (Torch's own choice depends on its version and
+    on the GPU.)
 
-    For prompts it has K and V of every query head, which its fastest kernels want behind a prefix.
+    For prompts its K and V are repeated for every query head, as its fastest kernels need them
+    after a prefix.
     """
     tokens = int(shape.get("tokens", 0))
     rows, total, heads = tokens or 1, int(shape["context"]) + tokens, 8 * int(shape["group"])
@@ -627,7 +560,7 @@ def _torch_attention(part: Part, ours_s: float, shape: Key) -> Cells:
         )
         options: dict[str, Any] = {"is_causal": rows == total, "enable_gqa": heads != kv_heads}
         kernels = TORCH_ATTENTION
-        if 1 < rows < total:  # cuDNN's would be given the mask as a tensor
+        if 1 < rows < total:  # cuDNN's kernel takes this mask as a tensor only
             options = {"attn_mask": causal_lower_right(rows, total)}
             kernels = {"of flash": SDPBackend.FLASH_ATTENTION}
         attend: Any = partial(F.scaled_dot_product_attention, **options)
@@ -635,7 +568,7 @@ def _torch_attention(part: Part, ours_s: float, shape: Key) -> Cells:
         for name, kernel in kernels.items():
             with sdpa_kernel(kernel):
                 cells[name] = timing.seconds(launches, part.device) / ours_s
-    except Exception as error:  # whatever version of it is there
+    except Exception as error:  # depends on torch's version
         if is_fatal(error):
             raise
     return cells

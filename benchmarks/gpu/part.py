@@ -1,7 +1,7 @@
-"""What each part of the run measures with; a part is a process of its own, started by `run.py`.
+"""A part of `make gpu`: a process, started by `run.py`, that measures and sends messages.
 
-Its messages: a row of a table, `{"table", "name", "cells"}`; a `note` on a table; an `error` with
-its traceback; `progress` of a row to come; and what it is `doing`, in case it ends there.
+Messages: a row of a table, `{"table", "name", "cells"}`; a `note` on a table; an `error` with its
+traceback; `progress` of a row; and `doing`, which names the present row in case the process dies.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from baton.cuda import compute_capability
 from benchmarks.child import messages
 from benchmarks.shapes import GPU_SHAPES, Shape
 
@@ -27,8 +28,8 @@ Cells: TypeAlias = dict[str, float | int | str | None]
 Case: TypeAlias = tuple[str, Callable[[], Cells | None]]
 T = TypeVar("T")
 
-# As CUDA's runtime API documents them: "the process must be terminated and relaunched". All other
-# errors, as of a launch that was refused or a product that cuBLAS does not have, pass.
+# Errors after which, by CUDA's documentation, "the process must be terminated and relaunched".
+# After others, such as a refused launch or an unsupported cuBLAS product, the part goes on.
 _FATAL = (
     "illegal memory access", "illegal instruction", "misaligned address", "address space",
     "invalid program counter", "hardware stack error", "device-side assert", "launch failure",
@@ -38,12 +39,12 @@ _FATAL = (
 
 @dataclass
 class Part:
-    """One part's work, which begins nothing new after `seconds`.
+    """State and helpers of a part, which begins no new row after `seconds`.
 
-    smoke: tiny sizes on the CPU, kernels interpreted, figures without a meaning · copy_bytes_per_s,
-    matmul_flops, eight_bit_flops: what the device was measured to do at best, copies counting bytes
-    read and written; 0 before that · step_ms: of decode steps that were measured, by title · json:
-    where figures go, if anywhere · send: takes messages.
+    send: sends a message · smoke: dry run on the CPU with tiny sizes and interpreted kernels ·
+    copy_bytes_per_s, matmul_flops, eight_bit_flops: measured ceilings of the device, copies
+    counting bytes read and written; 0 before they are measured · step_ms: duration of measured
+    decode steps by title · json: file for the figures, or empty.
     """
 
     send: Callable[[dict[str, Any]], object]
@@ -58,7 +59,7 @@ class Part:
     json: str = ""
 
     def __post_init__(self) -> None:
-        """Raises RuntimeError where there is no GPU to measure on."""
+        """Raises RuntimeError if there is no GPU."""
         self.device, self._end = torch.device(self.device_name), time.monotonic() + self.seconds
         if self.cuda:
             if not torch.cuda.is_available():
@@ -70,53 +71,51 @@ class Part:
 
     @property
     def cuda(self) -> bool:
-        """Whether this is no dry run on a CPU."""
+        """Whether it runs on a GPU; if not, it is a dry run."""
         return self.device.type == "cuda"
 
     @property
     def left(self) -> float:
-        """Seconds until its time is over."""
+        """Remaining seconds."""
         return max(0.0, self._end - time.monotonic())
 
     @property
     def late(self) -> bool:
-        """Whether its time is over."""
+        """Whether no time is left."""
         return not self.left
 
     @property
     def capability(self) -> int:
-        """The device's, as 90 for 9.0; 90 in a dry run."""
-        if not self.cuda:
-            return 90
-        major, minor = torch.cuda.get_device_capability(self.device)
-        return 10 * major + minor
+        """The device's compute capability, as 90 for 9.0; 90 in a dry run."""
+        return compute_capability(self.device)
 
     @cached_property
     def has_fp8(self) -> bool:
-        """Whether kernels can read float8_e4m3fn; Triton's interpreter can."""
+        """Whether the device supports float8_e4m3fn, as Triton's interpreter does."""
         return self.capability >= 89
 
     @property
     def models(self) -> list[Shape]:
-        """The shapes of its models."""
+        """Shapes of the models to measure."""
         return [GPU_SHAPES[name] for name in (("smoke",) if self.smoke else self.shapes)]
 
     def sized(self, full: T, smoke: T) -> T:
-        """The value that fits this run."""
+        """`smoke` in a dry run, else `full`."""
         return smoke if self.smoke else full
 
     def row(self, table: str, name: str, cells: Cells) -> None:
-        """A row of a table."""
+        """Sends a row of a table."""
         self.send({"table": table, "name": name, "cells": cells})
 
     def note(self, table: str, text: str) -> None:
-        """What a reader of a table should know."""
+        """Sends a note on a table."""
         self.send({"table": table, "note": text})
 
     def attempt(self, table: str, name: str, measure: Callable[[], Cells | None]) -> bool:
-        """Sends the row that `measure` gives, if any, or its failure; whether it succeeded.
+        """Sends the row that `measure` returns, if any, or its failure; returns whether it
+        succeeded.
 
-        Raises what leaves the device unusable: everything after it would fail for that reason.
+        Raises errors that leave the device unusable, since everything after them would fail.
         """
         self.send({"table": table, "name": name, "doing": True})
         try:
@@ -130,7 +129,7 @@ class Part:
         return True
 
     def measure(self, table: str, cases: Iterable[Case]) -> None:
-        """Attempts cases in their order while there is time; a note names those left out."""
+        """Attempts cases in order while time is left; a note names the others."""
         left_out = []
         for name, measure in cases:
             if self.late:
@@ -138,50 +137,50 @@ class Part:
             else:
                 self.attempt(table, name, measure)
         if left_out:
-            self.note(table, f"left out, because its time was over: {', '.join(left_out)}")
+            self.note(table, f"left out, no time: {', '.join(left_out)}")
         self.free()
 
     def of_copy(self, moved_bytes: float, seconds: float) -> Cells:
-        """A rate, also as a share of the copy's."""
+        """A rate, also as a share of the copy rate."""
         cells: Cells = {"GB/s": moved_bytes / seconds / 1e9}
         if self.copy_bytes_per_s:
             cells["of copy rate"] = moved_bytes / seconds / self.copy_bytes_per_s
         return cells
 
     def floor_s(self, moved_bytes: float, flops: float, eight_bits: bool = False) -> float:
-        """Seconds that bytes take to move, or arithmetic takes if that is longer, at the measured
-        rates; 0 before those are known."""
+        """Minimum seconds to move the bytes, or to compute if that takes longer, at the measured
+        ceilings; 0 before these are measured."""
         rate = self.eight_bit_flops if eight_bits else self.matmul_flops
         if not (rate and self.copy_bytes_per_s):
             return 0.0
         return max(moved_bytes / self.copy_bytes_per_s, flops / rate)
 
     def free(self) -> None:
-        """Gives memory that nothing refers to back to the device."""
+        """Returns unreferenced memory to the device."""
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether CUDA refuses every further call of this process after an error of torch or Triton."""
+    """Whether CUDA refuses all further calls of this process after this error."""
     text = str(error)
     return "CUDA" in text and any(words in text for words in _FATAL)
 
 
 def summary(error: BaseException) -> str:
-    """An error in one line."""
+    """One line of text for an error."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """An error as part of a message."""
+    """Fields of a message for an error."""
     lines = "".join(traceback.format_exception(error)).splitlines()
     return {"error": summary(error), "trace": lines[-15:]}
 
 
 def main() -> None:
-    """A part's process: the function "module:name" of the command line, with its settings."""
+    """Runs the function "module:name" of the command line with the part's settings."""
     function, settings = sys.argv[1], json.loads(sys.argv[2])
     send = messages()
     try:

@@ -1,9 +1,8 @@
-"""Kernels, engine and cluster on this machine's GPU: right, how fast, and against what floor.
+"""Correctness and speed of kernels, engine and cluster on this machine's GPU, against floors.
 
-Runs part after part within the minutes it is given, prints tables, and ends with status 1 if
-anything failed. `--smoke` runs the same lines on a CPU, with the kernels interpreted. "tune" keeps
-the configurations that it measures for this user, as
-`python -m baton.engine.kernels.triton tune` does.
+Runs part after part within the given minutes, prints tables, and exits with status 1 if anything
+failed. `--smoke` is a dry run on a CPU with interpreted kernels. The part "tune" keeps its
+configurations for this user, as `python -m baton.engine.kernels.triton tune` does.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from baton.tables import align
 from benchmarks.child import Child
 
-# Each part's share of the minutes, and what it runs: each may lack what another needs. What a part
-# leaves over goes to those after it.
+# Share of the time and function of each part. Time that a part leaves goes to later parts.
 PARTS = {
     "machine": (0.05, "benchmarks.gpu.kernels:machine"),
     "kernels": (0.20, "benchmarks.gpu.kernels:correctness"),
@@ -35,7 +34,7 @@ PARTS = {
     "cluster": (0.14, "benchmarks.gpu.cluster:run"),
     "serve": (0.15, "benchmarks.gpu.cluster:served"),
 }
-GRACE_S = 30.0  # for what a part began just before its time was over
+GRACE_S = 30.0  # for the row that a part began before its time was over
 DEFAULT_FILE = Path("gpu.json")
 SCHEMA = "baton.bench.gpu/1"
 DRY = "dry run on the CPU, kernels interpreted: the figures mean nothing"
@@ -44,7 +43,7 @@ Message: TypeAlias = dict[str, Any]
 
 
 class Target(NamedTuple):
-    """A bound for one cell of a table: at least, or at most."""
+    """A bound for one cell of a table; a lower one unless at_most."""
 
     table: str
     row: str
@@ -54,11 +53,11 @@ class Target(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Which cell it is."""
+        """Names the cell."""
         return f"{self.table}: {self.row}: {self.cell}"
 
 
-# Of what bytes and arithmetic alone would take, each product counted by the longer of both.
+# Shares of the floor, which is the time of bytes or arithmetic alone, whichever is longer.
 _OF_FLOOR = {
     "decode": {
         "8B bf16, batch 1": 0.87, "8B bf16, batch 64": 0.83,
@@ -96,12 +95,12 @@ TARGETS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Its command line."""
+    """Adds the options of the command line."""
     parser.add_argument(
         "--only", type=lambda text: _known(text, PARTS), default=tuple(PARTS), metavar="PART,...",
-        help=f"of {', '.join(PARTS)}; machine, which finds ceilings, runs before all but serve",
+        help=f"parts: {', '.join(PARTS)}; machine (ceilings) runs before all but serve",
     )  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=8.0, help="for all of it (default: 8)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for all parts (default: 8)")
     parser.add_argument(
         "--shape", type=lambda text: _known(text, {"8B", "1B"}), default=("8B", "1B"),
         metavar="NAME,...", help="models: 8B and 1B (default: both, as far as they fit)",
@@ -112,8 +111,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--smoke", action="store_true", help="a dry run on the CPU: no figures")
     parser.add_argument(
         "--json", type=Path, default=DEFAULT_FILE, metavar="FILE",
-        help="all figures (default: gpu.json here; of a dry run none); beside it, gpu.sm_90.json:"
-        " the shipped configurations with what was measured",
+        help="file for all figures (default: gpu.json, none in a dry run); gpu.sm_90.json beside"
+        " it has the measured and the shipped configurations",
     )  # fmt: skip
 
 
@@ -125,17 +124,17 @@ def _known(text: str, names: Collection[str]) -> tuple[str, ...]:
 
 
 def _device(text: str) -> str:
-    """Always with a number, as a thread's device needs one."""
+    """A device with a number, as setting a thread's device needs it."""
     kind, _, number = text.partition(":")
     if kind != "cuda" or not (number or "0").isdigit():
-        raise argparse.ArgumentTypeError(f"{text} is no cuda:N; --smoke is a dry run on the CPU")
+        raise argparse.ArgumentTypeError(f"{text} is not cuda:N; --smoke is a dry run on the CPU")
     return f"cuda:{int(number or 0)}"
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs it; 1 if anything failed."""
+    """Runs the parts; the exit status is 1 if anything failed."""
     began, parts = time.monotonic(), [one for one in PARTS if one in args.only]
-    if parts != ["serve"]:  # which needs no ceilings
+    if parts != ["serve"]:  # serve needs no ceilings
         parts = [one for one in PARTS if one in ("machine", *parts)]
     date = datetime.now(UTC).isoformat(timespec="seconds")
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # NCCL 2.30: both ends of a pair on one GPU
@@ -155,7 +154,9 @@ def main(args: argparse.Namespace) -> int:
         add(report, message)
         report["seconds"] = round(time.monotonic() - began, 1)
         report["targets"] = [] if args.smoke else verdicts(report["tables"])
-        if kept and report["tables"]:  # now, and whole: a time limit of others may end this process
+        if (
+            kept and report["tables"]
+        ):  # after each message: an outer time limit may end this process
             partial = args.json.with_name(f"{args.json.name}.partial")
             partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
             partial.replace(args.json)
@@ -166,7 +167,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run(parts: Sequence[str], settings: dict[str, Any], seconds: float) -> Iterator[Message]:
-    """All that parts find, as it comes; each takes its share of what is left of the time."""
+    """Messages of all parts as they come; each part gets its share of the remaining time."""
     began = time.monotonic()
 
     def say(line: str) -> None:
@@ -197,14 +198,14 @@ def run(parts: Sequence[str], settings: dict[str, Any], seconds: float) -> Itera
                 settings = {**settings, "step_ms": steps}
             yield message
         if part == "machine" and "copy_bytes_per_s" not in settings and not late:
-            return  # what failed has been reported, and would fail everywhere
+            return  # the failure is reported, and would repeat in every part
 
 
 def run_part(
     part: str, function: str, settings: dict[str, Any], grace_s: float = GRACE_S,
     first: Sequence[str] = (),
 ) -> Iterator[Message]:  # fmt: skip
-    """A part's messages; how it ended badly, if it did, is the last. first: what starts it."""
+    """Messages of a part; the last one tells if it failed. first: a program that runs it."""
     argv = [*first, sys.executable, "-m", "benchmarks.gpu.part", function, json.dumps(settings)]
     place, failed, bad = "", False, dict[str, Any]()
     end = time.monotonic() + settings["seconds"] + grace_s
@@ -240,7 +241,7 @@ def add(report: dict[str, Any], message: Message) -> None:
 
 
 def verdicts(tables: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Each target with its value and verdict."""
+    """All targets with values and verdicts."""
     cells = {(table, row["name"]): row for table, rows in tables.items() for row in rows}
     found = []
     for one in TARGETS:
@@ -254,7 +255,7 @@ def verdicts(tables: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def text_of(report: dict[str, Any]) -> Iterator[str]:
-    """Tables in the order in which they began, then what failed, and the targets last."""
+    """Tables in order of their first row, then failures, then targets."""
     yield f"bench gpu, {report['date']}, {report['seconds']:.0f} s"
     if report["smoke"]:
         yield DRY
@@ -263,11 +264,11 @@ def text_of(report: dict[str, Any]) -> Iterator[str]:
         rows = report["tables"].get(table, [])
         columns = list(dict.fromkeys(name for row in rows for name in row))[1:]
         yield ""
-        if table == "machine":  # a list of words, not of figures
+        if table == "machine":  # text, not figures
             yield from (table, *(f"  {name}: {rows[0][name]}" for name in columns))
         else:
             cells = [[row["name"], *(_cell(n, row.get(n)) for n in columns)] for row in rows]
-            yield from _aligned([[table, *columns], *cells])
+            yield from align([[table, *columns], *cells])
         yield from (f"  {text}" for of, text in notes if of == table)
     if failed := report["failed"]:
         yield f"\nfailed: {len(failed)}"
@@ -281,12 +282,12 @@ def text_of(report: dict[str, Any]) -> Iterator[str]:
             measured = _cell(one["cell"], one["value"])
             lines.append([one["target"], wanted, measured, one["verdict"]])
         counts = Counter(one["verdict"] for one in report["targets"])
-        yield from ("", *_aligned(lines))
+        yield from ("", *align(lines))
         yield f"targets: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}"
 
 
 def _line(message: Message) -> str:
-    """A message in one line, for progress."""
+    """One line for a message, printed as progress."""
     if "note" in message:
         return f"  {message['table']}: {message['note']}"
     found = f"  {message['table']}: {message['name']}"
@@ -298,15 +299,8 @@ def _line(message: Message) -> str:
     return f"{found}: {', '.join(cells)}"
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for first, *others in lines:
-        cells = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
-        yield "  ".join([first.ljust(widths[0]), *cells]).rstrip()
-
-
 def _cell(column: str, value: float | str | None) -> str:
-    """Shares as percentages, counts without places, all else to three figures."""
+    """Text of a cell: shares as percentages, integers, and three digits for all else."""
     if value is None or isinstance(value, str):
         return value or "-"
     if column.startswith("of "):

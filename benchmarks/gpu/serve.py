@@ -1,9 +1,9 @@
 """Part "serve": a cluster of one prefill and one decode worker on the GPU under load over HTTP.
 
-Streams alone, then with a long prompt every few seconds beside them, from several processes: one
-alone could not read as fast as the cluster writes. `busiest client` is how much of a core the
-busiest of them needs; near 100 % it is the clients that are measured. `x step` is the median gap
-between tokens by the engine's own step of such a batch, where the part "engine" has measured it.
+Streams run alone, then with a long prompt every few seconds, from several client processes, since
+one cannot read as fast as the cluster writes. `busiest client` is the CPU use of the busiest
+client; near 100 % the clients are the limit. `x step` is the median gap between tokens divided by
+the engine's step for that batch, if the part "engine" has measured it.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ STREAMS = {"8B": (64,), "1B": (256, 64)}  # of each model
 PROMPT, OUTPUT = 512, 256  # tokens of each stream's requests
 _LONG = Interference(prompt=8192, output=1, every_s=2.0, periods=3, ramp_s=3.0)
 _SMOKE = Interference(prompt=40, output=1, every_s=1.0, periods=1, ramp_s=1.0)
-_START_S = 20.0  # of a cluster, and of its first streams
-_CLIENTS, _STARTED_S = 8, 0.5  # processes; until all of them have been told
-_KV_BYTES, _SPARE_BYTES = 24 << 30, 6 << 30  # of each worker: for KV at most, and for steps
+_START_S = 20.0  # to start a cluster and its first streams
+_CLIENTS, _STARTED_S = 8, 0.5  # client processes; time to start them
+_KV_BYTES, _SPARE_BYTES = 24 << 30, 6 << 30  # of each worker: maximum for KV; for steps
 
 
 def row_name(shape: Shape, streams: int, beside: bool = False) -> str:
-    """A row's name."""
+    """Name of a row."""
     return f"{shape.name}, {streams} streams" + (" beside prompts" if beside else "")
 
 
 def serve(part: Part, shape: Shape) -> None:
-    """All rows of a model, in one cluster, where there is time to start it."""
+    """Measures all rows of a model in one cluster, if there is time to start it."""
     if part.cuda and part.left < _START_S:
         return part.note("serve", f"no time for {shape.name}")
     clients = part.sized(min(_CLIENTS, max(1, (os.cpu_count() or 2) // 2)), 2)
     with (
         tempfile.TemporaryDirectory() as folder,
-        # They import while the cluster starts.
+        # Clients import while the cluster starts.
         multiprocessing.get_context("spawn").Pool(clients, initializer=imported) as pool,
     ):
         write_model(shape, Path(folder))
@@ -64,11 +64,11 @@ def serve(part: Part, shape: Shape) -> None:
 
 
 def imported() -> None:
-    """What a process of the pool has done once it has this module."""
+    """Does nothing: a client has imported this module when it is called."""
 
 
 def write_model(shape: Shape, folder: Path) -> None:
-    """A model's config, and a tokenizer with a word for each id, so that answers have text."""
+    """Writes a model's config, and a tokenizer with a word for each token."""
     words = {f"w{token_id}": token_id for token_id in range(shape.vocab)}
     tokenizer: dict[str, Any] = {
         "version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"},
@@ -109,7 +109,7 @@ async def _cluster(part: Part, shape: Shape, folder: Path, pool: Pool, clients: 
 
 
 def _kv_bytes(part: Part, shape: Shape) -> int:
-    """Of each worker. Both have the weights, and what steps and graphs take."""
+    """KV bytes of each worker; both hold the weights, and memory for steps and graphs."""
     free, _ = torch.cuda.mem_get_info(part.device)
     return min(_KV_BYTES, free // 2 - 2 * shape.num_parameters - _SPARE_BYTES)
 
@@ -117,13 +117,12 @@ def _kv_bytes(part: Part, shape: Shape) -> int:
 def _under_load(
     part: Part, pool: Pool, clients: int, url: str, streams: int, beside: bool
 ) -> Cells:
-    """What streams of several processes notice within the window. Raises AssertionError if one
-    failed."""
+    """Latencies and rates of streams of several processes. Raises AssertionError if one failed."""
     load = part.sized(_LONG, _SMOKE)
     lengths = part.sized((PROMPT, OUTPUT), (20, 8))
     each, begins_at = streams // clients, time.time() + _STARTED_S
     work = [
-        # Prompts of its own for each phase, or caches would have them.
+        # Different prompts in each phase, which no cache has.
         (url, each, lengths, 1000 * streams + 100 * beside + number, beside and number == 0, load,
          begins_at)
         for number in range(clients)
@@ -149,9 +148,10 @@ def drive(
     url: str, streams: int, lengths: tuple[int, int], seed: int, sends_prompts: bool,
     load: Interference, begins_at: float,
 ) -> tuple[Run, Run]:  # fmt: skip
-    """In a process of a pool: the runs of some streams, and of long prompts if it is to send them.
+    """Runs streams, and long prompts if asked to, in a client process.
 
-    lengths: tokens of a stream's prompt and output · begins_at: by time.time(), for all processes.
+    lengths: tokens of a stream's prompt and output · begins_at: start of all processes by
+    time.time().
     """
     workload = Workload(
         concurrency=streams, seed=seed, prompt_lengths=Lengths(lengths[0], lengths[0]),

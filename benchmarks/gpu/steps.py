@@ -1,7 +1,7 @@
-"""Part "steps": which kernels decode steps and prompts are made of, by torch's profiler.
+"""Part "steps": kernels of decode steps and prompts, by torch's profiler.
 
-`of span` is the share of a step's time on the device in which a kernel runs; the rest are gaps, in
-which the device waits for the host or for the next launch.
+`of span` is the share of a step's time on the device in which a kernel runs; in the rest the device
+waits for the host or the next launch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROWS = 12  # of a table of kernels
 
 
 class Launched(NamedTuple):
-    """A kernel, or a copy, on the device. Microseconds."""
+    """A kernel or copy on the device; start and duration in microseconds."""
 
     began: float
     took: float
@@ -35,14 +35,14 @@ class Launched(NamedTuple):
 
 
 def run(part: Part) -> None:
-    """Decode steps and a prompt of each model that the part "engine" measures."""
+    """Profiles decode steps and a prompt of each model that the part "engine" measures."""
     for shape, formats in measured(part):
         if part.has_fp8 or "fp8" not in formats.name:
             part.measure("steps", _cases(part, shape, formats))
 
 
 def _cases(part: Part, shape: Shape, formats: Formats) -> Iterator[Case]:
-    """Of one engine, made when the first is asked for."""
+    """Cases of one engine, which is built for the first one."""
     batches, context = part.sized((_BATCHES, CONTEXT), ((2,), 15))
     prompt, chunk = part.sized((_PROMPT, CHUNK), (5, 8))
     blocks = (max(batches) + 2) * -(-(context + 64) // 16) + 64
@@ -61,7 +61,7 @@ def _cases(part: Part, shape: Shape, formats: Formats) -> Iterator[Case]:
 def _profiled(
     part: Part, title: str, call: Callable[[], object], shape: Shape, steps: int
 ) -> Cells:
-    """A row of all kernels, after a table with a row for each."""
+    """Sends a table with a row for each kernel; returns a row of the totals."""
     found = launched_in(call, part.cuda)
     by_name = defaultdict[str, list[float]](list)
     for one in found:
@@ -79,12 +79,12 @@ def _profiled(
 
 
 def launched_in(call: Callable[[], object], on_gpu: bool = True) -> list[Launched]:
-    """What a call launches, in order, the second time; torch's operations where it is a CPU's."""
+    """Kernels that the second of two calls launches, in order; on a CPU torch's operations."""
     activity, device = ProfilerActivity.CUDA, DeviceType.CUDA
     if not on_gpu:
         activity, device = ProfilerActivity.CPU, DeviceType.CPU
     call()
-    # A CPU's are those of the engine's thread.
+    # On a CPU they run in the engine's thread.
     config = None if on_gpu else _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[activity], experimental_config=config) as found:
         call()

@@ -1,7 +1,6 @@
-"""Part "worker": an engine loaded and warmed up as a worker does it, then requests of many kinds.
+"""Part "worker": an engine loaded and warmed up as in a worker, then requests of many kinds.
 
-A process of its own: what Triton compiled before would hide what a worker's warm-up leaves out.
-"""
+A new process: kernels compiled by other parts would hide what a worker's warm-up misses."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from benchmarks.engine.driver import Driver
 from benchmarks.gpu.engine import BF16, SAMPLING, title_of
 from benchmarks.gpu.part import Cells, Part
 
-_REQUESTS = ((1, 17), (3, 100), (8, 1000), (40, 33), (1, 3000), (13, 512))  # so many of a length
+_REQUESTS = ((1, 17), (3, 100), (8, 1000), (40, 33), (1, 3000), (13, 512))  # (number, tokens)
 _OTHER_KINDS: tuple[dict[str, Any], ...] = (
     {
         "temperature": 1.0, "top_k": 20, "min_p": 0.05, "logit_bias": {1: 1.0}, "min_tokens": 2,
@@ -37,7 +36,7 @@ _OTHER_KINDS: tuple[dict[str, Any], ...] = (
 
 @contextmanager
 def new_kernels() -> Iterator[list[tuple[str, bool]]]:
-    """Kernels that Triton compiles meanwhile, and whether each was in its cache on disk."""
+    """Names of kernels that Triton compiles within, and whether its disk cache had them."""
     found: list[tuple[str, bool]] = []
 
     def listen(*, src: Any, cache_hit: bool, **_: object) -> None:
@@ -49,13 +48,13 @@ def new_kernels() -> Iterator[list[tuple[str, bool]]]:
 
 
 def run(part: Part) -> None:
-    """The last of the models, in bf16."""
+    """Measures the last of the models, in bf16."""
     title = title_of(part.models[-1], BF16)
     part.measure("worker", [(title, partial(start, part, title))])
 
 
 def start(part: Part, title: str) -> None:
-    """A worker's start, its KV sized by the memory that is left, then requests of many kinds."""
+    """Starts an engine as a worker does, with KV in all free memory, then sends requests."""
     max_batch, chunk, context = part.sized((64, 2048, 8192), (2, 16, 64))
     with tempfile.TemporaryDirectory() as folder, new_kernels() as compiled:
         file = Path(folder) / "config.json"
@@ -86,7 +85,8 @@ def start(part: Part, title: str) -> None:
 
 
 def requests(part: Part, loaded: Loaded, driver: Driver, compiled: list[tuple[str, bool]]) -> Cells:
-    """Several of each kind. Raises AssertionError if any needed a new kernel or a new graph."""
+    """Runs requests of each kind. Raises AssertionError if one compiled a kernel or captured a
+    graph."""
     began, graphs, total = time.perf_counter(), num_graphs(loaded), 0
     kinds = [{}, *({**each, **first} for each, first in SAMPLING.values()), *_OTHER_KINDS]
     for count, length in part.sized(_REQUESTS, ((2, 5),)):
@@ -94,7 +94,7 @@ def requests(part: Part, loaded: Loaded, driver: Driver, compiled: list[tuple[st
             prompts = [driver.prompt(length) for _ in range(count)]
             driver.generate(prompts, part.sized(8, 2), **settings)
             total += count
-        driver.decode([length] * count, 1, 2)  # as after a handoff
+        driver.decode([length] * count, 1, 2)  # sequences as after a handoff
         total += count
     captured = num_graphs(loaded) - graphs
     assert not compiled, f"compiled after the warm-up: {sorted({name for name, _ in compiled})}"
@@ -104,6 +104,6 @@ def requests(part: Part, loaded: Loaded, driver: Driver, compiled: list[tuple[st
 
 
 def num_graphs(loaded: Loaded) -> int:
-    """How many steps are captured."""
+    """Number of captured CUDA graphs."""
     runner: Any = loaded.runner
     return len(runner._graphs._captured)

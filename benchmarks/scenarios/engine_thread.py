@@ -22,17 +22,20 @@ from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.block_manager import BlockManager
 from baton.engine.collectives import SINGLE_RANK
-from baton.engine.loop import Engine, StepReport
+from baton.engine.engine import Engine
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
+from baton.engine.step_report import StepReport
 from baton.generation.sampling_params import SamplingParams
 from baton.net.message_stream import serialized
 from baton.tables import align
 from baton.telemetry import propagation, tracing
 from baton.v1.dispatch_pb2 import WorkerMessage
 from baton.worker.metrics import LoadTracker, WorkerMetrics
-from decode_worker.reservations import DecodeSpans, Entry, Reservations
+from decode_worker.events import DecodeSpans, EventStream
+from decode_worker.handoff import Handoff, State
+from decode_worker.handoffs import Handoffs
 
 BATCHES = (1, 64, 256)
 # ms of the engine's thread for a step, and for each of its rows; of the event loop for a token
@@ -83,7 +86,7 @@ class _NoModel:
     expert_tokens = hidden = None
     collectives = SINGLE_RANK
 
-    def together(self, *_: object) -> Any:
+    def on_all_ranks(self, *_: object) -> Any:
         return nullcontext()
 
 
@@ -140,21 +143,22 @@ def worker_ms(batch: int) -> float:
     for _ in range(_WARM_UP + _STEPS):
         engine._step()
     tracker, metrics = LoadTracker(), WorkerMetrics(WorkerConfig("decode"))
-    router, unused = _Router(), dict.fromkeys(("limits", "grammars", "lease_s"))
-    made: Any = Reservations
-    reservations: Reservations = made(engine, **unused)
+    router, unused = _Router(), dict.fromkeys(("limits", "grammars", "lease_s", "verify_timeout_s"))
+    made: Any = Handoffs
+    handoffs: Handoffs = made(engine, **unused)
     tracer = tracing.setup("benchmark", "", {}, 0.0).tracer
     for seq_id, sequence in engine._sequences.items():
         spans = DecodeSpans(tracer, propagation.extract([]))
         connection: Any = router
-        entry = Entry(seq_id, connection, sequence, _CONTEXT, None, spans, decoding=True)
-        reservations._entries[seq_id] = entry
+        events = EventStream(connection, seq_id)
+        handoff = Handoff(seq_id, sequence, _BLOCK, None, events, spans, State.RUNNING)
+        handoffs._handoffs[seq_id] = handoff
     began = 0.0
     for number, report in enumerate(reports):
         if number == len(reports) - _STEPS:
             began = time.thread_time()
         tracker.update(report)
         metrics.stepped(report)
-        reservations.on_step(report)
+        handoffs.on_step(report)
         router.sent()
     return (time.thread_time() - began) / _STEPS * 1e3

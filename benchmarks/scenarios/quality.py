@@ -35,11 +35,12 @@ from torch.nn import functional as F
 from baton.config import EngineConfig, model_path
 from baton.engine import build
 from baton.engine.batch import StepBatch, StepModel
-from baton.engine.models.decoder import Model
+from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.loader import load_weights
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
+from baton.engine.quantization.methods import quantize_weight
 from baton.engine.runner import Runner
-from baton.engine.weights.loader import load_weights
-from baton.engine.weights.weight import DenseWeight, Weight, quantized
 from baton.tables import align
 from baton.text import Tokenizer, load_tokenizer
 
@@ -93,15 +94,15 @@ class Variant:
         return self._model.step(batch, self._pool).log_softmax(dim=-1)
 
 
-def torch_model(path: Path, quantization: str) -> Model:
+def torch_model(path: Path, quantization: str) -> DecoderModel:
     """The model in bfloat16 with all its matrices quantised, computed by torch."""
 
-    def prepare(weight: Weight, is_output: bool) -> Weight:
-        return quantized(weight, quantization) if isinstance(weight, DenseWeight) else weight
+    def prepare(weight: LinearWeight, is_output: bool) -> LinearWeight:
+        return quantize_weight(weight, quantization) if isinstance(weight, DenseWeight) else weight
 
     config, device = ModelConfig.load(path), torch.device("cpu")
     weights = load_weights(path, config, torch.bfloat16, device, prepare)
-    return Model(config, weights, torch.bfloat16, device)
+    return DecoderModel(config, weights, torch.bfloat16, device)
 
 
 def chunks(stream: Tensor, window: int) -> Iterator[tuple[int, Tensor, Tensor]]:

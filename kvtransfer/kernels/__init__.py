@@ -1,1 +1,1 @@
-"""Copies of scattered KV blocks, and their checksum, in one launch each; `reference` in torch."""
+"""Copies and checksums of scattered KV blocks: a Triton kernel, and its `reference` in torch."""

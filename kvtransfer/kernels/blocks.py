@@ -1,9 +1,9 @@
-"""One Triton kernel that moves listed blocks and sums what it moves; `reference` is its oracle.
+"""A Triton kernel that copies listed blocks and computes their checksum; `reference` is its oracle.
 
-A work item is a tile of one block's words. A fixed, small number of programs share all items: a
-copy over a slow link must not fill the GPU with programs that wait for it, while the engine
-computes on the rest. What is copied costs about four instructions a byte of each thread (SASS for
-sm_90), so that memory and links bound it, and not the checksum.
+A work item is a tile of one block's words. A small, fixed number of programs share all items: a
+copy over a slow link must not fill the GPU with waiting programs while the engine computes. A
+thread spends about four instructions on each byte (SASS for sm_90), so memory and links are the
+limit, not the checksum.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kvtransfer.digest import FACTOR, KEY_STEP, MULTIPLIER_STEP, STEP
 from kvtransfer.kernels import reference
 from kvtransfer.pool import KvPool, Slots
 
-TILE = 4096  # words of an item: 16 KiB
-TAIL_TILE = 1024  # of a partly filled block, whose words are found one by one
+TILE = 4096  # words of a work item: 16 KiB
+TAIL_TILE = 1024  # words of an item of a partly filled block, whose words are not contiguous
 WARPS = 8
-# Programs with 32 KiB on their way each, and a microsecond until it is there: by NVLink to another
-# GPU (up to 900 GB/s), and by PCIe (64 GB/s). Within one GPU each multiprocessor has one.
+# Programs, each with 32 KiB in flight for about a microsecond: over NVLink to another GPU (up to
+# 900 GB/s), and over PCIe (64 GB/s). Within one GPU there is one on each multiprocessor.
 NVLINK_PROGRAMS, PCIE_PROGRAMS = 32, 4
 
 _STEP, _FACTOR = tl.constexpr(STEP), tl.constexpr(FACTOR)
@@ -40,9 +40,10 @@ _KEY_STEP, _MULTIPLIER_STEP = tl.constexpr(KEY_STEP), tl.constexpr(MULTIPLIER_ST
 
 @triton.jit
 def _mixed(words, t, which):
-    """What words `which` of their fours count for, uint64; t: the four's number * STEP.
+    """The contribution of words to the checksum, uint64; see `kvtransfer.digest.word_sum`.
 
-    See `kvtransfer.digest.word_sum`; t may be `[fours, 1]`, and is then hashed once for each.
+    t: number of a word's group of four * STEP, perhaps `[groups, 1]`, and then hashed once for each
+    group · which: the word's number in its group.
     """
     t = (t ^ (t >> 32)) * _FACTOR
     upper = (t >> 32).to(tl.uint32)
@@ -54,7 +55,7 @@ def _mixed(words, t, which):
 
 @triton.jit
 def _place(words, RUN_WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr):
-    """Where words of a block in canonical order lie in a pool: see `move_blocks`."""
+    """The positions in a pool of a block's words in canonical order; see `move_blocks`."""
     places = words
     if SIDE_WORDS and SIDE_WORDS != RUN_WORDS:
         places = words + (words // RUN_WORDS) * (SIDE_WORDS - RUN_WORDS)
@@ -63,7 +64,7 @@ def _place(words, RUN_WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr):
 
 @triton.jit
 def _block(ids, index, exists, BLOCK_WORDS: tl.constexpr, SIDES: tl.constexpr, SIDE: tl.constexpr):
-    """Where a block begins in a pool of SIDE words a side; where that is 0, in staging memory."""
+    """First word of a block in a pool of SIDE words a side; in staging memory if SIDE is 0."""
     if SIDE:
         return tl.load(ids + index, mask=exists, other=0).to(tl.int64) * (SIDES * SIDE)
     return tl.cast(index, tl.int64) * BLOCK_WORDS
@@ -71,7 +72,7 @@ def _block(ids, index, exists, BLOCK_WORDS: tl.constexpr, SIDES: tl.constexpr, S
 
 @triton.jit
 def _lanes(TILE: tl.constexpr):
-    """Numbers from 0 in fours, which a thread loads at once: `[TILE / 4, 4]`."""
+    """Numbers from 0 in groups of four, which a thread loads at once: `[TILE / 4, 4]`."""
     return 4 * tl.arange(0, TILE // 4)[:, None] + tl.arange(0, 4)[None, :]
 
 
@@ -80,7 +81,7 @@ def _load_tile(
     source, ids, item, num_items, TILE: tl.constexpr, BLOCK_WORDS: tl.constexpr,
     RUN_WORDS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """An item's words; zeros behind the last item and behind the end of a block."""
+    """An item's words, with zeros past the last item and past the end of a block."""
     TILES: tl.constexpr = (BLOCK_WORDS + TILE - 1) // TILE
     SIDES: tl.constexpr = BLOCK_WORDS // RUN_WORDS
     exists, word = item < num_items, (item % TILES) * TILE + _lanes(TILE)
@@ -96,14 +97,14 @@ def move_blocks(
     SCALE_WORDS: tl.constexpr, RUN_WORDS: tl.constexpr, FROM_SIDE: tl.constexpr,
     TO_SIDE: tl.constexpr, WRITES: tl.constexpr, TILE: tl.constexpr, TAIL_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Moves `num_blocks` blocks, of the last one only `tail_tokens` slots unless that is 0.
+    """Copies `num_blocks` blocks; of the last one only `tail_tokens` slots, unless that is 0.
 
-    source, target: int32 words from the first that is meant on, of a pool
-    `[blocks, ROWS * ROW_WORDS / RUN_WORDS, FROM_SIDE or TO_SIDE]`, of which the first RUN_WORDS of
-    each last axis are meant, or, where that is 0, of staging memory in canonical order ·
-    source_ids, target_ids: int32 `[num_blocks]`, read for pools only · sums: int64 `[1]`, added to
-    · first_word: place of the first word, which begins a four, as each block does · WRITES: without
-    it only the sum is taken, and `target` is not used.
+    source, target: int32 words of a pool `[blocks, ROWS * ROW_WORDS / RUN_WORDS, FROM_SIDE or
+    TO_SIDE]`, from the first selected head on, where the first RUN_WORDS of each last axis are
+    copied; or of staging memory in canonical order, if FROM_SIDE or TO_SIDE is 0 · source_ids,
+    target_ids: int32 `[num_blocks]`, read for pools only · sums: int64 `[1]`, added to ·
+    first_word: position of the first word, a multiple of four, as each block's size is ·
+    WRITES: whether bytes are copied; otherwise only the sum is computed, and `target` is not used.
     """
     BLOCK_WORDS: tl.constexpr = ROWS * ROW_WORDS
     SIDES: tl.constexpr = BLOCK_WORDS // RUN_WORDS
@@ -118,7 +119,7 @@ def move_blocks(
         source, source_ids, first, num_items, TILE, BLOCK_WORDS, RUN_WORDS, FROM_SIDE
     )
     for item in range(first, num_items, step):
-        # On their way while those before them are written and mixed.
+        # In flight while the previous item is written and summed.
         ahead = _load_tile(
             source, source_ids, item + step, num_items, TILE, BLOCK_WORDS, RUN_WORDS, FROM_SIDE
         )
@@ -132,7 +133,7 @@ def move_blocks(
         t = (place >> 2).to(tl.uint64) * _STEP + steps
         total += tl.where(inside, _mixed(words, t, which), 0)
         words = ahead
-    # The filled slots of a row come first in it; rows without them follow in the pool.
+    # The filled slots come first in each row; the next row follows after the unfilled ones.
     rest = tl.zeros([TAIL_TILE], dtype=tl.uint64)
     width = tail_tokens * (SLOT_WORDS - SCALE_WORDS)
     size, place = (
@@ -141,18 +142,18 @@ def move_blocks(
     )
     for start in range(first * TAIL_TILE, size, step * TAIL_TILE):
         word = start + tl.arange(0, TAIL_TILE)
-        strewn = (word // width) * ROW_WORDS + word % width
-        if SCALE_WORDS:  # behind a row's elements, and here behind those of all rows
+        scattered = (word // width) * ROW_WORDS + word % width
+        if SCALE_WORDS:  # in the pool after a row's elements, here after those of all rows
             SCALES: tl.constexpr = ROW_WORDS - ROW_WORDS // SLOT_WORDS * SCALE_WORDS
             scale, scales = word - ROWS * width, tail_tokens * SCALE_WORDS
             behind = (scale // scales) * ROW_WORDS + SCALES + scale % scales
-            strewn = tl.where(scale < 0, strewn, behind)
+            scattered = tl.where(scale < 0, scattered, behind)
         read = _block(source_ids, full, True, BLOCK_WORDS, SIDES, FROM_SIDE)
-        from_ = source + read + (_place(strewn, RUN_WORDS, FROM_SIDE) if FROM_SIDE else word)
+        from_ = source + read + (_place(scattered, RUN_WORDS, FROM_SIDE) if FROM_SIDE else word)
         tail = tl.load(from_, mask=word < size, other=0)
         if WRITES:
             write = _block(target_ids, full, True, BLOCK_WORDS, SIDES, TO_SIDE)
-            to = target + write + (_place(strewn, RUN_WORDS, TO_SIDE) if TO_SIDE else word)
+            to = target + write + (_place(scattered, RUN_WORDS, TO_SIDE) if TO_SIDE else word)
             tl.store(to, tail, mask=word < size)
         t = ((place + word) >> 2).to(tl.uint64) * _STEP
         rest += tl.where(word < size, _mixed(tail, t, (word & 3).to(tl.uint32)), 0)
@@ -161,10 +162,10 @@ def move_blocks(
 
 
 class BlockMover:
-    """Launches the kernel on the current stream of one GPU, for one thread; `reference` in Triton.
+    """Launches the kernel on one GPU's current stream, for one thread; same calls as `reference`.
 
-    Keeps pinned memory for block ids and, for each kind of pools, the compiled kernel: looking one
-    up by twenty arguments costs the host more than a launch does.
+    It keeps pinned memory for block ids, and the compiled kernel of each combination of pools:
+    Triton's own look-up by twenty arguments costs the host more than a launch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -200,7 +201,7 @@ class BlockMover:
         self, pool: KvPool, slots: Slots, source: KvPool | Tensor, target: KvPool | Tensor | None,
         sums: Tensor, first_word: int, ids: tuple[Slots | None, Slots | None],
     ) -> None:  # fmt: skip
-        """`ids`: which blocks of a pool are read and written; None where staging memory is."""
+        """`ids`: the slots read and written; None for staging memory."""
         num_blocks = len(slots.block_ids)
         read, written = self._ids.put(*(() if one is None else one.block_ids for one in ids))
         sides, heads, row_bytes = pool.rows.shape[1:]
@@ -220,64 +221,64 @@ class BlockMover:
             heads * row_bytes // 4, from_side, to_side, target is not None, tile,
             min(TAIL_TILE, tile),
         )  # fmt: skip
-        # Triton compiles for what addresses are multiples of, too.
+        # Triton also specialises on the alignment of addresses.
         alignment = source_words.data_ptr() % 16, target_words.data_ptr() % 16
         kernel = self._kernels.get((sizes, alignment))
         if kernel is not None:
             kernel[grid](*arguments, *sizes)
-        else:  # an interpreted one is None
+        else:  # in the interpreter it is None
             compiled = move_blocks[grid](*arguments, *sizes, num_warps=WARPS)
             self._kernels[sizes, alignment] = compiled
 
 
 class _DeviceIds:
-    """Block ids, int32, on their way to a device: a ring of pinned memory, and one there."""
+    """Copies block ids, int32, to a device by way of a ring buffer of pinned memory."""
 
     def __init__(self, device: torch.device, count: int = 1 << 14) -> None:
         self._device, self._next = device, 0
-        self._hold(count)
+        self._allocate(count)
 
     def put(self, *lists: Sequence[int]) -> list[Tensor]:
-        """Each list on the device, in the current stream; valid until the ring comes round."""
-        # Each begins at a multiple of 16 bytes, for which the kernel is compiled.
+        """Each list on the device, in the current stream; valid until the ring starts over."""
+        # Each list begins at a multiple of 16 bytes, for which the kernel is compiled.
         sizes = [-(-max(1, len(one)) // 4) * 4 for one in lists]
         if self._next + sum(sizes) > len(self._host):
-            self._begin_again(sum(sizes))
+            self._start_over(sum(sizes))
         begin = at = self._next
         found = []
         for one, size in zip(lists, sizes, strict=True):
             self._array[at : at + len(one)] = np.frombuffer(array("i", one), np.int32)
-            found.append(self._there[at : at + size])
+            found.append(self._on_device[at : at + size])
             at += size
-        self._there[begin:at].copy_(self._host[begin:at], non_blocking=True)
+        self._on_device[begin:at].copy_(self._host[begin:at], non_blocking=True)
         self._next = at
         return found
 
-    def _begin_again(self, count: int) -> None:
-        if self._device.type == "cuda":  # what was queued may still read the ring
+    def _start_over(self, count: int) -> None:
+        if self._device.type == "cuda":  # queued kernels may still read the ring
             torch.cuda.current_stream(self._device).synchronize()
         if count > len(self._host):
-            self._hold(2 * count)
+            self._allocate(2 * count)
         self._next = 0
 
-    def _hold(self, count: int) -> None:
+    def _allocate(self, count: int) -> None:
         self._host = torch.zeros(count, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         self._array: np.ndarray[Any, Any] = self._host.numpy()
-        self._there = torch.zeros(count, dtype=torch.int32, device=self._device)
+        self._on_device = torch.zeros(count, dtype=torch.int32, device=self._device)
 
 
 @cache
-def _programs(own: torch.device, memory: torch.device) -> int:
-    """How many are to move what lies there. Raises OSError where the driver does not say."""
-    if own.type != "cuda":
+def _programs(gpu: torch.device, memory: torch.device) -> int:
+    """Programs for copies between a GPU and this memory. Raises OSError if the driver fails."""
+    if gpu.type != "cuda":
         return 2  # interpreted, one after the other
-    if memory != own:
-        return NVLINK_PROGRAMS if has_nvlink(own, memory) else PCIE_PROGRAMS
-    return torch.cuda.get_device_properties(own).multi_processor_count
+    if memory != gpu:
+        return NVLINK_PROGRAMS if has_nvlink(gpu, memory) else PCIE_PROGRAMS
+    return torch.cuda.get_device_properties(gpu).multi_processor_count
 
 
 def _words(memory: KvPool | Tensor) -> tuple[Tensor, int]:
-    """Its words from the first that is meant on, and for a pool those of all heads of a side."""
+    """The words from the first selected head on, and the words of a side (0 for staging memory)."""
     if isinstance(memory, Tensor):
         return memory.view(torch.int32), 0
     return memory.words, memory.side_words
@@ -331,6 +332,6 @@ _CASES = [
     for use in ("gather", "scatter", "copy", "checksum")
     for pool in _POOLS
 ]
-# The fields of `KernelSpec` in baton.engine.kernels.triton.kernel_spec: kvtransfer must not import
+# The fields of `KernelSpec` in baton.engine.kernels.triton.specs: kvtransfer must not import
 # the engine.
 SPECS = (SimpleNamespace(name="move_blocks", trial=_trial, cases=_CASES, configs=None, shapes=()),)

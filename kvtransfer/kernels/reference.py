@@ -1,7 +1,8 @@
-"""What the kernels do, in plain torch: correct everywhere, with one copy for each run of blocks.
+"""The kernel's operations in plain torch: for any device, with one copy for each run of blocks.
 
-Every function adds the checksum of what it read (see `kvtransfer.digest.word_sum`), which begins at
-place `first_word`, to `sums`, int64 `[1]` on the pool's device. Nothing waits for the device.
+Every function adds the checksum of the bytes it read (`kvtransfer.digest.word_sum`, with the first
+word at position `first_word`) to `sums`, int64 `[1]` on the pool's device. Nothing waits for the
+device.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def gather(pool: KvPool, slots: Slots, out: Tensor, sums: Tensor, first_word: in
 
 
 def scatter(data: Tensor, pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:
-    """The way back: `data` as `gather` returned it, into the slots and nowhere else."""
+    """Copies `data`, as `gather` returns it, into the slots, and changes nothing else."""
     sums += word_sum(data, first_word)
     pool.scatter(data, slots)
 
@@ -28,7 +29,7 @@ def scatter(data: Tensor, pool: KvPool, slots: Slots, sums: Tensor, first_word: 
 def copy(
     source: KvPool, local: Slots, target: KvPool, remote: Slots, sums: Tensor, first_word: int
 ) -> None:
-    """Copies slots of one pool to as many of another."""
+    """Copies slots of one pool to the same number of slots of another."""
     checksum(source, local, sums, first_word)
     full = local.num_tokens // source.block_size
     for _, here, there, count in runs(local.block_ids[:full], remote.block_ids[:full]):
@@ -38,7 +39,7 @@ def copy(
 
 
 def checksum(pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:
-    """Only reads."""
+    """Adds the checksum of the slots; changes no byte of the pool."""
     for start, _, piece in pool.pieces(slots):
         found = word_sum(piece.contiguous().view(-1), first_word + start // 4)
         sums += found.to(sums.device)

@@ -1,4 +1,4 @@
-"""How blocks move: one module a transport, all behind `kvtransfer.interface`."""
+"""The transports, all with the interface `kvtransfer.interface`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 
 def usable(pool: KvPool, host: str, choice: str = "auto", kv_host: str = "") -> list[Transport]:
-    """The transports this worker can use, fastest first; only `choice` if that names one.
+    """The transports that this worker can use, fastest first; only `choice`, if it is not "auto".
 
-    `host` is the address at which peers reach this worker, `kv_host` that for KV where it is
-    another one. Raises ConfigError when it is not this machine's, or `choice` cannot be used with
-    this pool.
+    `host`: the address at which peers reach this worker · `kv_host`: another address for KV, or
+    empty. Raises ConfigError if `kv_host` is not an address of this machine, or `choice` cannot be
+    used with this pool.
     """
     if kv_host:
         try:

@@ -1,17 +1,17 @@
 """The two-sided transports, gloo and nccl: a process group of two ranks for each pair and epoch.
 
 The receiver opens a store on a free port, both ends build the group on it, and a hello in both
-directions proves that both have it before either may drop it (dropping a group while the other end
-still builds it breaks that end).
+directions proves that both have built it before either may drop it: dropping a group while the
+other end still builds it breaks that end.
 
-The ends know each other by a secret, which the receiver makes for one link and which the sender
-gets with the answer to its Offer, over the control channel. Who reaches the ports without it can
-make a link fail, within its time, but not join it: what is in the store carries a MAC, each hello
-proves the secret, and then the store is closed. What travels is not encrypted.
+The ends authenticate by a secret, which the receiver makes for one link and the sender gets with
+the answer to its Offer, over the control stream. A stranger that reaches the ports can make a link
+fail, within its time-out, but not join it: values in the store carry a MAC, each hello proves the
+secret, and then the store is closed. KV bytes are not encrypted.
 
 Gloo's waits have a time-out. NCCL's calls only queue work on the GPU, and the host waits once, at
-the end of a transfer; a timer aborts the communicator at the deadline, which ends its kernels and
-so that wait.
+the end of a transfer. A timer aborts the communicator at the deadline, which ends its kernels and
+with them the wait.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ import logging
 import os
 import queue
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,11 +32,12 @@ from torch import distributed
 
 from baton.cuda import NCCL_ENVIRONMENT, nccl_version
 from baton.errors import TransferFailed
-from baton.rendezvous import Place, Rendezvous, at_least_1ms, open_store
+from baton.rendezvous import Place, Rendezvous, at_least_1ms, gloo_group, nccl_group, open_store
 from baton.v1 import common_pb2
 from kvtransfer.copier import Copier, copier
+from kvtransfer.deadline import Deadline
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, Transport
+from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
 from kvtransfer.pairing import shares_gpu
 from kvtransfer.pool import KvPool, Slots
 
@@ -46,17 +45,17 @@ log = logging.getLogger(__name__)
 
 _SENDER, _RECEIVER = 0, 1
 
-# A communicator's channels: each costs GPU memory and, while bytes travel, a multiprocessor.
+# A communicator's channels: each costs GPU memory and, during a transfer, a multiprocessor.
 NCCL_MIN_CTAS, NCCL_MAX_CTAS = 1, 8
-_WATCHDOG_S = 300.0  # later than any wait here: torch's own time-out must not come first
+_WATCHDOG_S = 300.0  # longer than any wait here: torch's time-out must not come first
 
 
 class ProcessGroupTransport(Transport):
-    """`host` is this worker's address, which the peers can reach. Deadlines: `time.monotonic`.
+    """`host`: this worker's address, which the peers can reach.
 
     `staging_bytes`, of the receiver, bounds the memory of one transfer: two messages of half that
-    size, one travelling while the other is copied. Neighbouring blocks are sent from where they
-    lie; they arrive in staging memory, which a write that comes too late cannot leave.
+    size, one in flight while the other is copied. Contiguous blocks are sent without a copy. They
+    arrive in staging memory, so that a late write cannot reach the pool.
     """
 
     one_sided = False
@@ -70,25 +69,25 @@ class ProcessGroupTransport(Transport):
         """A process group."""
 
     @abstractmethod
-    def wait(self, work: Any, deadline: float) -> None:
-        """Returns when a message is done or, on a GPU, when what is queued later comes after it."""
+    def wait(self, work: Any, deadline: Deadline) -> None:
+        """Waits for a message; on a GPU, makes work that is queued later wait for it."""
 
-    def watch(self, deadline: float, abort: Callable[[], None]) -> AbstractContextManager[None]:
-        """Around waits without a time-out: a thread calls `abort` at the deadline."""
+    def watch(self, deadline: Deadline, abort: Callable[[], None]) -> AbstractContextManager[None]:
+        """A context for waits without a time-out: a thread calls `abort` at the deadline."""
         return nullcontext()
 
-    def listen(self, pool: KvPool) -> Listener:
-        meeting, place = open_store(self.host)
+    def listen(self, pool: KvPool) -> ReceivingEnd:
+        store, place = open_store(self.host)
         at = {"host": self.host, "port": place.port, "secret": place.secret.hex()}
         endpoint = json.dumps({**at, "message_bytes": self.message_bytes}).encode()
-        return _End(self, pool, _RECEIVER, meeting, self.message_bytes, endpoint)
+        return _GroupEnd(self, pool, _RECEIVER, store, self.message_bytes, endpoint)
 
-    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> SendingEnd:
         try:
             at = json.loads(endpoint)
             place = Place(str(at["host"]), int(at["port"]), bytes.fromhex(at["secret"]))
-            meeting = place.connect(timeout_s)
-            end = _End(self, pool, _SENDER, meeting, int(at["message_bytes"]), endpoint)
+            store = place.connect(timeout_s)
+            end = _GroupEnd(self, pool, _SENDER, store, int(at["message_bytes"]), endpoint)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise TransferFailed(f"{self.name}: cannot reach the receiver: {error}") from error
         end.accept(timeout_s)
@@ -102,14 +101,10 @@ class GlooTransport(ProcessGroupTransport):
     kind = common_pb2.TRANSPORT_GLOO
 
     def build(self, store: Rendezvous, rank: int, timeout_s: float, ranks: int = 2) -> Any:
-        options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=self.host)]
-        options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 1
-        return distributed.ProcessGroupGloo(store, rank, ranks, options)
+        return gloo_group(store, rank, ranks, self.host, timeout_s)
 
-    def wait(self, work: Any, deadline: float) -> None:
-        work.wait(at_least_1ms(deadline - time.monotonic()))
+    def wait(self, work: Any, deadline: Deadline) -> None:
+        work.wait(at_least_1ms(deadline.remaining_s))
 
 
 class NcclTransport(ProcessGroupTransport):
@@ -120,33 +115,35 @@ class NcclTransport(ProcessGroupTransport):
     # A communicator takes some 50 MB of GPU memory, and a decode worker has one for each peer.
     max_links = 16
 
-    # A message is a kernel launch and some waits between streams, tens of microseconds for which
-    # nothing travels; one of 4 MiB, as on a CPU, takes no more than 80 at 50 GB/s.
+    # A message is a kernel launch and some waits between streams: tens of microseconds without any
+    # transfer. The 4 MiB of a message on a CPU would take only 80 at 50 GB/s.
     def __init__(self, host: str, staging_bytes: int = 32 << 20) -> None:
         super().__init__(host, staging_bytes)
         if not distributed.is_nccl_available():
             raise RuntimeError("this torch was built without NCCL")
-        # Read when the first group is built, and only from here. NCCL's own: when it is first used.
+        # torch reads these when the first group is built, NCCL when it is first used.
         os.environ.update(NCCL_ENVIRONMENT)
         if shares_gpu(nccl_version()):
             os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
     def build(self, store: Rendezvous, rank: int, timeout_s: float, ranks: int = 2) -> Any:
-        # The receiver reads the communicator's id from it, and no abort ends that wait.
+        # The receiver waits there for the communicator's id, which no abort ends.
         store.set_timeout(at_least_1ms(timeout_s))
-        # Ahead of the engine's kernels: a message behind a step would wait for milliseconds.
-        options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timedelta(seconds=max(timeout_s, _WATCHDOG_S))
-        options.config.blocking = 0  # a blocking initialisation cannot be timed out
-        options.config.min_ctas, options.config.max_ctas = NCCL_MIN_CTAS, NCCL_MAX_CTAS
-        return distributed.ProcessGroupNCCL(store, rank, ranks, options)
+        config = {
+            "blocking": 0,  # a blocking initialisation cannot be timed out
+            "min_ctas": NCCL_MIN_CTAS,
+            "max_ctas": NCCL_MAX_CTAS,
+        }
+        # Before the engine's kernels: a message after a step would wait for milliseconds.
+        watchdog_s = max(timeout_s, _WATCHDOG_S)
+        return nccl_group(store, rank, ranks, watchdog_s, high_priority=True, config=config)
 
-    def wait(self, work: Any, deadline: float) -> None:
+    def wait(self, work: Any, deadline: Deadline) -> None:
         work.wait()
 
     @contextmanager
-    def watch(self, deadline: float, abort: Callable[[], None]) -> Iterator[None]:
-        timer = threading.Timer(max(deadline - time.monotonic(), 0.0), abort)
+    def watch(self, deadline: Deadline, abort: Callable[[], None]) -> Iterator[None]:
+        timer = threading.Timer(deadline.remaining_s, abort)
         timer.name, timer.daemon = "kv-deadline", True
         timer.start()
         try:
@@ -156,23 +153,25 @@ class NcclTransport(ProcessGroupTransport):
 
 
 class Staging:
-    """Lends pairs of message buffers, `max_lent` at a time, and keeps them. Any thread."""
+    """Lends pairs of message buffers, at most `max_lent` at a time, to any thread."""
 
     def __init__(self, max_lent: int = 8) -> None:
-        # uint8 [2, bytes], or None: to be allocated. What was returned last is lent next.
+        # uint8 [2, bytes], or None if not allocated; the last one returned is lent next.
         self._free: queue.LifoQueue[torch.Tensor | None] = queue.LifoQueue()
         for _ in range(max_lent):
             self._free.put(None)
 
     @contextmanager
-    def lend(self, num_bytes: int, device: torch.device, deadline: float) -> Iterator[torch.Tensor]:
-        """Two buffers, uint8 `[2, num_bytes or more]`; waits until `deadline` of time.monotonic().
+    def lend(
+        self, num_bytes: int, device: torch.device, deadline: Deadline
+    ) -> Iterator[torch.Tensor]:
+        """Two buffers, uint8 `[2, num_bytes or more]`; waits until the deadline.
 
-        After a failure they are not reused: a message that comes too late might still be written
-        into them. Raises RuntimeError when none was returned in time.
+        After a failure they are not reused, because a late message might still be written into
+        them. Raises RuntimeError if none is returned in time.
         """
         try:
-            buffers = self._free.get(timeout=max(deadline - time.monotonic(), 0.0))
+            buffers = self._free.get(timeout=deadline.remaining_s)
         except queue.Empty:
             raise RuntimeError("no staging memory became free in time") from None
         returned = None
@@ -186,13 +185,13 @@ class Staging:
 
 
 @dataclass(eq=False)
-class _End(Link, Listener):
-    """One end of a pair: the process group and its store, for one thread except for `abort`."""
+class _GroupEnd(SendingEnd, ReceivingEnd):
+    """One end: the process group and its store, for one thread except for `abort`."""
 
     _transport: ProcessGroupTransport
     _pool: KvPool
     _rank: int
-    _meeting: Rendezvous
+    _store: Rendezvous
     _message_bytes: int
     endpoint: bytes
     _group: Any = None
@@ -201,26 +200,26 @@ class _End(Link, Listener):
     _aborted: bool = False
 
     def accept(self, timeout_s: float) -> None:
-        """Builds the group and exchanges a hello in both directions; the same at both ends."""
-        deadline = time.monotonic() + timeout_s
+        """Builds the group and exchanges a hello in both directions, at both ends alike."""
+        deadline = Deadline(timeout_s)
         try:
             copying = copier(self._pool)
             with (
                 self._transport.watch(deadline, self.abort),
                 copying.transfer(self._pool.new_digest()),
             ):
-                group = self._transport.build(self._meeting, self._rank, timeout_s)
+                group = self._transport.build(self._store, self._rank, timeout_s)
                 with self._guard:
                     self._group = group
                 self._check()
-                # On a GPU, what copies these heads is compiled now, and not in the first transfer.
+                # On a GPU this compiles the kernels, before the first transfer.
                 nothing, empty = Slots((), 0), torch.empty(0, dtype=torch.uint8)
                 if self._rank == _SENDER:
                     copying.gather(nothing, empty.to(self._pool.device))
                 else:
                     copying.scatter(empty.to(self._pool.device), nothing)
                 for sender in (_SENDER, _RECEIVER):
-                    hello = self._meeting.hello(sender).to(self._pool.device)
+                    hello = self._store.hello(sender).to(self._pool.device)
                     if self._rank == sender:
                         self._wait(self._send(hello), deadline)
                         continue
@@ -232,26 +231,26 @@ class _End(Link, Listener):
                 self._finish(copying)
             self._copier = copying
         except RuntimeError as error:
-            self.close()  # no other caller closes a sender's end
+            self.close()  # nothing else closes a sender's end
             raise TransferFailed(f"{self._transport.name}: no connection: {error}") from error
         finally:
-            self._meeting.close()
+            self._store.close()
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         with self._transfer("send", digest, deadline) as (copying, staging):
-            travelling = None
-            for i, part in enumerate(self._pool.parts(local, self._message_bytes)):
+            in_flight = None
+            for i, part in enumerate(self._pool.split(local, self._message_bytes)):
                 data = copying.gather(part, staging[i % 2])
-                self._wait(travelling, deadline)
-                travelling = self._send(data)
-            self._wait(travelling, deadline)
+                self._wait(in_flight, deadline)
+                in_flight = self._send(data)
+            self._wait(in_flight, deadline)
 
     def receive(
         self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
     ) -> None:
-        deadline = time.monotonic() + timeout_s
-        parts = self._pool.parts(slots, self._message_bytes)
+        deadline = Deadline(timeout_s)
+        parts = self._pool.split(slots, self._message_bytes)
         with self._transfer("receive", digest, deadline) as (copying, staging):
 
             def post(i: int) -> tuple[torch.Tensor, Any]:
@@ -273,20 +272,22 @@ class _End(Link, Listener):
             if self._group is not None:
                 try:
                     self._group.abort()
-                except RuntimeError as error:  # NCCL's can fail; closing the link must go on
+                except (
+                    RuntimeError
+                ) as error:  # NCCL's can fail; the link must be closed all the same
                     log.warning("%s: the abort failed: %s", self._transport.name, error)
 
     def close(self) -> None:
         self.abort()
-        self._meeting.close()
+        self._store.close()
         self._group = None
 
     @contextmanager
     def _transfer(
-        self, what: str, digest: Digest, deadline: float
+        self, what: str, digest: Digest, deadline: Deadline
     ) -> Iterator[tuple[Copier, torch.Tensor]]:
-        """Around one put or receive. When it is left all is done and in `digest`, or nothing goes
-        on. Raises TransferFailed."""
+        """The context of one put or receive. On exit everything is done and in `digest`, or it has
+        failed and nothing runs any more. Raises TransferFailed."""
         assert self._copier is not None, "not connected"
         size = max(self._message_bytes, self._pool.block_bytes)
         try:
@@ -300,7 +301,7 @@ class _End(Link, Listener):
                     yield self._copier, staging
                     self._finish(self._copier)
                 except RuntimeError:
-                    self.abort()  # ends what is queued on a GPU, and with it the copier's transfer
+                    self.abort()  # ends queued work on a GPU, and so the copier's transfer
                     raise
         except RuntimeError as error:
             raise TransferFailed(f"{self._transport.name}: {what} failed: {error}") from error
@@ -311,15 +312,15 @@ class _End(Link, Listener):
     def _receive(self, data: torch.Tensor) -> Any:
         return self._group.recv([data], 1 - self._rank, 0)
 
-    def _wait(self, work: Any, deadline: float) -> None:
-        """Waits for a message, if any. A time-out closes the pair for good. Raises RuntimeError."""
+    def _wait(self, work: Any, deadline: Deadline) -> None:
+        """Waits for a message, if any. A time-out ends the group for good. Raises RuntimeError."""
         self._check()
         if work is not None:
             self._transport.wait(work, deadline)
 
     def _finish(self, copying: Copier) -> None:
         copying.finish()
-        self._check()  # after an abort a GPU goes on as if all had arrived
+        self._check()  # after an abort, a GPU goes on as if everything had arrived
 
     def _check(self) -> None:
         if self._aborted:

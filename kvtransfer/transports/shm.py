@@ -1,8 +1,8 @@
 """The transport between two processes of one host: the receiver's pool, mapped by the sender.
 
-The pool lies in a memfd, which a process of the same machine and user is given. It is mapped only
-if it has the pool's size and is sealed, so that it keeps it. A first write into a page costs many
-times what copying it does, so both ends map theirs before.
+The pool is a memfd, which is given to a process of the same machine and user, and mapped only if it
+has the pool's size and is sealed against changes of it. The first write into a page costs many
+times as much as a copy of it, so both ends populate the pages before.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ import torch
 from baton.shared_memory import MADV_POPULATE_READ, SEALS, SharedMemoryArea, populate
 from baton.v1 import common_pb2
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, Transport
+from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
 from kvtransfer.pool import KvPool, Slots, copy_slots
 from kvtransfer.shared_pool import ReceiverProcess, SharedPoolListener, received
 
 
 class ShmTransport(Transport):
-    """Needs a receiver whose pool lies in a `SharedMemoryArea`, on the same host."""
+    """For a receiver on the same host whose pool is in a `SharedMemoryArea`."""
 
     name = "shm"
     kind = common_pb2.TRANSPORT_SHM
     one_sided = True
 
-    def listen(self, pool: KvPool) -> Listener:
+    def listen(self, pool: KvPool) -> ReceivingEnd:
         area = pool.area
-        assert isinstance(area, SharedMemoryArea), "the pool does not lie in shared memory"
-        place = {"touched": area.touched, **pool.place}
-        return SharedPoolListener(self.name, area.fd, place)
+        assert isinstance(area, SharedMemoryArea), "the pool is not in shared memory"
+        layout = {"touched": area.touched, **pool.layout}
+        return SharedPoolListener(self.name, area.fd, layout)
 
-    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
-        with received(self.name, endpoint, timeout_s) as (place, fd, receiver):
-            link = _ShmLink(pool, place, fd, receiver)
-        if place.get("touched"):
-            threading.Thread(target=link.map_pages, name="kv-map", daemon=True).start()
-        return link
+    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> SendingEnd:
+        with received(self.name, endpoint, timeout_s) as (layout, fd, receiver):
+            end = _ShmSendingEnd(pool, layout, fd, receiver)
+        if layout.get("touched"):
+            threading.Thread(target=end.map_pages, name="kv-map", daemon=True).start()
+        return end
 
 
-class _ShmLink(Link):
+class _ShmSendingEnd(SendingEnd):
     def __init__(
-        self, pool: KvPool, place: dict[str, Any], fd: int, receiver: ReceiverProcess
+        self, pool: KvPool, layout: dict[str, Any], fd: int, receiver: ReceiverProcess
     ) -> None:
-        num_bytes = pool.bytes_at(place)
+        num_bytes = pool.bytes_at(layout)
         _check_memory(fd, num_bytes)
         self._pool, self._receiver = pool, receiver
         mapped = mmap.mmap(fd, num_bytes)
         area = torch.frombuffer(mapped, dtype=torch.uint8)
         self._map: mmap.mmap | None = mapped
-        self._remote: KvPool | None = pool.counterpart(area, place)
+        self._remote: KvPool | None = pool.counterpart(area, layout)
         self._closed = threading.Event()
 
     def map_pages(self) -> None:
-        """Maps what the receiver has in memory, until the link is closed."""
+        """Maps the pages that the receiver has in memory, until the link is closed."""
         if (mapped := self._map) is not None:
-            with contextlib.suppress(OSError):  # then pages are mapped when they are written
+            with contextlib.suppress(OSError):  # then the first write of a page maps it
                 populate(mapped, MADV_POPULATE_READ, self._closed)
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
@@ -75,13 +75,13 @@ class _ShmLink(Link):
 
     def close(self) -> None:
         self._receiver.close()
-        # Both hold the mapping, and an exception's frames may hold the link for long.
+        # Both refer to the mapping, and frames of an exception may refer to this end for long.
         self._remote = self._map = None
         self._closed.set()
 
 
 def _check_memory(fd: int, nbytes: int) -> None:
-    """Raises ValueError unless a file has that size for good; OSError when it cannot be sealed."""
+    """Raises ValueError unless a file is sealed with that size; OSError if it has no seals."""
     size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     if size != nbytes or seals & SEALS != SEALS:
         raise ValueError(f"it has {size} bytes, not {nbytes}, or is not sealed")

@@ -1,1 +1,1 @@
-"""Admission: validation, tenants, rate limits, fair queueing, and the wait queue."""
+"""Admission: validation, tokenizing, tenants, rate limits, and refusal of what would be late."""

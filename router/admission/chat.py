@@ -1,7 +1,7 @@
-"""Chats with tools and reasoning: what the template gets, and how the output is read and held.
+"""Chats with tools and reasoning: the chat template's input, the output's format and its grammar.
 
-A model's formats follow from its chat template, and are none where that knows no tools. Functions
-that must be called are called by a grammar of the model's own format, behind its reasoning.
+A model's formats follow from its chat template; there are none if the template has no tools.
+Required tool calls are enforced by a grammar of the model's format, which applies after reasoning.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from baton.text.json_repair import repaired
 from baton.text.reasoning import reasoning_format
 from baton.text.tool_calls import ToolFormat, tool_format
 from baton.v1 import inference_pb2
-from router.dispatch.request_state import OutputFormat
+from router.request import OutputFormat
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
-MAX_TOOL_CHARS = 256 << 10  # of all tools together
+MAX_TOOL_CHARS = 256 << 10  # all tools of a request
 MAX_TEMPLATE_KWARGS_CHARS = 16 << 10
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_MAX_SPACE = 4  # tokens of white space behind the one with which a prompt opens the reasoning
-_RESTRICTION = "sampling.structured_output"
+_MAX_SPACE = 4  # white-space tokens after the token with which a prompt opens reasoning
+_STRUCTURED_OUTPUT = "sampling.structured_output"
 _SCHEMA_OPTIONS = {"x-guidance": JSON_OPTIONS}
 
 
 @dataclass(frozen=True)
 class ChatFormats:
-    """How the served model writes tool calls and reasoning."""
+    """The served model's formats of tool calls and reasoning."""
 
     tokenizer: Tokenizer
-    pieces: TokenPieces  # that show the markers of tool calls
+    pieces: TokenPieces  # with the markers of tool calls as text
     tools: ToolFormat | None = None
-    markers: Mapping[str, int] | None = None  # ids of those that are tokens
+    markers: Mapping[str, int] | None = None  # token ids of the markers that are tokens
     reasoning: Reasoning | None = None
     always_reasons: bool = False
 
     @classmethod
-    def of(
+    def from_tokenizer(
         cls, tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> ChatFormats:
-        """The formats of these names. Raises ConfigError for reasoning without its tokens."""
+        """The formats by parser name. Raises ConfigError for reasoning without its tokens."""
         templates = (tokenizer.template, tokenizer.tool_template)
         plain, template = (one.source if one else "" for one in templates)
         tools = tool_format(tool_parser, template)
@@ -80,7 +80,7 @@ class ChatFormats:
         )
 
     def __str__(self) -> str:
-        """For a log: which there are."""
+        """The formats, for logs."""
         tools = f"tool calls as {self.tools.name}" if self.tools else "no tool calls"
         return f"{tools}, {'reasoning' if self.reasoning else 'no reasoning'}"
 
@@ -94,8 +94,8 @@ class ChatFormats:
     ) -> list[int]:
         """Token ids of a conversation's prompt; see `Tokenizer.encode_chat`.
 
-        Raises InvalidRequest; `at_once`, TimeoutError where it takes longer than an event loop may
-        be held.
+        Raises InvalidRequest; with `at_once`, TimeoutError if it would block an event loop for too
+        long.
         """
         return self.tokenizer.encode_chat(
             [_message(message, i) for i, message in enumerate(chat.messages)],
@@ -108,7 +108,7 @@ class ChatFormats:
         )
 
     def output_format(self, chat: inference_pb2.Chat, prompt: Sequence[int]) -> OutputFormat | None:
-        """How the output of a chat with this prompt is read; None where all of it is content."""
+        """The output format of a chat with this prompt; None if all output is content."""
         tools = self.tools if _with_tools(chat) else None
         reasoning = self.reasoning
         if reasoning is not None:
@@ -128,13 +128,13 @@ class ChatFormats:
         pieces = self.pieces if tools else self.tokenizer.pieces
         return OutputFormat(pieces, reasoning, tools, chat.single_tool_call)
 
-    def restricted(
+    def restrict(
         self, params: SamplingParams, chat: inference_pb2.Chat, output: OutputFormat
     ) -> SamplingParams:
-        """`params` with what the chat's tools and reasoning add. Raises InvalidRequest.
+        """`params` with the restrictions that the chat's tools and reasoning add.
 
-        Tools that must be called take the place of another restriction. Where they may be, an
-        answer that is none matches it.
+        Required tool calls replace another restriction; with optional ones an answer without calls
+        must match it. Raises InvalidRequest.
         """
         structured, must_call = params.structured_output, _must_call(chat)
         if output.tools is not None and has_grammar(params, chat):
@@ -152,7 +152,7 @@ class ChatFormats:
         if answer is not None and not answer.json_schema:
             raise InvalidRequest(
                 "with tools that may be called only a JSON schema can restrict the answer",
-                _RESTRICTION,
+                _STRUCTURED_OUTPUT,
             )
         parameters = dict[str, Any]()
         for at, tool in enumerate(chat.tools):
@@ -160,9 +160,9 @@ class ChatFormats:
                 schema = json.loads(tool.parameters) if tool.parameters else None
                 prepare_schema(schema or {}, "the schema", f"chat.tools[{at}].parameters")
                 parameters[tool.name] = schema
-        schema = _object(answer.json_schema, _RESTRICTION) if answer else None
+        schema = _object(answer.json_schema, _STRUCTURED_OUTPUT) if answer else None
         if schema is not None:
-            prepare_schema(schema, field=_RESTRICTION)
+            prepare_schema(schema, field=_STRUCTURED_OUTPUT)
         grammar = tools.grammar(
             parameters,
             self.markers or {},
@@ -179,7 +179,7 @@ class ChatFormats:
         return StructuredOutput(grammar=grammar)
 
     def _variables(self, chat: inference_pb2.Chat) -> dict[str, Any]:
-        """What the template gets beside messages."""
+        """The template's variables other than messages."""
         variables: dict[str, Any] = {}
         if chat.template_kwargs:
             variables = _object(chat.template_kwargs, "chat.template_kwargs")
@@ -190,7 +190,7 @@ class ChatFormats:
                 )
             for name in ("messages", "tools"):
                 if name in variables:
-                    raise InvalidRequest(f"{name} is a field of its own", "chat.template_kwargs")
+                    raise InvalidRequest(f"{name} is a separate field", "chat.template_kwargs")
         names = _checked_tools(chat)
         if (_must_call(chat) and not names) or chat.tool_name not in ("", *names):
             raise InvalidRequest(
@@ -203,7 +203,7 @@ class ChatFormats:
             return variables
         template = self.tokenizer.tool_template
         if template is None or not template.has_tools:
-            raise InvalidRequest("this model's chat template knows no tools", "chat.tools")
+            raise InvalidRequest("this model's chat template has no tools", "chat.tools")
         if self.tools is None:
             raise InvalidRequest(
                 "the format of this model's tool calls is not known: the router's --tool-parser "
@@ -224,7 +224,7 @@ class ChatFormats:
 
 
 def check_messages(messages: Sequence[inference_pb2.ChatMessage]) -> None:
-    """Raises InvalidRequest unless it is a number of messages that is taken."""
+    """Raises InvalidRequest for no messages or too many."""
     if not messages:
         raise InvalidRequest("chat has no messages", "chat")
     if len(messages) > MAX_MESSAGES:
@@ -238,7 +238,7 @@ def _with_tools(chat: inference_pb2.Chat) -> bool:
 
 
 def has_grammar(params: SamplingParams, chat: inference_pb2.Chat) -> bool:
-    """Whether a grammar is made of the chat's tools, which takes some time."""
+    """Whether the chat's tools are made into a grammar, which takes some time."""
     return bool(chat.tools) and (_must_call(chat) or params.structured_output is not None)
 
 
@@ -247,7 +247,7 @@ def _must_call(chat: inference_pb2.Chat) -> bool:
 
 
 def _checked_tools(chat: inference_pb2.Chat) -> set[str]:
-    """The tools' names. Raises InvalidRequest."""
+    """The names of valid tools. Raises InvalidRequest."""
     if len(chat.tools) > MAX_TOOLS:
         raise InvalidRequest(
             f"there may be {MAX_TOOLS} tools at most, not {len(chat.tools)}", "chat.tools"
@@ -274,7 +274,7 @@ def _checked_tools(chat: inference_pb2.Chat) -> set[str]:
 
 
 def _tool(tool: inference_pb2.Tool) -> dict[str, Any]:
-    """As templates take it, in the order of OpenAI's documentation, which they write out."""
+    """A tool for templates, with keys in the order of OpenAI's documentation."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description:
         function["description"] = tool.description
@@ -284,7 +284,7 @@ def _tool(tool: inference_pb2.Tool) -> dict[str, Any]:
 
 
 def _message(message: inference_pb2.ChatMessage, index: int) -> Message:
-    """As templates take it: arguments are objects."""
+    """A message for templates, which expect arguments as objects."""
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
     for i, call in enumerate(message.tool_calls):
         if not call.name:
@@ -315,16 +315,16 @@ def _message(message: inference_pb2.ChatMessage, index: int) -> Message:
 
 
 def _arguments(text: str, field: str) -> dict[str, Any]:
-    """Of a call that this model, another one or an output that was cut may have left unsound.
+    """Arguments of an earlier call, repaired if they are not JSON.
 
-    A model that once wrote no JSON must not end its conversation by that.
+    They may have been cut, or written by another model; a conversation must survive one bad call.
     """
     try:
         json.loads(text)
-        sound = "\\ud" not in text.lower()  # surrogates, of which some may be alone
+        valid = "\\ud" not in text.lower()  # lone surrogates
     except (ValueError, RecursionError):
-        sound = False
-    return _object(text if sound else repaired(text), field)
+        valid = False
+    return _object(text if valid else repaired(text), field)
 
 
 def _object(text: str, field: str) -> dict[str, Any]:

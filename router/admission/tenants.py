@@ -1,10 +1,11 @@
 """Tenants: API keys, limits, share of the fleet and cache isolation.
 
-Tenants come from a TOML file, read again when it or a key's file changes; docs/security.md lists
-its fields. Without a file there is one tenant, "default", without limits, and keys are ignored.
+Tenants come from a TOML file, which is read again when it or a key file changes; docs/security.md
+lists its fields. Without a file there is one tenant, "default", without limits, and keys are
+ignored.
 
-A body with several prompts or choices is one request. Its tokens are charged as they are used:
-each prompt once, and every choice's output, of which a little is reserved beforehand.
+A body with several prompts or choices is one request. Its tokens are charged as they are used: each
+prompt once, and every choice's output, part of which is reserved in advance.
 """
 
 from __future__ import annotations
@@ -12,119 +13,51 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
-import re
 import sys
 import time
-import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from baton.config.watched_files import WatchedFiles
 from baton.errors import ConfigError, InvalidRequest, Overloaded, RetryableError, Unauthenticated
+from baton.generation.enum_names import PRIORITIES
 from baton.v1 import common_pb2
-from router.admission.fair_queue import FairQueue, Flow, PendingPrompt
-from router.shared_state import SharedState, Usage
+from router.admission.rate_limit import Clock, TokenBucket
+from router.admission.tenants_file import (
+    DEFAULT_TENANT,
+    TenantConfig,
+    TenantsContent,
+    TenantsFile,
+    key_digests,
+)
+from router.queueing.fair_queue import FairQueue
+from router.request import PendingPrompt, TenantShare
+from router.shared_state import LimitUsage, SharedState
 
 log = logging.getLogger(__name__)
 
-PRIORITIES = {
-    "low": common_pb2.PRIORITY_LOW,
-    "normal": common_pb2.PRIORITY_NORMAL,
-    "high": common_pb2.PRIORITY_HIGH,
-}
-DEFAULT = "default"  # the tenant of callers without a key
-_RESERVED_OUTPUT = 256  # tokens charged at the start of a choice; more are charged as they come,
-_LOT = 64  # so many at a time: what is not used comes back at the end
+_RESERVED_OUTPUT = 256  # tokens charged when a choice starts; more are charged as they are used
+_OUTPUT_BATCH = 64  # tokens charged at a time; unused ones are returned at the end
 _BUSY_RETRY_S = 1.0  # at max_running: when a request will end is not known
-_RELOAD_S = 1.0  # between two looks at the files
-_ROUNDING = 1e-6  # a caller that comes back at the given time must not lack a millionth
+_RELOAD_S = 1.0  # between two checks of the files
 
-Clock = Callable[[], float]
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
-@dataclass(frozen=True)
-class TenantConfig:
-    """One tenant as the file has it; the defaults limit nothing."""
-
-    name: str
-    weight: float = 1.0
-    priority: str = "normal"
-    requests_per_minute: float = math.inf
-    tokens_per_minute: float = math.inf
-    burst_seconds: float = 60.0
-    max_prompt_tokens: int = 0  # 0: what the router takes
-    max_running: float = math.inf
-    key_digests: tuple[bytes, ...] = field(default=(), repr=False)  # SHA-256
-    keyless: bool = False  # takes callers without a key
-
-
-class TokenBucket:
-    """Refills at `per_minute` up to what `burst_s` seconds bring; infinite rates limit nothing.
-
-    `state` holds what was spent and has not come back, and the time of that: zeros are a full
-    bucket. Buckets of several processes may have it in common.
-    """
-
-    def __init__(
-        self,
-        per_minute: float,
-        burst_s: float,
-        clock: Clock = time.monotonic,
-        state: memoryview[float] | None = None,
-    ) -> None:
-        self._per_s = per_minute / 60
-        self.size = self._per_s * burst_s
-        self._clock = clock
-        self._state = Usage().requests if state is None else state
-
-    @property
-    def level(self) -> float:
-        """What may be taken now; below 0 where more was taken than there was."""
-        return self.size - self._spent(self._clock())
-
-    @property
-    def is_unlimited(self) -> bool:
-        """Whether nothing that is taken makes a difference."""
-        return self._per_s == math.inf
-
-    def set_rate(self, per_minute: float, burst_s: float) -> None:
-        """From now on; what was spent comes back at the new rate."""
-        self.take(0.0)
-        self._per_s = per_minute / 60
-        self.size = self._per_s * burst_s
-
-    def wait_s(self, amount: float) -> float:
-        """Seconds until `amount` fits, 0 if it does now; it must not exceed the bucket's size."""
-        missing = amount - self.level
-        return missing / self._per_s if missing > _ROUNDING else 0.0
-
-    def take(self, amount: float) -> None:
-        """Charges; more may be spent than fits. A negative amount is given back."""
-        now = self._clock()
-        self._state[0], self._state[1] = max(0.0, self._spent(now) + amount), now
-
-    def _spent(self, now: float) -> float:
-        spent, at = self._state
-        return max(0.0, spent - (now - at) * self._per_s) if spent > 0 and now > at else spent
-
-
 class LimitReached(Overloaded):
-    """A limit of the tenant's own, of which it may be told."""
+    """A limit of the tenant itself; its callers may see the message."""
 
 
 class Tenant:
-    """One tenant's limits and what of them is in use. Event-loop thread only."""
+    """One tenant's limits and their usage. Event-loop thread only."""
 
     def __init__(
         self,
         config: TenantConfig,
         fair_queue: FairQueue,
         clock: Clock,
-        usage: Usage,
+        usage: LimitUsage,
         *,
         salted: bool = True,
     ) -> None:
@@ -141,9 +74,9 @@ class Tenant:
         self.configure(config)
 
     def configure(self, config: TenantConfig) -> None:
-        """New limits and a new share, for what comes from now on."""
+        """Sets new limits and a new share for requests from now on."""
         self.config = config
-        self.flow = Flow(config.name, config.weight, PRIORITIES[config.priority])
+        self.share = TenantShare(config.name, config.weight, PRIORITIES[config.priority])
         with self._usage.lock:
             self._requests.set_rate(config.requests_per_minute, config.burst_seconds)
             self._tokens.set_rate(config.tokens_per_minute, config.burst_seconds)
@@ -154,7 +87,7 @@ class Tenant:
         return not self._usage.running_here
 
     def salt(self, cache_salt: str) -> str:
-        """Isolates the tenant's cached prefixes, whatever salt the request has."""
+        """The cache salt for a request; no two tenants share cached prefixes."""
         return f"{self.name}/{cache_salt}" if self._salted else cache_salt
 
     def enter(
@@ -165,16 +98,17 @@ class Tenant:
         priority: common_pb2.Priority = common_pb2.PRIORITY_UNSPECIFIED,
         *,
         choices: int = 1,
-        before: int = 0,
+        earlier_tokens: int = 0,
     ) -> AdmissionLease:
-        """Charges a request and gives it its virtual finish; leaving the lease's block ends it.
+        """Charges a choice of a request and queues its prompt; leaving the lease's block ends it.
 
-        With several choices it is the first of so many, all of which run from now on; 0 is a
-        further one, which costs no request and has the tokens of those `before` it, all outputs
-        included. It does not wait for what is used up: the first would have run for nothing. Raises
-        Overloaded, with the time until it fits, at a limit; InvalidRequest where it never fits.
+        `choices`: number of choices of the request, all of which count as running from now on, if
+        this is the first one; 0 for a further choice, which is not charged as a request and does
+        not wait for used-up tokens, as the first choice would have run in vain.
+        `earlier_tokens`: prompts and outputs of the choices entered before it. Raises Overloaded at
+        a limit, with the time until it fits; InvalidRequest if it never fits.
         """
-        total = before + prompt_tokens + max_tokens * choices
+        total = earlier_tokens + prompt_tokens + max_tokens * choices
         if total > self._tokens.size:
             raise InvalidRequest(
                 f"prompt and output may take {total} tokens and this tenant gets "
@@ -188,39 +122,34 @@ class Tenant:
                 self._check(choices, prompt_tokens + reserved * choices)
             self._charge(requests, prompt_tokens + reserved)
             self._usage.add_running(choices)
-        prompt = self.fair_queue.add(self.flow, seconds_of_work, priority)
+        prompt = self.fair_queue.add(self.share, seconds_of_work, priority)
         return AdmissionLease(self, prompt, requests, prompt_tokens, reserved)
 
     def check(self, choices: int = 1, tokens: int | None = None) -> None:
-        """Raises Overloaded while no such request may enter: cheap, before any other work.
+        """Raises Overloaded while such a request may not enter; cheap, before any other work.
 
-        InvalidRequest where so many choices may never run at once.
+        Raises InvalidRequest if that number of choices may never run at once.
         """
         with self._usage.lock:
             self._check(choices, tokens)
 
     def charge_request(self) -> None:
-        """Takes a request that is not going to run; raises Overloaded at a limit."""
+        """Charges a request that does not run on workers; raises Overloaded at a limit."""
         with self._usage.lock:
             self._check(1, 0)
             self._charge(1, 0)
 
     def charge_tokens(self, tokens: int) -> None:
-        """Takes tokens, whether or not they are there."""
+        """Charges tokens, also more than are available."""
         if tokens and not self._tokens.is_unlimited:
             with self._usage.lock:
                 self._charge(0, tokens)
 
-    def leave(self, requests: int, tokens: int) -> None:
-        """A choice has ended; so many requests and tokens are given back."""
-        with self._usage.lock:
-            self._usage.add_running(-1)
-            self._charge(-requests, -tokens)
-
-    def free(self, choices: int) -> None:
-        """So many choices of a request are not going to enter."""
+    def leave(self, choices: int, refund_requests: int = 0, refund_tokens: int = 0) -> None:
+        """Ends choices, or those that will not enter, and returns what was charged too much."""
         with self._usage.lock:
             self._usage.add_running(-choices)
+            self._charge(-refund_requests, -refund_tokens)
 
     def _check(self, choices: int, tokens: int | None) -> None:
         most, running = self.config.max_running, self._usage.running
@@ -238,38 +167,38 @@ class Tenant:
     def _charge(self, requests: int, tokens: int) -> None:
         for bucket, amount in ((self._requests, requests), (self._tokens, tokens)):
             if amount and not bucket.is_unlimited:
-                bucket.take(amount)
+                bucket.spend(amount)
 
-    def most_output(self, prompt_tokens: int, choices: int) -> int:
-        """Most output tokens of each choice where the request leaves that open; at least 1."""
+    def max_output(self, prompt_tokens: int, choices: int) -> int:
+        """Limit on the output tokens of each choice of a request that sets none; at least 1."""
         size = min(self._tokens.size, sys.maxsize)
         return max(1, int(size - prompt_tokens) // choices)
 
 
 @dataclass
 class AdmissionLease:
-    """An admitted request: what its tenant was charged, and its place in the fair queue.
+    """An admitted request: what its tenant was charged, and its prompt in the fair queue.
 
-    `with tenant.enter(...) as lease:` around the request. At the end reserved tokens that were not
-    used are given back; all of it, and the request too, if it was refused before its first token.
+    Used as `with tenant.enter(...) as lease:` around the request. At the end unused reserved tokens
+    are returned; all tokens and the request, too, if it was refused before its first token.
     """
 
     _tenant: Tenant
     prompt: PendingPrompt
     _requests: int
     _prompt_tokens: int
-    _reserved: int  # output tokens, charged and not delivered yet
-    _began: bool = False
+    _reserved: int  # output tokens charged and not delivered yet
+    _has_begun: bool = False
 
     def delivered(self, count: int) -> None:
-        """So many more tokens went to the caller; later requests wait if they were not there."""
-        if not self._began:
-            self._began = True
+        """Counts delivered tokens; those beyond the limit delay the tenant's later requests."""
+        if not self._has_begun:
+            self._has_begun = True
             self._tenant.fair_queue.remove(self.prompt, computed=True)
         if count > self._reserved:
-            lot = max(_LOT, count - self._reserved)
-            self._tenant.charge_tokens(lot)
-            self._reserved += lot
+            batch = max(_OUTPUT_BATCH, count - self._reserved)
+            self._tenant.charge_tokens(batch)
+            self._reserved += batch
         self._reserved -= count
 
     def __enter__(self) -> Self:
@@ -278,28 +207,28 @@ class AdmissionLease:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         tenant = self._tenant
         tenant.fair_queue.remove(self.prompt)
-        refused = isinstance(error, RetryableError) and not self._began
-        tenant.leave(self._requests * refused, self._reserved + self._prompt_tokens * refused)
+        refused = isinstance(error, RetryableError) and not self._has_begun
+        tenant.leave(1, self._requests * refused, self._reserved + self._prompt_tokens * refused)
 
 
 @dataclass
-class Places:
-    """Of the choices of one body that run, for their tenant, and have not entered yet."""
+class ReservedChoices:
+    """Places among a tenant's running requests for the choices of a body that have not entered."""
 
-    tokens: int = 0  # of what has entered, with the outputs of all
+    tokens: int = 0  # prompts that have entered, and the outputs of all choices
     _tenant: Tenant | None = None
     _count: int = 0
 
     def entered(self, tenant: Tenant, choices: int, tokens: int) -> None:
-        """One has, which as the first stands for all `choices`; see `Tenant.enter`."""
+        """Records that a choice has entered; `choices` as for `Tenant.enter`."""
         self._tenant = tenant
         self._count += choices - 1
         self.tokens += tokens
 
-    def free(self) -> None:
-        """No more of them are going to enter."""
+    def release(self) -> None:
+        """Releases the remaining places; no more choices will enter."""
         if self._tenant is not None:
-            self._tenant.free(self._count)
+            self._tenant.leave(self._count)
             self._count = 0
 
 
@@ -314,28 +243,28 @@ class Tenants:
         api_keys: Iterable[str] = (),
         shared: SharedState | None = None,
     ) -> None:
-        """From the file, or without one. Raises ConfigError naming file, tenant and field.
+        """Reads the file, if there is one. Raises ConfigError naming file, tenant and field.
 
-        `admin_keys`, as the file has them, are those of operators whom the file does not name;
-        `api_keys`, in place of a file, those of the only tenant and of operators. With `shared`,
-        limits hold over all processes of this router together.
+        `admin_keys`: digests, as in the file, of further operators' keys. `api_keys`: digests of
+        the keys of the only tenant and of operators, instead of a file. `shared`: memory through
+        which all processes of this router share the limits.
         """
         if path and api_keys:
             raise ConfigError("--api-key and --tenants do not go together: add the key to the file")
         self._clock, self._shared = clock, shared
         self._fair_queue = FairQueue(clock)
-        self._file = _TenantsFile(path) if path else None
-        self._more_admins = _digests(admin_keys, "--admin-key")
-        self._unlimited = Tenant(TenantConfig(""), self._fair_queue, clock, Usage())
-        self._known: dict[str, Tenant] = {}  # by name; of those that the file has no more, some
+        self._file = TenantsFile(path) if path else None
+        self._extra_admins = key_digests(admin_keys, "--admin-key")
+        self._unlimited = Tenant(TenantConfig(""), self._fair_queue, clock, LimitUsage())
+        self._known: dict[str, Tenant] = {}  # by name; also removed ones with running requests
         self._names: Sequence[str] = ()
-        digests = _digests(api_keys, "--api-key")
+        digests = key_digests(api_keys, "--api-key")
         self.is_open = not (path or digests)  # keys are ignored then
-        only = TenantConfig(DEFAULT, keyless=not digests, key_digests=digests)
-        self._configure(self._file.read() if self._file else _Content([only], digests))
+        only = TenantConfig(DEFAULT_TENANT, keyless=not digests, key_digests=digests)
+        self._configure(self._file.read() if self._file else TenantsContent([only], digests))
 
     async def follow(self) -> None:
-        """Takes up the files' changes until cancelled; with a mistake in them nothing changes."""
+        """Applies changes of the files until cancelled; a mistake in them changes nothing."""
         while self._file:
             await asyncio.sleep(_RELOAD_S)
             try:
@@ -345,20 +274,21 @@ class Tenants:
             except ConfigError as error:
                 log.error("tenants stay as they were: %s", error)
 
-    def _configure(self, content: _Content) -> None:
-        """A tenant of the same name goes on with its running requests, charges and pending prompts.
+    def _configure(self, content: TenantsContent) -> None:
+        """Applies the file's content.
 
-        One that is gone takes no requests; those that run end as usual.
+        A tenant of the same name keeps its running requests, charges and pending prompts. A removed
+        tenant accepts no requests; its running ones end as usual.
         """
         names = [config.name for config in content.tenants]
         self._forget_all_but({*self._names, *names})
         for config in content.tenants:  # before any change: there may be no room for one more
             if config.name not in self._known:
-                self._known[config.name] = self._newcomer(config)
+                self._known[config.name] = self._new_tenant(config)
         self._keyless: Tenant | None = None
         self._by_digest: dict[bytes, Tenant] = {}
-        self._names_admins = bool(content.admin_digests)
-        self._admins = {*content.admin_digests, *self._more_admins}
+        self._file_has_admins = bool(content.admin_digests)
+        self._admins = {*content.admin_digests, *self._extra_admins}
         self._names = names
         for config in content.tenants:
             tenant = self._known[config.name]
@@ -370,7 +300,7 @@ class Tenants:
         self._forget_all_but(names)
 
     def _forget_all_but(self, names: Collection[str]) -> None:
-        """Tenants of which nothing runs here. Others are forgotten at a later change."""
+        """Drops other tenants without running requests here; the rest go at a later change."""
         for name in self._known.keys() - names:
             if self._known[name].is_idle:
                 del self._known[name]
@@ -378,37 +308,37 @@ class Tenants:
                 if self._shared is not None:
                     self._shared.release(name)
 
-    def _newcomer(self, config: TenantConfig) -> Tenant:
-        usage = Usage()
+    def _new_tenant(self, config: TenantConfig) -> Tenant:
+        usage = LimitUsage()
         if self._shared is not None and not self.is_open:
             usage = self._shared.usage(config.name)
         return Tenant(config, self._fair_queue, self._clock, usage, salted=not self.is_open)
 
-    def of(self, metadata: Metadata | None) -> Tenant:
+    def tenant_for(self, metadata: Metadata | None) -> Tenant:
         """The tenant whose key the call carries. Raises Unauthenticated."""
         key = None if self.is_open else _key(metadata or ())
         if key is None:
             if self._keyless is None:
                 raise Unauthenticated("this router needs an API key: authorization: Bearer KEY")
             return self._keyless
-        # How long a look-up takes may depend on the digest: who does not know a key cannot choose
-        # its digest's bits, so that nothing is learnt from that.
+        # The look-up's time may depend on the digest. That reveals nothing: without knowing a key
+        # nobody can choose the bits of its digest.
         if (tenant := self._by_digest.get(digest := hashlib.sha256(key).digest())) is None:
             if digest in self._admins:
                 raise Unauthenticated("the API key is an operator's: requests need a tenant's")
             raise Unauthenticated("the API key is unknown")
         return tenant
 
-    def named(self, name: str) -> Tenant:
-        """The tenant of that name. Raises Unauthenticated where the file has it no more."""
+    def tenant_named(self, name: str) -> Tenant:
+        """The tenant of that name. Raises Unauthenticated if the file no longer has it."""
         if name not in self._names:
             raise Unauthenticated(f"there is no tenant {name!r}")
         return self._known[name]
 
-    def of_operator(self, metadata: Metadata | None) -> Tenant:
-        """As whom an operator asks: the key's tenant, the keyless one, or one without limits."""
+    def tenant_for_operator(self, metadata: Metadata | None) -> Tenant:
+        """The key's tenant, else the keyless one, else one without limits."""
         try:
-            return self.of(metadata)
+            return self.tenant_for(metadata)
         except Unauthenticated:
             return self._keyless or self._unlimited
 
@@ -418,14 +348,14 @@ class Tenants:
         return key is not None and hashlib.sha256(key).digest() in self._admins
 
     def is_operator(self, metadata: Metadata | None) -> bool:
-        """Whether the call may see how the cluster is made up; without a file all may."""
+        """Whether the call may see the cluster's internals; without a file every call may."""
         return self.is_open or self.is_admin(metadata)
 
     def check_admin(self, metadata: Metadata | None) -> None:
         """Raises Unauthenticated for a call without an operator's key, where keys are needed."""
         if self.is_operator(metadata):
             return
-        missing = "" if self._names_admins else ", which has none yet"
+        missing = "" if self._file_has_admins else ", which has none yet"
         what = "this is for operators: send the API key"
         if self._file:
             what = f"this is for operators: send a key of [admin] in the tenants file{missing}"
@@ -435,7 +365,7 @@ class Tenants:
 
 
 def _key(metadata: Metadata) -> bytes | None:
-    """The key in `authorization: Bearer KEY`; None where there is no such entry."""
+    """The key in `authorization: Bearer KEY`; None without such an entry."""
     for name, value in metadata:
         if name.lower() != "authorization":
             continue
@@ -445,139 +375,3 @@ def _key(metadata: Metadata) -> bytes | None:
             raise Unauthenticated("authorization must be: Bearer KEY")
         return key.strip()
     return None
-
-
-# The file. A field's value is never shown: it might be a key.
-
-_Rule = tuple[str, Callable[[Any], bool]]  # what a field must be
-_ABOVE_0: _Rule = (
-    "a number above 0",
-    lambda value: type(value) in (int, float) and 0 < value < math.inf,
-)
-_COUNT: _Rule = ("a whole number above 0", lambda value: type(value) is int and value > 0)
-_TEXTS: _Rule = (
-    "a list of texts",
-    lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
-)
-_PRIORITY: _Rule = (
-    f"one of {', '.join(PRIORITIES)}",
-    lambda value: isinstance(value, str) and value in PRIORITIES,
-)
-_TABLE: _Rule = ("a table", lambda value: isinstance(value, dict))
-_FILE = {"tenants": _TABLE, "default": _TABLE, "admin": _TABLE}
-_KEYS = {"keys": _TEXTS, "key_files": _TEXTS}
-_LIMITS = {
-    "weight": _ABOVE_0, "priority": _PRIORITY, "requests_per_minute": _ABOVE_0,
-    "tokens_per_minute": _ABOVE_0, "burst_seconds": _ABOVE_0, "max_prompt_tokens": _COUNT,
-    "max_running": _COUNT,
-}  # fmt: skip
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
-
-
-@dataclass(frozen=True)
-class _Content:
-    tenants: Sequence[TenantConfig]
-    admin_digests: Sequence[bytes] = ()
-
-
-class _TenantsFile:
-    """The file and those of keys that it names."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._watched = WatchedFiles()
-
-    def read_changed(self) -> _Content | None:
-        """The content if a file has changed. Raises ConfigError, once for each change."""
-        return self.read() if self._watched.changed else None
-
-    def read(self) -> _Content:
-        """Raises ConfigError naming file, tenant and field."""
-        self._watched, path = WatchedFiles(), self.path
-        try:
-            content = tomllib.loads(self._watched.read(path).decode())
-        except OSError as error:
-            raise ConfigError(f"tenants file {path} cannot be read: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(f"tenants file {path} is not TOML: {error}") from error
-        try:
-            return self._parsed(content)
-        except ConfigError as error:
-            raise ConfigError(f"tenants file {path}: {error}") from None
-
-    def _parsed(self, content: dict[str, Any]) -> _Content:
-        _check(content, "the file", _FILE)
-        tables = content.get("tenants", {})
-        _check(tables, "tenants", dict.fromkeys(tables, _TABLE))
-        configs = [self._tenant(name, table) for name, table in tables.items()]
-        if "default" in content:
-            if DEFAULT in tables:
-                raise ConfigError("give [default] or [tenants.default], not both")
-            configs.append(_limited("[default]", content["default"], DEFAULT, keyless=True))
-        if not configs:
-            raise ConfigError("there is no tenant: give [tenants.NAME] or [default]")
-        owners: dict[bytes, str] = {}
-        for config in configs:
-            for digest in config.key_digests:
-                if (other := owners.setdefault(digest, config.name)) != config.name:
-                    raise ConfigError(
-                        f"keys of [tenants.{other}] and [tenants.{config.name}] must differ"
-                    )
-        admins: tuple[bytes, ...] = ()
-        if "admin" in content:
-            _check(content["admin"], "[admin]", _KEYS)
-            admins = self._keys(content["admin"], "[admin]")
-        return _Content(configs, admins)
-
-    def _tenant(self, name: str, table: dict[str, Any]) -> TenantConfig:
-        where = f"[tenants.{name}]"
-        if not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"the name of {where} must be letters, digits and . _ -, no sign first"
-            )
-        _check(table, where, {**_KEYS, **_LIMITS})
-        return _limited(where, table, name, key_digests=self._keys(table, where))
-
-    def _keys(self, table: dict[str, Any], where: str) -> tuple[bytes, ...]:
-        """Takes the keys out of a table; their digests."""
-        digests = list(_digests(table.pop("keys", ()), f"keys of {where}"))
-        for file in table.pop("key_files", ()):
-            try:
-                key = self._watched.read(self.path.parent / Path(file).expanduser()).strip()
-            except (OSError, ValueError, RuntimeError) as error:
-                why = getattr(error, "strerror", error)
-                raise ConfigError(
-                    f"key_files of {where} must be readable: {file}: {why}"
-                ) from error
-            if not key or b"\n" in key:
-                raise ConfigError(f"key_files of {where} must have one key each; {file} has not")
-            digests.append(hashlib.sha256(key).digest())
-        if not digests:
-            raise ConfigError(f"keys of {where} must be given, or key_files")
-        return tuple(digests)
-
-
-def _digests(keys: Iterable[str], where: str) -> tuple[bytes, ...]:
-    matches = [_DIGEST.fullmatch(key) for key in keys]
-    if not all(matches):
-        raise ConfigError(f'{where} must be "sha256:" and 64 hexadecimal digits each')
-    return tuple(bytes.fromhex(match[1]) for match in matches if match)
-
-
-def _check(table: Mapping[str, Any], where: str, rules: Mapping[str, _Rule]) -> None:
-    for name, value in table.items():
-        if name not in rules:
-            raise ConfigError(f"{where} has an unknown field {name!r}")
-        wanted, is_valid = rules[name]
-        if not is_valid(value):
-            raise ConfigError(f"{name} of {where} must be {wanted}")
-
-
-def _limited(where: str, table: Mapping[str, Any], name: str, **more: Any) -> TenantConfig:
-    _check(table, where, _LIMITS)
-    config = TenantConfig(name, **table, **more)
-    for rate in ("requests_per_minute", "tokens_per_minute"):
-        if getattr(config, rate) * config.burst_seconds < 60:  # not even one fits, ever
-            raise ConfigError(f"{rate} of {where} must let burst_seconds bring at least one")
-    return config

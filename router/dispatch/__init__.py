@@ -1,1 +1,1 @@
-"""Running a placed request over its pair, and failing over."""
+"""Runs a request over a pair of workers, and fails over."""

@@ -1,4 +1,4 @@
-"""One attempt at a request: brings two workers' messages into the order the caller must see."""
+"""One attempt at a request: puts two workers' messages into the order for the caller."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.fleet.member import Event, Member
 from router.fleet.snapshot import AssignedPrompt
 
-# How long a prefill worker's last message is waited for: no longer than the attempt took, as the
-# caller has all tokens and the worker may have been stopped.
+# Least and most time to wait for a prefill worker's last message; between, the attempt's duration.
+# The caller has all tokens by then, and the worker may have been stopped.
 _COMMIT_ACK_S = (0.1, 1.0)
-# Takes new tokens, their log-probabilities, and the reason why they are the last, if they are; true
-# when no more are wanted. It neither waits nor raises.
+# Called with new tokens, their log-probabilities and the finish reason, if they are the last;
+# returns whether no more are wanted. It neither waits nor raises.
 Deliver = Callable[
     [Sequence[int], Sequence[common_pb2.PositionLogprobs], common_pb2.FinishReason], bool
 ]
 
 
 class Attempt:
-    """What two workers send, until the last token or the first error."""
+    """The messages of two workers, until the last token or the first error."""
 
     def __init__(self, handoff_id: str, deliver: Deliver) -> None:
         self.handoff_id = handoff_id
         self._deliver = deliver
-        self.spec: common_pb2.SequenceSpec | None = None  # as the decode worker was asked for it
-        self.on_decoding: Callable[[], None] = lambda: None  # decode has brought its first token
-        # Workers that a failure now counts against; an empty set stands for the decode worker.
+        self.spec: common_pb2.SequenceSpec | None = None  # as sent to the decode worker
+        self.on_decoding: Callable[[], None] = lambda: None  # called at decode's first token
+        # Workers that a failure counts against now; an empty set means the decode worker.
         self.suspects: set[str] = set()
         self.finished_on_decode = False
         self.embedding: Sequence[float] = ()
-        self.prompt_logprobs = common_pb2.PromptLogprobs()  # as far as they have come
+        self.prompt_logprobs = common_pb2.PromptLogprobs()  # those received so far
         self.first_output_ns = 0  # wall clock
         self._decoding = False
-        self._handed_over = False  # decode has all it needs, or needs nothing
-        # Decode may send before prefill's first token.
+        self._handed_over = False  # decode has all it needs, if anything
+        # Events of decode before prefill's first token; None after it.
         self._early: list[decode_pb2.SequenceEvent] | None = []
         self._assigned: Member | None = None
-        self._reserved: asyncio.Future[decode_pb2.ReserveResponse] | None = None  # if asked for
-        self._prefill_over: asyncio.Future[None] | None = None  # once a prefill worker has it
+        self._reserved: asyncio.Future[decode_pb2.ReserveResponse] | None = None  # once requested
+        self._prefill_over: asyncio.Future[None] | None = None  # set when the prompt is sent
         self._prefill_span: Span = INVALID_SPAN
         loop = asyncio.get_running_loop()
         self._began = loop.time()
@@ -53,21 +53,21 @@ class Attempt:
         self._error: Exception | None = None
 
     def assign(self, worker: Member, prompt: AssignedPrompt) -> None:
-        """Counts the prompt against the one that computes it: a burst sees its own beginning."""
+        """Counts the prompt as load of the worker that computes it, before its next report."""
         self.unassign()
         worker.assign(self.handoff_id, prompt)
         self._assigned = worker
 
     def unassign(self) -> None:
-        """The prompt is computed, or is not going to be; may be called again."""
+        """Ends that: the prompt is computed, or will not be; idempotent."""
         if self._assigned is not None:
             self._assigned.unassign(self.handoff_id)
             self._assigned = None
 
     async def reserved(self, timeout_s: float) -> decode_pb2.ReserveResponse:
-        """The decode worker's answer, to be awaited at once; raises its refusal, or its loss.
+        """Waits for the decode worker's answer; raises its refusal or its loss.
 
-        Raises TimeoutError where neither comes in time.
+        It must be awaited at once. Raises TimeoutError if there is no answer in time.
         """
         loop = asyncio.get_running_loop()
         self._reserved = loop.create_future()
@@ -79,16 +79,16 @@ class Attempt:
 
     @property
     def prefilling(self) -> bool:
-        """Whether a prefill worker has the prompt and will send more of it."""
+        """Whether a prefill worker has the prompt and has not sent its last message."""
         return self._prefill_over is not None and not self._prefill_over.done()
 
     def prefill_sent(self, span: Span) -> None:
-        """A prefill worker has the prompt: `on_prefill` gets what it sends, and ends the span."""
+        """Records that the prompt was sent; `on_prefill` handles the answers and ends the span."""
         self._prefill_over = asyncio.get_running_loop().create_future()
         self._prefill_span = span
 
     def prefill_ended(self, error: BatonError | None = None) -> None:
-        """The prefill worker sends no more; may be called again."""
+        """Records that the prefill worker sends no more; idempotent."""
         if self.prefilling:
             assert self._prefill_over is not None
             self._prefill_over.set_result(None)
@@ -97,7 +97,7 @@ class Attempt:
             self._prefill_span.end()
 
     def on_prefill(self, event: Event) -> None:
-        """An error ends the attempt, unless the worker is no longer needed."""
+        """Handles a prefill worker's message; an error ends the attempt if it is still needed."""
         if not self.prefilling:
             return
         if isinstance(event, BatonError):
@@ -123,16 +123,17 @@ class Attempt:
                 self.first_token_seen()
 
     def first_token_seen(self) -> None:
-        """From now on decode's events come in order by themselves."""
+        """Delivers the events of decode that came early; later ones are in order."""
         early, self._early = self._early or [], None
         for event in early:
             self.on_decode(event)
 
     def on_decode(self, event: Event) -> None:
+        """Handles a decode worker's message."""
         if not isinstance(event, decode_pb2.SequenceEvent):
             self._on_answer(event)
         elif event.abort_reason:
-            # Before Commit it is the handoff that failed: either end may be the reason.
+            # Before Commit the handoff failed, and either end may be the cause.
             waits = self._prefill_over is not None and not self._handed_over
             failed: type[BatonError] = TransferFailed if waits else InternalError
             if event.invalid:
@@ -159,7 +160,7 @@ class Attempt:
             self.suspects.clear()
             self._decode_failed(event)
         elif self._reserved is None or self._reserved.done():
-            return  # nothing else is expected of it
+            return  # not expected
         elif isinstance(event, decode_pb2.ReserveResponse):
             self._reserved.set_result(event)
 
@@ -170,22 +171,22 @@ class Attempt:
             self._reserved.set_exception(error)
 
     async def finished(self) -> None:
-        """Waits until all output was delivered; raises what ended it early."""
+        """Waits until all output was delivered; raises the error that ended it early."""
         await self._over
         if self._error is not None:
             raise self._error
 
     async def acknowledged(self) -> None:
-        """Waits a moment for the prefill worker's last message where it is on its way.
+        """Waits briefly for the prefill worker's last message, if decode has finished.
 
-        That is where decode has finished, so that it has verified Commit.
+        It is on its way then, as decode has verified Commit.
         """
         if self.prefilling and self.finished_on_decode:
             assert self._prefill_over is not None
             least_s, most_s = _COMMIT_ACK_S
-            took_s = asyncio.get_running_loop().time() - self._began
+            elapsed_s = asyncio.get_running_loop().time() - self._began
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(most_s, max(least_s, took_s))):
+                async with asyncio.timeout(min(most_s, max(least_s, elapsed_s))):
                     await asyncio.shield(self._prefill_over)
 
     def _output(
@@ -201,7 +202,7 @@ class Attempt:
             self._over.set_result(None)
 
     def _end(self, error: Exception) -> None:
-        """What comes later is not delivered."""
+        """Ends the attempt; later output is not delivered."""
         if not self._over.done():
             self._error = error
             self._over.set_result(None)

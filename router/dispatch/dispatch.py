@@ -1,16 +1,13 @@
-"""One request's life: place, reserve, prefill, hand over, decode, and again elsewhere if it fails.
+"""Runs one request on a pair of workers: place, reserve, prefill, hand over, decode.
 
     decode.Reserve -> prefill.Prefill -> first token -> (blocks, Commit) -> decode's events
 
-Failover is one rule: prompt + tokens already delivered is the new prompt, placed elsewhere, with
-the same seed and positions. The caller sees a pause, never a repeated, missing or different token.
+`failover` repeats that on other workers if it fails. Read this file after `router.request`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
 import time
 from collections.abc import Callable, Set
 from functools import partial
@@ -19,49 +16,29 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
 
 from baton.config import RouterLimits
-from baton.errors import (
-    BatonError,
-    Cancelled,
-    DeadlineExceeded,
-    InternalError,
-    KvMismatch,
-    Overloaded,
-    RetryableError,
-    Stale,
-    TransferFailed,
-    Unavailable,
-)
-from baton.log_format import about
+from baton.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable
 from baton.telemetry import propagation, tracing
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
-from router.admission.wait_queue import NoWorker, WaitQueue
 from router.dispatch.attempt import Attempt, Deliver
-from router.dispatch.request_state import RequestState
+from router.dispatch.failover import RoleMissing, run_with_failover
 from router.fleet.fleet import Fleet
 from router.fleet.member import Event, Member
 from router.fleet.snapshot import AssignedPrompt, Snapshot
-from router.placement import placement
-from router.placement.cost_model import Estimate, PlacementRequest
-from router.placement.placement import Pair
+from router.placement import scoring
+from router.placement.cost_model import Estimate
+from router.placement.scoring import Pair
+from router.queueing.wait_queue import NoWorker, WaitQueue
+from router.request import Demand, RequestState
 from router.telemetry.stats import RouterStats
 
-log = logging.getLogger(__name__)
-
 RESERVE_TIMEOUT_S = 5.0
-_BACKOFF_S = (0.02, 2.0)
-# What a worker reports of itself or of its peer, never of the request.
-_WORKER_ERRORS = (RetryableError, TransferFailed, Stale, Cancelled, KvMismatch, InternalError)
 
-# A pair of workers, the decode one of which holds blocks for us, unless nothing is to be decoded.
+# A pair, and its decode worker with the blocks it reserved; None if nothing is to be decoded.
 _Placed = tuple[Pair, Member | None, decode_pb2.ReserveResponse]
 
 
-class _RoleMissing(Unavailable):
-    """A role that the request needs was waited for as long as the recovery timeout allows."""
-
-
 class Dispatch:
-    """Runs requests over the fleet. Keeps nothing between them but counts."""
+    """Runs requests over the fleet; the only state that outlives them is `stats`."""
 
     def __init__(
         self, fleet: Fleet, wait_queue: WaitQueue, limits: RouterLimits, tracer: Tracer
@@ -69,44 +46,22 @@ class Dispatch:
         self._fleet = fleet
         self._wait_queue = wait_queue
         self._limits = limits
-        self._local_prefill = limits.local_prefill_max_tokens, limits.max_itl_s
+        self._max_itl_s = limits.max_itl_s  # parsed from SLOs: once
         self._tracer = tracer
         self.stats = RouterStats()
 
     async def run(self, state: RequestState, parent: Context, deliver: Deliver) -> None:
-        """Gives the request's tokens to `deliver`, each once, in order, and returns after the last.
+        """Gives the request's tokens to `deliver`, each once, in order; returns after the last.
 
-        `deliver` adds to `state.delivered` what it has given to the caller. Raises what ended the
-        last attempt.
+        `deliver` adds delivered tokens to `state.delivered`. Raises the last attempt's error.
         """
-        while True:
-            state.attempts += 1
-            before = len(state.delivered)
-            try:
-                await self._attempt(state, parent, deliver)
-                return
-            except BatonError as error:
-                is_cause = state.failed(error, len(state.delivered) - before)
-                no_more = state.failures > self._limits.max_attempts - 1
-                if is_cause or no_more or not _is_retryable(error, state):
-                    raise
-                trace_id, request_id = tracing.trace_id_in(parent), state.request.request_id
-                log.warning(
-                    "request %s: attempt %d failed, placing it elsewhere%s: %s",
-                    request_id,
-                    state.attempts,
-                    ", alone in its steps" if state.alone else "",
-                    error,
-                    extra=about(trace_id=trace_id, request_id=request_id),
-                )
-                self.stats.failed_over(state, trace_id, error)
-            with tracing.span(self._tracer, "router.backoff", parent):
-                shortest_s, longest_s = _BACKOFF_S
-                pause_s = min(longest_s, shortest_s * 4 ** min(4, state.failures - 1))
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+        attempt = partial(self._attempt, state, parent, deliver)
+        max_attempts = self._limits.max_attempts
+        await run_with_failover(state, attempt, max_attempts, self.stats, self._tracer, parent)
 
-    def placement_request(self, state: RequestState) -> PlacementRequest:
-        return state.placement_request(*self._local_prefill)
+    def demand(self, state: RequestState) -> Demand:
+        """What the request's next attempt needs, by this router's settings."""
+        return state.demand(self._limits.local_prefill_max_tokens, self._max_itl_s)
 
     async def _attempt(self, state: RequestState, parent: Context, deliver: Deliver) -> None:
         handoff_id = f"{state.request.request_id}-{state.attempts}"
@@ -124,9 +79,9 @@ class Dispatch:
                     if not pair.decode_prefills:
                         attempt.unassign()
                     attempt.first_token_seen()
-                    state.note_cached(reserved.cached_tokens)
+                    state.record_cached(reserved.cached_tokens)
                 else:
-                    attempt.suspects = {pair.prefill.incarnation}  # it may have left by now
+                    attempt.suspects = {pair.prefill.incarnation}  # it may have left
                     self._assign(attempt, pair.on_prefill, pair)
                     prefill = self._fleet.member(pair.prefill.incarnation)
                     self._prefill(state, pair, prefill, reserved, attempt, trace)
@@ -138,7 +93,7 @@ class Dispatch:
                 )
                 raise
             finally:
-                # Known also where the workers' own spans died with them.
+                # Recorded here, too, as the workers' spans are lost if they die.
                 if streams_ns := streams_ns or attempt.first_output_ns:
                     tracing.record(self._tracer, "router.stream", trace, streams_ns)
                 attempt.unassign()
@@ -156,47 +111,49 @@ class Dispatch:
                         decode.cancel(handoff_id)
 
     async def _reserve(self, state: RequestState, attempt: Attempt, trace: Context) -> _Placed:
-        """Blocks on the best decode worker; waits for room as long as the deadline allows.
+        """Reserves blocks on the best decode worker; waits for room until the deadline.
 
-        In the wait queue: if all requests tried at each change, they would overload workers. A
-        missing role that the request needs is waited for too, but for `recovery_s` at most.
+        It waits in the wait queue, as workers would be overloaded if all requests tried at each
+        change. If a role that the request needs is missing, it waits for `recovery_s` at most.
         """
-        request, missing = self.placement_request(state), ""
+        demand, missing = self.demand(state), ""
         loop = asyncio.get_running_loop()
 
-        def earmark(kept: frozenset[str]) -> frozenset[str] | None:
-            return placement.soonest_room(self._fleet.snapshot(), request, kept)
+        def reserve_workers(reserved: frozenset[str]) -> frozenset[str] | None:
+            return scoring.soonest_room(self._fleet.snapshot(), demand, reserved)
 
         def pick(full: Set[str]) -> Pair:
             nonlocal missing
-            began, full = time.perf_counter(), full | self._wait_queue.kept_from(request.pending)
+            began = time.perf_counter()
+            full = full | self._wait_queue.reserved_for_others(demand.pending)
             try:
                 snapshot = self._fleet.snapshot()
                 if state.request.workers:
-                    return _pick_among(snapshot.only(state.request.workers), request, full)
+                    return _pick_among(snapshot.only(state.request.workers), demand, full)
                 missing = snapshot.why_unserved(state.decodes)
                 if not missing:
                     if limit.when() is not None:
                         limit.reschedule(None)
-                    return placement.pick(snapshot, request, state.failed_workers, full)
+                    return scoring.pick(snapshot, demand, state.failed_workers, full)
             finally:
                 self.stats.on_placed(time.perf_counter() - began)
             if limit.when() is None:
                 limit.reschedule(loop.time() + self._limits.recovery_s)
-            raise NoWorker(missing, placement.RETRY_AFTER_S)
+            raise NoWorker(missing, scoring.RETRY_AFTER_S)
 
         with tracing.span(self._tracer, "router.place", trace):
             try:
                 async with asyncio.timeout(None) as limit:
                     return await self._wait_queue.place(
-                        state.queue_entry(earmark),
+                        demand,
                         lambda: self._place_once(state, attempt, pick, trace),
+                        reserve_workers,
                         accepted=state.request.accepted or state.placed_at is not None,
                     )
             except DeadlineExceeded:  # a TimeoutError, too
                 raise
             except TimeoutError:
-                raise _RoleMissing(missing, placement.RETRY_AFTER_S) from None
+                raise RoleMissing(missing, scoring.RETRY_AFTER_S) from None
 
     async def _place_once(
         self,
@@ -205,7 +162,7 @@ class Dispatch:
         pick: Callable[[Set[str]], Pair],
         trace: Context,
     ) -> _Placed:
-        """One pass over the decode workers that seem to have room; Overloaded when none has."""
+        """Tries the decode workers that seem to have room, best first; Overloaded if none has."""
         full: set[str] = set()
         while True:
             pair = pick(full)
@@ -222,9 +179,11 @@ class Dispatch:
                 attempt.unassign()
                 decode.unsubscribe(attempt.handoff_id)
                 if isinstance(error, Overloaded):
-                    self._fleet.breakers.succeeded(pair.decode.incarnation)  # it answered
+                    self._fleet.breakers.succeeded(
+                        pair.decode.incarnation
+                    )  # a refusal is an answer
                 else:
-                    decode.cancel(attempt.handoff_id)  # it may hold blocks for us
+                    decode.cancel(attempt.handoff_id)  # it may have reserved blocks
                     if isinstance(error, BatonError):
                         state.failed_workers |= self._fleet.breakers.failed_attempt(
                             pair.names, attempt.suspects, error
@@ -236,7 +195,7 @@ class Dispatch:
             return pair, decode, reserved
 
     def _assign(self, attempt: Attempt, by: Estimate, pair: Pair) -> None:
-        prompt = AssignedPrompt(by.uncached, pair.request.pending.virtual_finish)
+        prompt = AssignedPrompt(by.uncached, pair.demand.pending.virtual_finish)
         attempt.assign(self._fleet.member(by.worker.incarnation), prompt)
 
     async def _call_reserve(
@@ -256,7 +215,7 @@ class Dispatch:
         try:
             return await attempt.reserved(timeout_s)
         except DeadlineExceeded:
-            raise  # the worker's
+            raise  # the worker's own error
         except TimeoutError as error:
             if timeout_s < RESERVE_TIMEOUT_S:  # the caller's own deadline
                 raise DeadlineExceeded("the deadline passed during a reservation") from error
@@ -271,7 +230,7 @@ class Dispatch:
         attempt: Attempt,
         trace: Context,
     ) -> None:
-        """Has the prefill worker run the prompt; what it sends goes into the attempt."""
+        """Sends the prompt to the prefill worker; its messages go to the attempt."""
         name, breakers = pair.prefill.incarnation, self._fleet.breakers
 
         def on_event(event: Event) -> None:
@@ -279,11 +238,11 @@ class Dispatch:
                 if event.HasField("first_token"):
                     attempt.unassign()
                     if state.decodes:
-                        attempt.suspects.add(pair.decode.incarnation)  # of a failed handoff
+                        attempt.suspects.add(pair.decode.incarnation)  # if the handoff fails
                     breakers.succeeded(name)
                 elif event.HasField("committed"):
                     breakers.succeeded(pair.names)
-                state.note(event)
+                state.record_prefill(event)
             attempt.on_prefill(event)
 
         breakers.sent(name)
@@ -310,21 +269,16 @@ class Dispatch:
         member.subscribe(attempt.handoff_id, on_event)
 
 
-def _pick_among(snapshot: Snapshot, request: PlacementRequest, full: Set[str]) -> Pair:
-    """Of the few workers that a request names; it waits for none of them, as others would wait
-    behind it. Raises Unavailable."""
+def _pick_among(snapshot: Snapshot, demand: Demand, full: Set[str]) -> Pair:
+    """Picks among the workers that a request names. Raises Unavailable.
+
+    It does not wait for them, as other requests would wait behind it.
+    """
     try:
-        return placement.pick(snapshot, request, full=full)
+        return scoring.pick(snapshot, demand, full=full)
     except (Overloaded, Unavailable) as error:
         text = f"of the workers that the request names: {error}"
-        raise Unavailable(text, placement.RETRY_AFTER_S) from error
-
-
-def _is_retryable(error: BatonError, state: RequestState) -> bool:
-    """Whether another attempt may succeed. A limit of a call or a worker is not the deadline."""
-    if isinstance(error, DeadlineExceeded):
-        return state.request.time_left_s > 0
-    return isinstance(error, _WORKER_ERRORS) and not isinstance(error, _RoleMissing)
+        raise Unavailable(text, scoring.RETRY_AFTER_S) from error
 
 
 def _describe(

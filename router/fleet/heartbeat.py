@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from baton.config import RouterLimits
 from baton.errors import BatonError, InternalError, Stale, Unavailable
 from baton.v1 import worker_pb2
 from router.fleet.snapshot import SILENT, UNREACHABLE
@@ -28,8 +29,8 @@ _LONG_STEPS = 20  # a step may take as long as that many usual ones
 class LivenessConfig:
     """How long a worker may send no heartbeat, and how long its engine may take for a step."""
 
-    silence_s: float = 1.5
-    stall_s: float = 10.0
+    silence_s: float = RouterLimits.silence_s
+    stall_s: float = RouterLimits.stall_s
 
     @cached_property
     def tick_s(self) -> float:

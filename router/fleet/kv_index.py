@@ -127,7 +127,7 @@ class KvIndex:
         if self._work:
             asyncio.get_running_loop().call_soon(self._turn)
 
-    def holders(self, hashes: Iterable[int]) -> list[tuple[int, int]]:
+    def _holders_of(self, hashes: Iterable[int]) -> list[tuple[int, int]]:
         """Masks of the workers that cache all of a prompt's blocks so far, and for how many more
         blocks each stays the same."""
         found: list[tuple[int, int]] = []
@@ -143,17 +143,13 @@ class KvIndex:
             holding = still
         return found
 
-    def leading(self, hashes: Iterable[int]) -> npt.NDArray[np.float64]:
-        """By slot: how many of a prompt's first blocks the worker caches."""
+    def leading(self, hashes: Iterable[int]) -> npt.NDArray[np.float64] | None:
+        """By slot: leading blocks of a prompt that the worker caches; None if no worker has any."""
         num_bytes = self._num_slots // 8 + 1
-        found = self.holders(hashes)
+        if not (found := self._holders_of(hashes)):
+            return None
         masks = b"".join(mask.to_bytes(num_bytes, "little") for mask, _ in found)
         packed = np.frombuffer(masks, np.uint8).reshape(-1, num_bytes)
         bits = np.unpackbits(packed, axis=1, bitorder="little")
         blocks: npt.NDArray[np.float64] = np.array([n for _, n in found], np.float64) @ bits
         return blocks
-
-
-def leading_of(holders: Iterable[tuple[int, int]], slot: int) -> int:
-    """As `KvIndex.leading`, of one worker."""
-    return sum(blocks for mask, blocks in holders if mask >> slot & 1)

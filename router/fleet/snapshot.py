@@ -1,27 +1,26 @@
-"""An immutable picture of the fleet, for decisions that must not change while they are made.
+"""An immutable state of the fleet, for decisions during which it must not change.
 
-It has each worker twice: as a view, for people, and as a row of numbers, for placement. Of many
-workers the rows are also columns. A snapshot of the next moment copies the numbers and writes the
-rows of those workers that changed.
+It has each worker as a view (its record, load and state) and as a row of numpy columns, which
+placement computes with. The next snapshot copies the columns and writes the rows that changed.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from baton import kv_descriptor
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.kv_index import KvIndex
 
-# A worker reports READY, STARTING and DRAINING itself; the others are what the router sees of it.
+# Workers report READY, STARTING and DRAINING themselves; the router derives the other states.
 READY = "READY"
 MISMATCH = "MISMATCH"  # with the router's model
 UNREACHABLE = "UNREACHABLE"
@@ -29,65 +28,67 @@ SILENT = "SILENT"  # connected, but without a heartbeat
 STALLED = "STALLED"  # it answers, but its engine makes no progress
 EJECTED = "EJECTED"  # calls to it fail
 
-_MOST_WORKERS = 8  # in one message
+_MAX_LISTED = 8  # workers in one message
+_SPARE_SHARE = 8  # of a batch
 
 Column = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+Rows = npt.NDArray[np.intp]
 
 
-class Row(NamedTuple):
-    """The numbers of one worker, or of many: then each is a column."""
+class WorkerColumns(NamedTuple):
+    """The numbers of all workers of one role, a column for each kind of number."""
 
-    ready: Any
-    kv: Any  # the number of its KV cache's kind
-    host: Any  # its number
-    slot: Any  # in the prefix index
-    block_size: Any
-    token_bytes: Any
-    chunk_tokens: Any
-    max_batch: Any
-    rate: Any  # prefill, tokens a second; 0: not measured
-    step_ms: Any
-    running: Any
-    busy: Any  # sequences, also those its load does not show yet
-    steps: Any
-    reported_tokens: Any  # to compute, as it reports, and
-    assigned_tokens: Any  # as this router has sent it
-    queued_tokens: Any  # the larger of both
-    num_assigned: Any
-    blocks_available: Any
-    blocks_cached: Any
-    blocks_held: Any
-    blocks_total: Any
+    kv: Rows  # number of its kind of KV cache
+    host: Rows  # number of its host
+    slot: Rows  # in the KV index
+    ready: Flags
+    block_size: Column
+    token_bytes: Column
+    chunk_tokens: Column
+    rate: Column  # prefill, tokens a second; 0: not measured
+    step_ms: Column
+    running: Column
+    busy: Column  # sequences, also those that its load does not show yet
+    max_busy: Column  # its batch and a spare eighth, so that a free place is filled at once
+    steps: Column
+    queued_tokens: Column  # to compute: reported by it or assigned by this router
+    others_tokens: Column  # of these, the tokens that this router has not assigned
+    num_assigned: Column
+    blocks_available: Column
+    blocks_cached: Column
+    blocks_held: Column
+    blocks_freeable: Column  # available ones; infinite for an idle pool, which gets no emptier
+    blocks_total: Column
 
 
-_ROW = np.dtype(
-    [("ready", np.bool_)]
-    + [(name, np.int64) for name in ("kv", "host", "slot")]
-    + [(name, np.float64) for name in Row._fields[4:]]
+_NUM_IDS = 3  # integer columns, of numbers that do not change with the load
+_SLOT = WorkerColumns._fields.index("slot")
+_RATE, _BLOCK_SIZE, _CACHED = (
+    WorkerColumns._fields.index(name) - _NUM_IDS for name in ("rate", "block_size", "blocks_cached")
 )
 
 
 @dataclass(frozen=True)
 class AssignedPrompt:
-    """A prompt that this router has sent to a prefill worker and not seen computed."""
+    """A prompt sent to a prefill worker by this router and not known to be computed."""
 
-    num_tokens: int  # left to compute, as far as the router knows
-    virtual_finish: float  # by fair queueing: workers compute the earliest first
+    num_tokens: int  # left to compute, to the router's knowledge
+    virtual_finish: float  # workers compute the earliest first
 
 
 @dataclass(frozen=True)
 class WorkerView:
-    """One worker as the router sees it now."""
+    """One worker in its current state."""
 
     record: common_pb2.WorkerRecord
     load: worker_pb2.Load
     state: str
     reason: str = ""  # why it is not READY
     assigned: tuple[AssignedPrompt, ...] = ()
-    assigned_sequences: int = 0  # requests this router runs there; its load shows them later
-    slot: int = 0  # in the prefix index
-    suspected: bool = False  # SILENT, and not for long enough to be lost: it may be back at once
+    assigned_sequences: int = 0  # this router's requests there; the load shows them later
+    slot: int = 0  # in the KV index
+    suspected: bool = False  # SILENT, but not long enough to be lost
 
     @property
     def incarnation(self) -> str:
@@ -99,13 +100,13 @@ class WorkerView:
 
     @property
     def description(self) -> str:
-        """Its state for people."""
+        """Its state as a text."""
         reason = f": {self.reason}" if self.reason else ""
         return f"{self.incarnation} is {self.state}{reason}"
 
     @property
     def assigned_tokens(self) -> int:
-        """Tokens this router has sent there and not seen computed."""
+        """Tokens sent there by this router and not known to be computed."""
         return sum(prompt.num_tokens for prompt in self.assigned)
 
 
@@ -115,17 +116,18 @@ class Snapshot:
 
     prefill: tuple[WorkerView, ...]
     decode: tuple[WorkerView, ...]
-    excluded_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and why
-    index: KvIndex = field(default_factory=KvIndex)  # the fleet's: it changes
-    decode_alone: bool = False  # decode workers may compute all prompts, if nobody else does
+    excluded_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # with the reasons
+    index: KvIndex = field(default_factory=KvIndex)  # the fleet's, which changes
+    decode_alone: bool = False  # decode workers compute prompts where there are no prefill workers
 
     def __post_init__(self) -> None:
         views = (*self.prefill, *self.decode)
         self.rows = {view.incarnation: row for row, view in enumerate(views)}  # prefill first
-        # KV caches that differ, and hosts, with their numbers in the columns "kv" and "host".
-        self.kvs: dict[bytes, tuple[int, int, int]] = {}  # also a block's and a token's size
-        self.hosts: dict[str, int] = {}
-        self.numbers = [self._row(view) for view in views]
+        # Kinds of KV cache, each with its number and the size of a block and of a token.
+        self.kvs: dict[bytes, tuple[int, int, int]] = {}
+        self.hosts: dict[str, int] = {}  # with their numbers
+        numbers = [self._numbers(view) for view in views]
+        self.columns = Columns(numbers, self.prefill)
         self._find_usable()
 
     def replaced(
@@ -133,68 +135,66 @@ class Snapshot:
         views: Iterable[WorkerView],
         excluded_pairs: Mapping[tuple[str, str], str] | None = None,
     ) -> Snapshot:
-        """The same workers, some of them changed."""
+        """A snapshot of the same workers, some of them changed."""
         new = Snapshot.__new__(Snapshot)  # `copy` takes several times as long
         new.__dict__.update(self.__dict__)
         every, split = [*self.prefill, *self.decode], len(self.prefill)
-        new.numbers, changed = self.numbers.copy(), {}
-        is_other = excluded_pairs is not None
+        changed, usable_changed = {}, excluded_pairs is not None
+        rates_changed = False
         for view in views:
             row = self.rows[view.incarnation]
             before = every[row]
-            is_other |= view.ready is not before.ready or view.record is not before.record
-            is_other |= view.suspected is not before.suspected
-            every[row] = changed[row] = view
-            new.numbers[row] = self._row(view)
-            if is_other or self.numbers[row].rate != new.numbers[row].rate:
-                new.__dict__.pop("prefill_rate", None)
+            usable_changed |= view.ready is not before.ready or view.record is not before.record
+            usable_changed |= view.suspected is not before.suspected
+            rates = before.load.prefill_tokens_per_s, view.load.prefill_tokens_per_s
+            rates_changed |= rates[0] != rates[1]
+            every[row] = view
+            changed[row] = view, self._numbers(view)
         new.prefill, new.decode = tuple(every[:split]), tuple(every[split:])
-        if columns := new.__dict__.pop("columns", None):
-            new.columns = columns.replaced(changed, new.numbers)
-        if excluded_pairs is not None:
-            new.excluded_pairs = excluded_pairs
-        if is_other:
+        new.columns = self.columns.replaced(changed)
+        if usable_changed or rates_changed:
+            new.__dict__.pop("prefill_rate", None)
+        if usable_changed:
+            new.__dict__.pop("ready_by_kv", None)
+            if excluded_pairs is not None:
+                new.excluded_pairs = excluded_pairs
             new._find_usable()
         return new
 
-    @cached_property
-    def columns(self) -> Columns:
-        """The numbers of all workers."""
-        return Columns(self.numbers, self.prefill)
-
-    def _row(self, view: WorkerView) -> Row:
+    def _numbers(self, view: WorkerView) -> tuple[float, ...]:
+        """The worker's row, in the order of WorkerColumns."""
         record, load = view.record, view.load
         kv = record.kv.SerializeToString()
         if kv not in self.kvs:
-            self.kvs[kv] = len(self.kvs), record.kv.block_size, _token_bytes(record.kv)
+            self.kvs[kv] = len(self.kvs), record.kv.block_size, kv_descriptor.token_bytes(record.kv)
         number, block_size, token_bytes = self.kvs[kv]
         cached = load.blocks_cached
-        return Row(
-            view.ready,
+        return (
             number,
             self.hosts.setdefault(record.host_id, len(self.hosts)),
             view.slot,
+            view.ready,
             max(1, block_size),
             token_bytes,
             load.chunk_tokens,
-            record.max_batch,
             load.prefill_tokens_per_s,
             load.step_ms,
             load.running,
             max(load.running + load.waiting, view.assigned_sequences),
+            batch + max(1, batch // _SPARE_SHARE) if (batch := record.max_batch) else math.inf,
             load.steps,
-            load.queue_tokens,
-            assigned := view.assigned_tokens,
-            max(load.queue_tokens, assigned),
+            max(load.queue_tokens, assigned := view.assigned_tokens),
+            max(0, load.queue_tokens - assigned),
             len(view.assigned),
-            load.blocks_free + cached,
+            available := load.blocks_free + cached,
             cached,
-            load.blocks_held,
+            held := load.blocks_held,
+            available if held else math.inf,
             load.blocks_total,
         )
 
     def only(self, names: Set[str]) -> Snapshot:
-        """Of these workers alone."""
+        """A snapshot of these workers only."""
         prefill, decode = (
             tuple(view for view in views if view.incarnation in names)
             for views in (self.prefill, self.decode)
@@ -202,69 +202,88 @@ class Snapshot:
         return Snapshot(prefill, decode, self.excluded_pairs, self.index)
 
     def _find_usable(self) -> None:
-        numbers, split, rows = self.numbers, len(self.prefill), self.rows
-        # By row of a prefill worker: rows, among decode's, that it is excluded from.
+        split, rows, (p, d) = (
+            len(self.prefill),
+            self.rows,
+            (self.columns.prefill, self.columns.decode),
+        )
+        # By row of a prefill worker: rows of the decode workers that it is excluded from.
         self.excluded_rows: dict[int, list[int]] = {}
         for names in self.excluded_pairs:
             if rows.keys() >= set(names):
                 row, other = rows[names[0]], rows[names[1]] - split
                 self.excluded_rows.setdefault(row, []).append(other)
-        p, d = (
-            Counter(row.kv for row in role if row.ready)
-            for role in (numbers[:split], numbers[split:])
-        )
         # Pairs of READY workers with equal KV caches that are not excluded from each other.
-        self.num_usable = sum(count * d[kv] for kv, count in p.items()) - sum(
-            self.fits(numbers[row], numbers[split + other])
+        self.num_usable = sum(len(p) * len(d) for p, d in self.ready_by_kv) - sum(
+            self.can_pair(row, other)
             for row, others in self.excluded_rows.items()
             for other in others
         )
         # No prefill worker is READY or about to be: decode workers compute prompts themselves.
         suspected = any(view.suspected for view in self.prefill)
-        self.alone = bool(self.decode_alone and d and not p and not suspected)
+        ready = p.ready.any(), d.ready.any()
+        self.alone = bool(self.decode_alone and ready[1] and not ready[0] and not suspected)
         views = (*self.prefill, *self.decode)
-        # Longest sequence that every READY worker takes, so that each can go on with it when
-        # another dies; 0 when there is none.
+        # Longest sequence that every READY worker accepts, so that each can continue a sequence of
+        # another that died; 0 if no worker is READY.
         self.max_context: int = min((v.record.max_context for v in views if v.ready), default=0)
 
-    @staticmethod
-    def fits(prefill: Row, decode: Row) -> bool:
-        """Whether both are READY and have equal KV caches."""
-        return bool(prefill.ready and decode.ready and prefill.kv == decode.kv)
+    @cached_property
+    def ready_by_kv(self) -> list[tuple[Rows, Rows]]:
+        """For each kind of KV cache the rows of the READY prefill and decode workers."""
+        p, d = self.columns.prefill, self.columns.decode
+        if len(self.kvs) == 1:
+            return [(np.flatnonzero(p.ready), np.flatnonzero(d.ready))]
+        return [
+            (np.flatnonzero(p.ready & (p.kv == kv)), np.flatnonzero(d.ready & (d.kv == kv)))
+            for kv in range(len(self.kvs))
+        ]
+
+    def can_pair(self, prefill: int, decode: int) -> bool:
+        """Whether both are READY and have equal KV caches; rows of each role."""
+        p, d = self.columns.prefill, self.columns.decode
+        return bool(p.ready[prefill] and d.ready[decode] and p.kv[prefill] == d.kv[decode])
 
     @property
-    def prefill_rows(self) -> Iterator[Row]:
-        """The numbers of the workers that compute prompts: prefill workers, if any is READY."""
-        split = len(self.prefill)
-        return islice(self.numbers, split, None) if self.alone else islice(self.numbers, split)
+    def _computing(self) -> WorkerColumns:
+        """The workers that compute prompts: prefill workers, unless decode workers serve alone."""
+        return self.columns.decode if self.alone else self.columns.prefill
 
     @cached_property
     def prefill_rate(self) -> float:
-        """Prompt tokens a second that the READY workers compute together; 0 if not measured yet.
+        """Prompt tokens a second of the READY workers in sum; 0 if not measured yet.
 
         A worker without a measurement counts as the mean of the others.
         """
-        rates = [row.rate for row in self.prefill_rows if row.ready]
-        known = [rate for rate in rates if rate > 0]
-        return sum(known) / len(known) * len(rates) if known else 0.0
+        rates = self._computing.rate[self._computing.ready]
+        known = rates[rates > 0]
+        return float(known.mean() * rates.size) if known.size else 0.0
+
+    @property
+    def has_idle_prefill(self) -> bool:
+        """Whether a READY worker that computes prompts has none."""
+        return bool((self._computing.ready & (self._computing.queued_tokens == 0)).any())
 
     @property
     def tokens_in_flight(self) -> int:
-        """Prompt tokens that workers have and did not compute yet."""
-        return sum(row.queued_tokens for row in self.prefill_rows)
+        """Prompt tokens that workers have and have not computed yet."""
+        return int(self._computing.queued_tokens.sum())
 
     def split(self, column: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Of all workers: that of prefill and of decode workers."""
+        """A column of all workers as one of prefill and one of decode workers."""
         return column[: len(self.prefill)], column[len(self.prefill) :]
 
     def flags(self, names: Set[str]) -> tuple[Flags, Flags]:
-        """Which prefill and which decode workers these are."""
+        """Which prefill and which decode workers have these names."""
         flags = np.zeros(len(self.rows), np.bool_)
         flags[[self.rows[name] for name in names if name in self.rows]] = True
         return self.split(flags)
 
     def usable(self) -> Flags:
-        """[prefill workers, decode workers]: see `num_usable`. For large fleets it is large."""
+        """[prefill workers, decode workers]: the pairs counted in `num_usable`.
+
+        It is large for large fleets.
+        """
         p, d = self.columns.prefill, self.columns.decode
         usable: Flags = p.ready[:, None] & d.ready & (p.kv[:, None] == d.kv)
         for row, others in self.excluded_rows.items():
@@ -273,14 +292,14 @@ class Snapshot:
 
     @property
     def why_not_ready(self) -> str:
-        """What is missing to generate tokens, as a sentence; empty when nothing is."""
+        """What is missing to generate tokens, as a sentence; empty if nothing is."""
         return self.why_unserved(decodes=True)
 
     def why_unserved(self, decodes: bool) -> str:
-        """What is missing to serve a request, as a sentence; empty when nothing is.
+        """What is missing to serve a request, as a sentence; empty if nothing is.
 
-        One that `decodes` needs a usable pair or, without prefill workers, a decode worker; one
-        that does not a prefill worker.
+        A request that `decodes` needs a usable pair or, without prefill workers, a decode worker;
+        another needs a prefill worker.
         """
         if decodes:
             return "" if self.alone else self._why_no_pair()
@@ -294,16 +313,11 @@ class Snapshot:
             return ""
         for role, workers in (("prefill", self.prefill), ("decode", self.decode)):
             if not any(worker.ready for worker in workers):
-                states = "; ".join(worker.description for worker in workers[:_MOST_WORKERS])
-                more = len(workers) - _MOST_WORKERS
+                states = "; ".join(worker.description for worker in workers[:_MAX_LISTED])
+                more = len(workers) - _MAX_LISTED
                 states += f"; and {more} more" if more > 0 else ""
                 return f"no {role} worker is ready ({states or 'none is registered'})"
-        split = len(self.prefill)
-        ready = [
-            {row.kv for row in role if row.ready}
-            for role in (self.numbers[:split], self.numbers[split:])
-        ]
-        if not ready[0] & ready[1]:
+        if not any(p.size and d.size for p, d in self.ready_by_kv):
             one, other = (next(w for w in all_ if w.ready) for all_ in (self.prefill, self.decode))
             difference = kv_difference(one, other)
             return f"no prefill and decode worker have compatible KV caches: {difference}"
@@ -313,27 +327,41 @@ class Snapshot:
 
 
 class Columns:
-    """The numbers of all workers of a snapshot by role, quicker for many than row by row."""
+    """The numbers of a snapshot's workers, and the prompts assigned to its prefill workers."""
 
-    def __init__(self, numbers: Sequence[Row], prefill: Sequence[WorkerView]) -> None:
-        self._table = np.array(numbers, _ROW)
+    prefill: WorkerColumns
+    decode: WorkerColumns
+    # Columns of the workers of both roles, prefill workers first.
+    slot: Rows
+    rate: Column
+    block_size: Column
+    blocks_cached: Column
+
+    def __init__(self, numbers: Sequence[tuple[float, ...]], prefill: Sequence[WorkerView]) -> None:
+        values = np.array(numbers, np.float64).reshape(-1, len(WorkerColumns._fields)).T
+        self._ids = values[:_NUM_IDS].astype(np.intp)
+        self._values = values[_NUM_IDS:].copy()
         self._num_prefill = len(prefill)
-        # Of the prompts that are assigned to each prefill worker, in any order.
+        # [prefill workers, prompts]: the prompts assigned to each, in any order.
         self._tokens = np.zeros((len(prefill), 1))
         self._finish = np.zeros((len(prefill), 1))
         for row, view in enumerate(prefill):
             self._write_assigned(row, view.assigned)
         self._split()
 
-    def replaced(self, views: Mapping[int, WorkerView], numbers: Sequence[Row]) -> Columns:
-        """The same workers, some of them, by row, changed."""
+    def replaced(self, changed: Mapping[int, tuple[WorkerView, tuple[float, ...]]]) -> Columns:
+        """Returns a copy in which these rows have new views and numbers."""
         new = copy(self)
-        new._table = self._table.copy()
-        new._tokens, new._finish = self._tokens.copy(), self._finish.copy()
-        for row, view in views.items():
-            new._table[row] = numbers[row]
+        new._values = self._values.copy()
+        if any(row < self._num_prefill for row in changed):
+            new._tokens, new._finish = self._tokens.copy(), self._finish.copy()
+        for row, (view, numbers) in changed.items():
+            new._values[:, row] = numbers[_NUM_IDS:]
             if row < self._num_prefill:
                 new._write_assigned(row, view.assigned)
+            if tuple(self._ids[:, row]) != numbers[:_NUM_IDS]:
+                new._ids = new._ids.copy()
+                new._ids[:, row] = numbers[:_NUM_IDS]
         new._split()
         return new
 
@@ -343,9 +371,12 @@ class Columns:
         return before
 
     def _split(self) -> None:
-        columns = [self._table[name] for name in Row._fields]
-        self.prefill = Row(*(column[: self._num_prefill] for column in columns))
-        self.decode = Row(*(column[self._num_prefill :] for column in columns))
+        split, ready = self._num_prefill, self._values[0] > 0
+        self.slot, self.rate = self._ids[_SLOT], self._values[_RATE]
+        self.block_size, self.blocks_cached = self._values[_BLOCK_SIZE], self._values[_CACHED]
+        ids, values = self._ids, self._values[1:]
+        self.prefill = WorkerColumns._make((*ids[:, :split], ready[:split], *values[:, :split]))
+        self.decode = WorkerColumns._make((*ids[:, split:], ready[split:], *values[:, split:]))
 
     def _write_assigned(self, row: int, prompts: Sequence[AssignedPrompt]) -> None:
         if (more := len(prompts) - self._tokens.shape[1]) > 0:
@@ -357,24 +388,8 @@ class Columns:
             self._finish[row, column] = prompt.virtual_finish
 
 
-def _token_bytes(kv: common_pb2.KvDescriptor) -> int:
-    """Of one token's KV: elements, and for one-byte types a float32 scale for each head."""
-    element, scale = {"float32": (4, 0), "int8": (1, 4), "float8_e4m3fn": (1, 4)}.get(
-        kv.dtype, (2, 0)
-    )
-    token: int = 2 * kv.num_layers * kv.num_kv_heads * (kv.head_size * element + scale)
-    return token
-
-
 def kv_difference(prefill: WorkerView, decode: WorkerView) -> str:
-    """Both workers and what differs between their KV caches."""
-    one, other = prefill.record.kv, decode.record.kv
-    names = [field.name for field in one.DESCRIPTOR.fields]
-    differing = [name for name in names if getattr(one, name) != getattr(other, name)]
-
-    def side(worker: WorkerView) -> str:
-        found = ((name, getattr(worker.record.kv, name)) for name in differing)
-        values = (f"{name}={str(value)[:16] or 'none'}" for name, value in found)
-        return f"{worker.incarnation} has {' '.join(values)}"
-
-    return f"prefill worker {side(prefill)}, decode worker {side(decode)}"
+    """A text with both workers and the differences of their KV caches."""
+    fields = kv_descriptor.differences(prefill.record.kv, decode.record.kv)
+    workers = f"prefill worker {prefill.incarnation} and decode worker {decode.incarnation}"
+    return f"{workers} differ in {'; '.join(fields)}"

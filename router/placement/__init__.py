@@ -1,1 +1,1 @@
-"""Which pair of workers a request runs on: filter, score, pick."""
+"""Chooses the pair of workers for a request: filter, score, pick; and explains the choice."""

@@ -1,404 +1,296 @@
-"""The cost model: what one request would find on each worker, and how long it takes there.
+"""The cost model: what a request would find on each worker, and how long it takes there.
 
-A pair only adds up a number of each of its workers. The formulas are those of single numbers and of
-columns: few workers are computed one by one, because a numpy call takes as long as a worker, many
-at once. Rates are what workers measured of themselves; the median of its kind stands in for a
-worker without one.
+The cost of a pair is a sum of one number of each of its workers, so each number is computed once a
+worker, in numpy columns. Rates are what workers measured of themselves; the median of its kind
+replaces that of a worker without one.
 """
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Set
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from baton.block_hash import block_hash, root_hash
-from baton.config import DEFAULT_MAX_ITL_S, RouterLimits
-from router.admission.fair_queue import PendingPrompt
-from router.fleet.kv_index import leading_of
-from router.fleet.snapshot import Column, Flags, Row, Snapshot, WorkerView
+from router.fleet.snapshot import Column, Flags, Snapshot, WorkerColumns, WorkerView
+from router.request import Demand
 
-_WINDOW_CHUNKS = 2  # queued on a prefill worker: one that runs and one to go on with
-_WINDOW_S = 0.1  # or so much work, where chunks are short: no gap while the router hears of room
-_SPARE_SHARE = 8  # a batch is given an eighth more, so that a place is taken as soon as it is free
+_WINDOW_CHUNKS = 2  # queued on a prefill worker: one that runs and the next one
+_WINDOW_S = 0.1  # or this much work, if chunks are short, so that none is missing between reports
 _NOISE = 0.15  # rates that differ by no more count as equal
 _TOKENS_PER_S, _STEP_MS = 1000.0, 10.0  # before any worker has measured anything
-# A decode step reads all weights once and each sequence's KV: it takes as long as if so many
-# sequences were there before the first. Measured on the CPU path: 14 ms with 1, 24 ms with 8,
-# 63 ms with 32 sequences.
+# A decode step reads all weights once, and each sequence's KV: reading the weights takes as long as
+# this many sequences. Measured on CPUs: 14 ms with 1 sequence, 24 ms with 8, 63 ms with 32.
 _STEP_BASE_SEQUENCES = 8
-# Of a handoff on one host and over the network: its control calls (Reserve, Prefill, Offer, Ready,
-# Commit), and bytes a second. On one host a short prompt's first token comes 2 to 3 ms later than
-# from decode itself; shared memory moves 4 to 9 GB/s. The network's are assumptions.
+# Cost of a handoff on one host and over the network: its control messages (Reserve, Prefill, Offer,
+# Ready, Commit), and bytes a second. On one host a short prompt's first token comes 2 to 3 ms later
+# than from decode itself; shared memory moves 4 to 9 GB/s. Those of the network are assumptions.
 HANDOFF_S, _BYTES_PER_S = {True: 0.003, False: 0.005}, {True: 4e9, False: 1e9}
-# A decode step delays all streams of the worker, also those still to come: computing prompts there
-# counts double.
+# A decode step delays all streams of the worker, also future ones: computing prompts there counts
+# twice.
 _DECODE_PRICE = 2
-# How many tokens are expected where the request says nothing, and at most: many requests end
-# before their limit, and TPOT must not outweigh everything else.
-_NEW_TOKENS, _MOST_NEW_TOKENS = 64, 256
-# A decode pool that runs full preempts sequences, and what they had is computed again. The price
-# rises with the square of the share in use: half a pool costs little.
+# Output tokens expected if the request does not limit them, and at most: many requests end before
+# their limit, and TPOT must not outweigh everything else.
+_NEW_TOKENS, _MAX_NEW_TOKENS = 64, 256
+# A decode pool that becomes full preempts sequences, whose KV is computed again. The price rises
+# with the square of the share in use: half a pool costs little.
 _FULL_POOL_MS = 100.0
 
-_REFUSED = "refused just now, or is kept for another request"
-_FEW = 12  # workers: so many take as long one by one as in columns
-
-
-@dataclass(frozen=True, eq=False)
-class PlacementRequest:
-    """What a request needs of a pair of workers, in tokens.
-
-    Made once for an attempt: its prompt is hashed once, as far as any worker caches it. Decode
-    always computes up to `local_prefill_max_tokens` by itself, and more where that costs less and
-    delays no token of the streams there by more than `max_itl_s`; with 0 it never does.
-    """
-
-    token_ids: Sequence[int]  # prompt, then what earlier attempts delivered
-    pending: PendingPrompt
-    cache_salt: str = ""
-    new_tokens: int = 0  # at most so many outputs; 0: not known
-    local_prefill_max_tokens: int = RouterLimits.local_prefill_max_tokens
-    max_itl_s: float = DEFAULT_MAX_ITL_S
-    decodes: bool = True  # else the prompt is all: a pair is its prefill worker
-    caches: bool = True  # else all of it is computed, whatever is cached
-    _chains: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to compute where nothing is cached."""
-        return len(self.token_ids)
-
-    def hashes(self, block_size: int) -> Iterator[int]:
-        """Of its whole blocks; never of all tokens, as the last one is always computed."""
-        chain = self._chains.setdefault(block_size, [root_hash(self.cache_salt)])
-        for number in range(1, (self.num_tokens - 1) // block_size + 1 if self.caches else 1):
-            if number == len(chain):
-                tokens = self.token_ids[(number - 1) * block_size : number * block_size]
-                chain.append(block_hash(chain[-1], tokens))
-            yield chain[number]
+_REFUSED = "refused just now, or is reserved for another request"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The request on one worker."""
+    """A request on one worker."""
 
     worker: WorkerView
-    no_room: str  # why it takes nothing now; empty when it does
+    no_room: str  # why it accepts nothing now; empty if it does
     cached: int  # leading tokens of the request's
     uncached: int
     queue_tokens: int  # computed before the request's first
     tpot_s: float = 0.0  # of a decode worker, with the request in its batch
 
 
-class OnPrefill(NamedTuple):
-    """The request on a prefill worker, or on many: then each is a column.
+class PrefillCosts(NamedTuple):
+    """The request on each prefill worker. Costs are whole microseconds: sums compare exactly."""
 
-    Costs are whole microseconds, so that sums compare exactly.
-    """
-
-    cached: Any  # leading tokens
-    ahead: Any  # tokens to compute before its first
-    window: Any  # at so many the worker is full
-    blocks: Any  # that it needs of those available
-    full: Any
-    wait_us: Any
-    us: Any  # until the prompt is computed, with the wait
+    cached: Column  # leading tokens
+    ahead: Column  # tokens to compute before its first; the worker is full at `window`
+    blocks: Column  # that it needs of the available ones
+    full: Flags
+    wait_us: Column
+    us: Column  # until the prompt is computed, waiting included
 
 
-class OnDecode(NamedTuple):
-    """The request on a decode worker, or on many.
+class DecodeCosts(NamedTuple):
+    """The request on each decode worker.
 
-    A pair costs `OnPrefill.us` and the handoff's, or `local_us` where that is less, as decode then
-    computes the prompt itself. Either is infinite where it is out of the question. It costs
+    A pair costs `PrefillCosts.us` and the handoff's cost, or `local_us` if that is less: then
+    decode computes the prompt itself. Either is infinite where it is ruled out. The cost is
     `alone_us` where there is no prefill worker.
     """
 
-    cached: Any
-    blocks: Any
-    most_busy: Any
-    full: Any
-    tpot_s: Any
-    local_ttft_s: Any
-    local_us: Any
-    alone_us: Any
-    near_us: Any  # of a handoff on one host, and of what follows
-    far_us: Any
+    cached: Column
+    blocks: Column
+    full: Flags
+    local_ttft_s: Column
+    local_us: Column
+    alone_us: Column
+    near_us: Column  # a handoff on one host, and the rest of the request
+    far_us: Column  # the same between hosts
 
 
-class _Numbers:
-    """What the formulas need of numpy, for single numbers."""
+class FleetCosts:
+    """The part of the costs that is the same for all requests on a snapshot."""
 
-    maximum, minimum, rint = staticmethod(max), staticmethod(min), staticmethod(round)
+    def __init__(self, snapshot: Snapshot) -> None:
+        columns = snapshot.columns
+        p, d = columns.prefill, columns.decode
+        usual_rate = _median(p.rate[p.ready & (p.rate > 0)], _TOKENS_PER_S)
+        rates = _without_noise(columns.rate, usual_rate)
+        # Rates of small steps say little: decode is never assumed to be the faster one.
+        self.prefill_rate, decode_rate = snapshot.split(rates)
+        self.decode_rate = np.minimum(decode_rate, usual_rate)
+        # The queue is kept in the router, where it can be ordered, and not on the worker.
+        work = self.prefill_rate * _WINDOW_S // 1
+        self.window = np.maximum(p.chunk_tokens * _WINDOW_CHUNKS, work)
+        self.half_chunk = p.chunk_tokens // 2
 
-    @staticmethod
-    def where(condition: Any, one: Any, other: Any) -> Any:
-        return one if condition else other
-
-
-class Costs(ABC):
-    """One request on the workers of a snapshot."""
-
-    def __init__(self, snapshot: Snapshot, request: PlacementRequest) -> None:
-        self.snapshot, self.request = snapshot, request
-
-    @abstractmethod
-    def prefill_at(self, row: int) -> OnPrefill:
-        """Single numbers, as of `decode_at`."""
-
-    @abstractmethod
-    def decode_at(self, row: int) -> OnDecode: ...
-
-    @abstractmethod
-    def full(self, refused: Set[str]) -> tuple[Any, Any]:
-        """By prefill and by decode worker: whether it takes nothing now. Those in `refused` have
-        just said so, or are kept for another request."""
-
-    def on_prefill(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
-        worker, found = self.snapshot.prefill[row], self.prefill_at(row)
-        queued, no_room = int(found.ahead), ""
-        if worker.incarnation in refused:
-            no_room = _REFUSED
-        elif queued >= found.window:
-            no_room = (
-                f"has {queued} tokens to compute first and is given no more than "
-                f"{found.window:.0f} ahead"
-            )
-        elif found.full:
-            no_room = _blocks_missing(self.snapshot.numbers[row], found.blocks)
-        return self._estimate(worker, no_room, found.cached, queued)
-
-    def on_decode(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
-        worker, found, no_room = self.snapshot.decode[row], self.decode_at(row), ""
-        d = self.snapshot.numbers[len(self.snapshot.prefill) + row]
-        if worker.incarnation in refused:
-            no_room = _REFUSED
-        elif d.busy >= found.most_busy:
-            no_room = f"has {d.busy} sequences for a batch of {d.max_batch}"
-        elif found.full:
-            no_room = _blocks_missing(d, found.blocks)
-        tpot_s = float(found.tpot_s)
-        return self._estimate(worker, no_room, found.cached, d.queued_tokens, tpot_s)
-
-    def _estimate(
-        self, worker: WorkerView, no_room: str, cached: float, queued: int, tpot_s: float = 0.0
-    ) -> Estimate:
-        no_room = no_room and f"{worker.incarnation} {no_room}"
-        uncached = self.request.num_tokens - int(cached)
-        return Estimate(worker, no_room, int(cached), uncached, queued, tpot_s)
-
-    def _block_sizes(self) -> set[int]:
-        return {block_size for _, block_size, _ in self.snapshot.kvs.values()} - {0}
+        # The measured step as it would be with one sequence; 0 if there is no measurement.
+        single_ms = d.step_ms / _relative_step(np.maximum(d.running, 1))
+        usual_ms = _median(single_ms[d.ready & (single_ms > 0)], _STEP_MS)
+        outdated = (single_ms > usual_ms) & (d.running == 0)  # measured with an earlier batch
+        single_ms = np.where(outdated, usual_ms, _without_noise(single_ms, usual_ms))
+        self.tpot_s = single_ms / 1e3 * _relative_step(d.busy + 1)
+        self.batch_full = d.busy >= d.max_busy
+        # The queue, and the rest of the current step, on average.
+        self.decode_wait_s = d.queued_tokens / self.decode_rate + self.tpot_s / 2
+        self.streams = d.busy + 1
 
 
-class RowCosts(Costs):
-    """Worker by worker."""
+class Costs:
+    """One request on all workers of a snapshot."""
 
-    def __init__(self, snapshot: Snapshot, request: PlacementRequest) -> None:
-        super().__init__(snapshot, request)
-        index, finish = snapshot.index, request.pending.virtual_finish
-        found = [(index.holders(request.hashes(size)), size) for size in self._block_sizes()]
-        cached = [
-            max((leading_of(held, row.slot) * size for held, size in found), default=0)
-            for row in snapshot.numbers
-        ]
+    def __init__(self, snapshot: Snapshot, demand: Demand) -> None:
+        self.snapshot, self.demand = snapshot, demand
+        self.fleet = _fleet_costs(snapshot)
+        workers = snapshot.columns
+        cached = np.zeros(len(workers.slot))
+        for block_size in {size for _, size, _ in snapshot.kvs.values()} - {0}:
+            found = snapshot.index.leading(demand.hashes(block_size))
+            if found is not None:
+                cached = np.maximum(cached, found[workers.slot] * block_size)
+        # Blocks that the sequence and its next token need of the available ones. Blocks shared with
+        # a running sequence are not needed again. Of the cached ones, as many as the pool has
+        # unheld may be among the available ones and are counted as such.
+        whole = demand.num_tokens // workers.block_size + 1
+        shared = np.maximum(cached // workers.block_size - workers.blocks_cached, 0)
+        blocks, uncached = whole - shared, demand.num_tokens - cached
         split = len(snapshot.prefill)
-        prefill, decode = snapshot.numbers[:split], snapshot.numbers[split:]
-        rate = _middle(sorted(p.rate for p in prefill if p.ready and p.rate > 0), _TOKENS_PER_S)
-        lone = [_lone_ms(_Numbers, d) for d in decode]
-        known = (ms for ms, d in zip(lone, decode, strict=True) if d.ready and ms > 0)
-        usual_ms = _middle(sorted(known), _STEP_MS)
-        self.prefill, self.decode = [], []
-        for p, view, has in zip(prefill, snapshot.prefill, cached, strict=False):
-            ours = sum(one.num_tokens for one in view.assigned if one.virtual_finish <= finish)
-            self.prefill.append(_on_prefill(_Numbers, p, request, rate, has, ours))
-        for d, lone_ms, has in zip(decode, lone, cached[split:], strict=True):
-            self.decode.append(_on_decode(_Numbers, d, request, rate, has, lone_ms, usual_ms))
-
-    def prefill_at(self, row: int) -> OnPrefill:
-        return self.prefill[row]
-
-    def decode_at(self, row: int) -> OnDecode:
-        return self.decode[row]
-
-    def full(self, refused: Set[str]) -> tuple[list[bool], list[bool]]:
-        prefill = zip(self.snapshot.prefill, self.prefill, strict=True)
-        decode = zip(self.snapshot.decode, self.decode, strict=True)
-        return (
-            [found.full or worker.incarnation in refused for worker, found in prefill],
-            [found.full or worker.incarnation in refused for worker, found in decode],
+        self.prefill = self._prefill_costs(cached[:split], uncached[:split], blocks[:split])
+        self.decode = self._decode_costs(
+            cached[split:], uncached[split:], blocks[split:], whole[split:]
         )
 
+    def _prefill_costs(self, cached: Column, uncached: Column, blocks: Column) -> PrefillCosts:
+        fleet, columns = self.fleet, self.snapshot.columns
+        p, rate = columns.prefill, fleet.prefill_rate
+        # Other routers' prompts count fully: their virtual finish times are not known.
+        ahead = columns.assigned_before(self.demand.pending.virtual_finish) + p.others_tokens
+        # A chunk of a later prompt may be running: on average half of it remains.
+        running = np.maximum(np.minimum(p.queued_tokens - ahead, fleet.half_chunk), 0)
+        before = ahead + running
+        full = (blocks > p.blocks_freeable) | (ahead >= fleet.window)
+        wait_us = np.rint(before / rate * 1e6)
+        us = np.rint((before + uncached) / rate * 1e6)
+        return PrefillCosts(cached, ahead, blocks, full, wait_us, us)
 
-class ColumnCosts(Costs):
-    """All workers at once."""
-
-    def __init__(self, snapshot: Snapshot, request: PlacementRequest) -> None:
-        super().__init__(snapshot, request)
-        p, d = snapshot.columns.prefill, snapshot.columns.decode
-        cached = np.zeros(1)
-        for size in self._block_sizes():
-            cached = np.maximum(cached, snapshot.index.leading(request.hashes(size)) * size)
-        rate = _middle(np.sort(p.rate[p.ready & (p.rate > 0)]), _TOKENS_PER_S)
-        lone_ms = _lone_ms(np, d)
-        usual_ms = _middle(np.sort(lone_ms[d.ready & (lone_ms > 0)]), _STEP_MS)
-        ours = snapshot.columns.assigned_before(request.pending.virtual_finish)
-        self.prefill = _on_prefill(np, p, request, rate, cached[p.slot], ours)
-        self.decode = _on_decode(np, d, request, rate, cached[d.slot], lone_ms, usual_ms)
-
-    def prefill_at(self, row: int) -> OnPrefill:
-        return OnPrefill(*(column[row] for column in self.prefill))
-
-    def decode_at(self, row: int) -> OnDecode:
-        return OnDecode(*(column[row] for column in self.decode))
+    def _decode_costs(
+        self, cached: Column, uncached: Column, blocks: Column, whole: Column
+    ) -> DecodeCosts:
+        """`whole`: blocks of the sequence, wherever they are."""
+        fleet, demand, d = self.fleet, self.demand, self.snapshot.columns.decode
+        compute_s, wait_s = uncached / fleet.decode_rate, fleet.decode_wait_s
+        used = 1 - (d.blocks_available - whole) / np.maximum(d.blocks_total, 1)
+        used = np.maximum(np.minimum(used, 1), 0)
+        tokens = min(demand.max_new_tokens or _NEW_TOKENS, _MAX_NEW_TOKENS)
+        rest_us = fleet.tpot_s * (tokens * 1e6) + used * used * (_FULL_POOL_MS * 1e3)
+        # Each sequence of decode's batch waits while it computes. The cost is never less than that
+        # of a handoff: where nothing waits, prefill workers compute.
+        here_s = (wait_s + compute_s * fleet.streams) * _DECODE_PRICE + HANDOFF_S[False]
+        alone_us = np.rint(here_s * 1e6 + rest_us)
+        local_ttft_s = wait_s + compute_s
+        if not demand.decodes:  # nothing is handed over
+            no, zero = np.zeros(d.ready.shape, np.bool_), np.zeros(d.ready.shape)
+            local_us = zero + np.inf
+            return DecodeCosts(cached, blocks, no, local_ttft_s, local_us, alone_us, zero, zero)
+        full = fleet.batch_full | (blocks > d.blocks_available)
+        # Blocks that decode does not cache are sent, in the gap before the second token.
+        num_bytes = uncached * d.token_bytes
+        near_us, far_us = (
+            np.rint((num_bytes / _BYTES_PER_S[same] + HANDOFF_S[same]) * 1e6 + rest_us)
+            for same in (True, False)
+        )
+        if demand.local_prefill_max_tokens > 0:
+            always = uncached <= demand.local_prefill_max_tokens
+            # One step computes it with what waits there, and delays no stream for too long.
+            step_tokens = d.queued_tokens + uncached
+            is_short = fleet.tpot_s + step_tokens / fleet.decode_rate <= demand.max_itl_s
+            is_short &= step_tokens <= d.chunk_tokens
+            local_us = np.where(always | is_short, alone_us, np.inf)
+            near_us[always] = far_us[always] = np.inf
+        else:
+            local_us = np.full(cached.shape, np.inf)
+        return DecodeCosts(cached, blocks, full, local_ttft_s, local_us, alone_us, near_us, far_us)
 
     def full(self, refused: Set[str]) -> tuple[Flags, Flags]:
+        """Prefill and decode workers that accept nothing now.
+
+        `refused`: workers that have just said so, or are reserved for another request.
+        """
         p_full, d_full = self.prefill.full, self.decode.full
         if not refused:
             return p_full, d_full
         p_refused, d_refused = self.snapshot.flags(refused)
         return p_full | p_refused, d_full | d_refused
 
-    def of(self, p: Any, d: Any) -> tuple[Any, Any]:
-        """What pairs cost, and whether decode prefills: see `pair_cost`."""
-        columns, on_decode = self.snapshot.columns, self.decode
+    def pair_costs(self, p: Any, d: Any) -> tuple[Any, Any]:
+        """Costs of pairs, by rows that broadcast, and whether decode computes the prompt."""
+        columns, decode = self.snapshot.columns, self.decode
         same_host = columns.prefill.host[p] == columns.decode.host[d]
-        handoff = np.where(same_host, on_decode.near_us[d], on_decode.far_us[d])
-        handed_over, local = self.prefill.us[p] + handoff, on_decode.local_us[d]
+        handed_over = self.prefill.us[p] + np.where(same_host, decode.near_us[d], decode.far_us[d])
+        local = decode.local_us[d]
         return np.minimum(local, handed_over), local < handed_over
 
+    def on_prefill(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
+        """The request on one prefill worker, with the reason if it has no room."""
+        worker, costs, no_room = self.snapshot.prefill[row], self.prefill, ""
+        ahead, window = int(costs.ahead[row]), self.fleet.window[row]
+        if worker.incarnation in refused:
+            no_room = _REFUSED
+        elif ahead >= window:
+            no_room = f"has {ahead} tokens to compute first and is given at most {window:.0f} ahead"
+        elif costs.full[row]:
+            no_room = _blocks_missing(worker, costs.blocks[row])
+        return self._estimate(worker, no_room, costs.cached[row], ahead)
 
-def pair_cost(p: OnPrefill, d: OnDecode, same_host: bool) -> tuple[float, bool]:
-    """What a pair costs, and whether decode prefills: it is little, or that costs less."""
-    handed_over = p.us + (d.near_us if same_host else d.far_us)
-    return min(d.local_us, handed_over), d.local_us < handed_over
+    def on_decode(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
+        """The request on one decode worker, with the reason if it has no room."""
+        worker, costs, no_room = self.snapshot.decode[row], self.decode, ""
+        d = self.snapshot.columns.decode
+        if worker.incarnation in refused:
+            no_room = _REFUSED
+        elif self.demand.decodes and self.fleet.batch_full[row]:
+            no_room = f"has {d.busy[row]:.0f} sequences for a batch of {worker.record.max_batch}"
+        elif costs.full[row]:
+            no_room = _blocks_missing(worker, costs.blocks[row])
+        tpot_s = float(self.fleet.tpot_s[row])
+        return self._estimate(worker, no_room, costs.cached[row], int(d.queued_tokens[row]), tpot_s)
 
+    def _estimate(
+        self, worker: WorkerView, no_room: str, cached: float, queued: int, tpot_s: float = 0.0
+    ) -> Estimate:
+        no_room = no_room and f"{worker.incarnation} {no_room}"
+        uncached = self.demand.num_tokens - int(cached)
+        return Estimate(worker, no_room, int(cached), uncached, queued, tpot_s)
 
-def _on_prefill(
-    xp: Any, p: Row, request: PlacementRequest, usual_rate: float, cached: Any, ours: Any
-) -> OnPrefill:
-    """`ours` are the tokens of assigned prompts that go first."""
-    rate = _settled(xp, p.rate, usual_rate)
-    # Other routers' prompts count fully: their virtual finish times are not known.
-    ahead = ours + xp.maximum(0, p.reported_tokens - p.assigned_tokens)
-    # A chunk of what goes later may be running: on average half of it is still to come.
-    later = p.queued_tokens - ahead
-    before = ahead + xp.maximum(0, xp.minimum(later, p.chunk_tokens // 2))
-    # The queue is kept in the router, where it can be ordered, and not on the worker.
-    window = xp.maximum(_WINDOW_CHUNKS * p.chunk_tokens, rate * _WINDOW_S // 1)
-    blocks = _blocks(xp, p, request, cached)
-    # An idle pool is as free as it ever gets.
-    held = (p.blocks_held > 0) & (blocks > p.blocks_available)
-    wait_us = xp.rint(before / rate * 1e6)
-    us = xp.rint((before + request.num_tokens - cached) / rate * 1e6)
-    return OnPrefill(cached, ahead, window, blocks, held | (ahead >= window), wait_us, us)
+    def room_ms(self) -> tuple[Column, Column]:
+        """How soon each prefill and each decode worker has room: 0 if it has, infinite if never.
 
-
-def _on_decode(
-    xp: Any, d: Row, request: PlacementRequest, usual_rate: float, cached: Any, lone_ms: Any,
-    usual_ms: float,
-) -> OnDecode:  # fmt: skip
-    """`lone_ms` is what its measured step would be with one sequence; 0 when there is none."""
-    uncached = request.num_tokens - cached
-    # Rates of small steps say little: that decode is the faster one is not believed.
-    rate = xp.minimum(_settled(xp, d.rate, usual_rate), usual_rate)
-    outdated = (lone_ms > usual_ms) & (d.running == 0)  # of a batch long gone
-    lone_ms = xp.where(outdated, usual_ms, _settled(xp, lone_ms, usual_ms))
-    tpot_s = lone_ms / 1e3 * _relative_step(d.busy + 1)
-    most = d.max_batch * request.decodes
-    most_busy = xp.where(most, most + xp.maximum(1, most // _SPARE_SHARE), np.inf)
-    blocks = _blocks(xp, d, request, cached)
-    full = ((d.busy >= most_busy) | (blocks > d.blocks_available)) & request.decodes
-    wait_s = d.queued_tokens / rate + tpot_s / 2  # the step that runs, on average
-    compute_s = uncached / rate
-    free = d.blocks_available - (request.num_tokens // d.block_size + 1)
-    used = xp.maximum(0, xp.minimum(1, 1 - free / xp.maximum(1, d.blocks_total)))
-    tokens = min(request.new_tokens or _NEW_TOKENS, _MOST_NEW_TOKENS)
-    rest_us = tpot_s * tokens * 1e6 + _FULL_POOL_MS * used * used * 1e3
-    # Decode's batch waits while it computes, so that costs its time once a sequence.
-    # And it costs no less than a handoff: where nothing waits, prefill workers compute.
-    here_s = _DECODE_PRICE * (wait_s + compute_s * (1 + d.busy)) + HANDOFF_S[False]
-    alone_us = xp.rint(here_s * 1e6 + rest_us)
-    most_local = request.local_prefill_max_tokens
-    always = uncached <= most_local
-    # One step computes it and what waits there, and lasts no longer than streams can bear.
-    step_tokens = d.queued_tokens + uncached
-    is_short = (step_tokens <= d.chunk_tokens) & (tpot_s + step_tokens / rate <= request.max_itl_s)
-    may = is_short & (most_local > 0)
-
-    def handoff_us(same_host: bool) -> Any:
-        """What decode does not cache is sent, in the gap before the second token."""
-        send_s = uncached * d.token_bytes / _BYTES_PER_S[same_host]
-        us = xp.rint((HANDOFF_S[same_host] + send_s) * 1e6 + rest_us) * request.decodes
-        return xp.where(always, np.inf, us)
-
-    return OnDecode(
-        cached,
-        blocks,
-        most_busy,
-        full,
-        tpot_s,
-        wait_s + compute_s,
-        xp.where(always | may, alone_us, np.inf),
-        alone_us,
-        handoff_us(True),
-        handoff_us(False),
-    )
+        Only comparable between workers: by the share of its sequences that must end, as nobody can
+        predict when they do, and by the time of a step.
+        """
+        p, d = self.snapshot.columns.prefill, self.snapshot.columns.decode
+        # A prefill worker without held blocks is full of prompts that go first.
+        prefill = np.where(p.blocks_held > 0, _room_ms(p, self.prefill.blocks, 0.0), 0.0)
+        prefill[~p.ready] = np.inf
+        if not self.demand.decodes:
+            return prefill, np.zeros(len(d.ready))
+        excess = (d.busy + 1 - d.max_busy) / np.maximum(1, d.busy)
+        decode = _room_ms(d, self.decode.blocks, excess)
+        decode[~d.ready] = np.inf
+        return prefill, decode
 
 
-def _blocks(xp: Any, workers: Row, request: PlacementRequest, cached: Any) -> Any:
-    """What the sequence and its next token need of the blocks that are available.
-
-    Blocks that are shared with a running sequence are not needed again. Of those that match, as
-    many as the pool keeps unheld may be among the available ones and are counted there.
-    """
-    shared = xp.maximum(0, cached // workers.block_size - workers.blocks_cached)
-    return request.num_tokens // workers.block_size + 1 - shared
+def _room_ms(workers: WorkerColumns, blocks: Column, excess: Any) -> Column:
+    """`excess`: share of the sequences that exceeds the batch."""
+    missing = (blocks - workers.blocks_available) / np.maximum(1, workers.blocks_held)
+    share = np.maximum(0, np.maximum(excess, missing))
+    room_ms = share * np.where(workers.step_ms > 0, workers.step_ms, _STEP_MS)
+    return np.where(blocks > workers.blocks_total, np.inf, room_ms)
 
 
 @lru_cache(maxsize=1)
-def costs_of(snapshot: Snapshot, request: PlacementRequest) -> RowCosts | ColumnCosts:
-    """Admission predicts, and placement picks, by the same, unless the fleet changes between."""
-    return (RowCosts if len(snapshot.numbers) <= _FEW else ColumnCosts)(snapshot, request)
+def costs_of(snapshot: Snapshot, demand: Demand) -> Costs:
+    """The costs; admission and placement share them unless the fleet changes between."""
+    return Costs(snapshot, demand)
 
 
-def room_ms(worker: Row, blocks: float, most_busy: float = math.inf) -> float:
-    """How soon a worker has so many blocks and a place: 0 if it has, infinite if it never has.
-
-    Comparable between workers, and no more than that: by the share of what runs there that has to
-    end, which nobody knows when it does, and by the time of a step.
-    """
-    if not worker.ready or blocks > worker.blocks_total:
-        return math.inf
-    places = (worker.busy + 1 - most_busy) / max(1, worker.busy)
-    share = max(0.0, places, (blocks - worker.blocks_available) / max(1, worker.blocks_held))
-    return float(share * (worker.step_ms or _STEP_MS))
+@lru_cache(maxsize=1)
+def _fleet_costs(snapshot: Snapshot) -> FleetCosts:
+    return FleetCosts(snapshot)
 
 
-def _blocks_missing(worker: Row, needed: float) -> str:
-    return f"has {worker.blocks_available} KV blocks available and {needed:.0f} are needed"
+def _blocks_missing(worker: WorkerView, needed: float) -> str:
+    available = worker.load.blocks_free + worker.load.blocks_cached
+    return f"has {available} KV blocks available and {needed:.0f} are needed"
 
 
-def _lone_ms(xp: Any, d: Row) -> Any:
-    return d.step_ms / _relative_step(xp.maximum(1, d.running))
-
-
-def _relative_step(sequences: Any) -> Any:
-    """Time of a step by that of a step with one sequence."""
+def _relative_step(sequences: Column) -> Column:
+    """Duration of a step relative to one with a single sequence."""
     return (_STEP_BASE_SEQUENCES + sequences) / (_STEP_BASE_SEQUENCES + 1)
 
 
-def _settled(xp: Any, own: Any, usual: float) -> Any:
-    """A worker's own rate, unless it has none or it differs from the usual one by noise only."""
-    is_usual = (own == 0) | (abs(own - usual) <= _NOISE * xp.maximum(own, usual))
-    return xp.where(is_usual, usual, own)
+def _without_noise(rates: Column, usual: float) -> Column:
+    """The usual rate for workers that have none, or one that differs from it by noise only."""
+    is_usual = (rates == 0) | (abs(rates - usual) <= _NOISE * np.maximum(rates, usual))
+    return np.where(is_usual, usual, rates)
 
 
-def _middle(ordered: Sequence[float] | Column, otherwise: float) -> float:
+def _median(values: Column, default: float) -> float:
     """The median, or the lower one of two."""
-    return float(ordered[(len(ordered) - 1) // 2]) if len(ordered) else otherwise
+    if not values.size:
+        return default
+    return float(values[0] if values.size == 1 else np.sort(values)[(values.size - 1) // 2])

@@ -1,1 +1,1 @@
-"""What the router counts, logs and traces."""
+"""The router's counts, metrics, and spans."""

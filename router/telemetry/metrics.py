@@ -1,10 +1,11 @@
-"""The router's metrics; their names are `baton.telemetry.metrics.table`'s."""
+"""The router's metrics; `baton.telemetry.metrics.table` defines their names."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 from opentelemetry.context import Context
 
@@ -23,14 +24,20 @@ from baton.telemetry import tracing
 from baton.telemetry.metrics.recorder import Attributes, Recorder
 from router.fleet.circuit_breaker import Key
 from router.fleet.fleet import Fleet
-from router.generation_service import GenerationService
-from router.telemetry.stats import CANCELLED, OK, Outcome, RequestListener, RequestRecord
+from router.telemetry.stats import (
+    CANCELLED,
+    OK,
+    RequestListener,
+    RequestOutcome,
+    RequestRecord,
+    RouterStats,
+)
 
 CAUSES = (
     "queue_full", "too_late", "tenant_limit", "tenant_unknown", "no_worker", "draining", "invalid",
     "deadline", "internal",
 )  # fmt: skip
-_CAUSES_OF = (
+_CAUSES_BY_ERROR = (
     (Unauthenticated, "tenant_unknown"),
     ((InvalidRequest, ModelNotFound), "invalid"),
     (DeadlineExceeded, "deadline"),
@@ -38,17 +45,32 @@ _CAUSES_OF = (
 _CALLER_ERRORS = (InvalidRequest, ModelNotFound, Unauthenticated)
 
 
+class ObservedService(Protocol):
+    """The part of the generation service whose state is exported."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def queued(self) -> int: ...
+    @property
+    def stats(self) -> RouterStats: ...
+
+    fleet: Fleet
+    batches: Counter[str]
+    batch_lines: Counter[str]
+
+
 class RouterMetrics(RequestListener):
     """Counts and measures requests. Event-loop thread only."""
 
     def __init__(self, recorder: Recorder, model: str, slos: Sequence[Slo]) -> None:
         self._recorder = recorder
-        self._of_model = {"gen_ai.request.model": model}
+        self._model_label = {"gen_ai.request.model": model}
         self._slos = slos
         self.gaps = recorder.gaps("baton.request.inter_token_latency")
         self.placements = recorder.gaps("baton.placement.duration")
         self.lag = recorder.gaps("baton.event_loop.lag")
-        # A series whose first value is not its first event has no rate.
+        # A series that starts with its first event has no rate for it.
         for name, label, values in (
             ("baton.breaker.ejections", "kind", ("worker", "pair")),
             ("baton.requests.refused", "cause", CAUSES),
@@ -57,28 +79,26 @@ class RouterMetrics(RequestListener):
             for value in values:
                 recorder.count(name, 0, {label: value})
         for name in ("baton.tokens.input", "baton.tokens.cached"):
-            recorder.count(name, 0, self._of_model)
+            recorder.count(name, 0, self._model_label)
         for slo in slos:
             for met in ("true", "false"):
                 recorder.count("baton.slo.requests", 0, {"slo": slo.name, "met": met})
 
-    def observe(self, service: GenerationService) -> None:
-        """Reads these at each collection, and takes what comes from now on."""
-        service.stats.on_gap, service.stats.on_placed = self.gaps.record, self.placements.record
-        observe = self._recorder.observe
+    def observe(self, service: ObservedService) -> None:
+        """Reads the service's state at each collection, and records its events from now on."""
+        stats, fleet, observe = service.stats, service.fleet, self._recorder.observe
+        stats.on_gap, stats.on_placed = self.gaps.record, self.placements.record
         observe("baton.requests.running", lambda: service.running)
-        observe("baton.requests.queued", lambda: service.wait_queue.depth)
-        observe(
-            "baton.tokens.output", lambda: [(service.stats.counts.output_tokens, self._of_model)]
-        )
+        observe("baton.requests.queued", lambda: service.queued)
+        observe("baton.tokens.output", lambda: [(stats.counts.output_tokens, self._model_label)])
         for name, label, counts in (
-            ("baton.requests.served", "way", service.stats.counts.served),
+            ("baton.requests.served", "way", stats.counts.served),
             ("baton.batches", "status", service.batches),
             ("baton.batch.requests", "result", service.batch_lines),
         ):
-            observe(name, partial(_by, label, counts))
-        observe("baton.workers", lambda: _workers(service.fleet))
-        service.fleet.on_ejected = self._ejected
+            observe(name, partial(_values_by_label, label, counts))
+        observe("baton.workers", lambda: _workers(fleet))
+        fleet.on_ejected = self._count_ejection
 
     def first_token(self, record: RequestRecord) -> None:
         assert record.state is not None
@@ -91,17 +111,17 @@ class RouterMetrics(RequestListener):
     def failed_over(self, error: BatonError) -> None:
         self._recorder.count("baton.failovers", 1, {"reason": type(error).__name__})
 
-    def ended(self, record: RequestRecord, outcome: Outcome) -> None:
+    def ended(self, record: RequestRecord, outcome: RequestOutcome) -> None:
         state, count, context = record.state, self._recorder.count, _exemplar(record)
         tenant = state.request.tenant if state else record.tenant
         count("baton.requests.ended", 1, {"status": outcome.status, "tenant": tenant})
         if state is not None and state.placed_at is not None:
-            count("baton.tokens.input", len(state.request.prompt), self._of_model)
-            count("baton.tokens.cached", state.cached_tokens or 0, self._of_model)
+            count("baton.tokens.input", len(state.request.prompt), self._model_label)
+            count("baton.tokens.cached", state.cached_tokens or 0, self._model_label)
             waited_s = state.placed_at - state.started
             self._recorder.record("baton.request.queue_time", waited_s, context=context)
         elif outcome.error is not None and not record.in_batch:
-            count("baton.requests.refused", 1, {"cause": _cause_of(record, outcome.error)})
+            count("baton.requests.refused", 1, {"cause": _refusal_cause(record, outcome.error)})
         if state is not None:
             kind = type(outcome.error).__name__ if outcome.error else outcome.status
             failed = {"error.type": "" if outcome.status == OK else kind}
@@ -131,31 +151,31 @@ class RouterMetrics(RequestListener):
         more: Attributes | None = None,
     ) -> None:
         attributes = {
-            **self._of_model,
+            **self._model_label,
             "gen_ai.provider.name": tracing.PROVIDER,
             "gen_ai.operation.name": record.operation,
             **(more or {}),
         }
         self._recorder.record(name, value, attributes, context)
 
-    def _ejected(self, key: Key) -> None:
+    def _count_ejection(self, key: Key) -> None:
         kind = "worker" if isinstance(key, str) else "pair"
         self._recorder.count("baton.breaker.ejections", 1, {"kind": kind})
 
 
-def _by(label: str, counts: Mapping[str, int]) -> list[tuple[float, Attributes]]:
+def _values_by_label(label: str, counts: Mapping[str, int]) -> list[tuple[float, Attributes]]:
     return [(number, {label: value}) for value, number in counts.items()]
 
 
-def _cause_of(record: RequestRecord, error: Exception) -> str:
-    if isinstance(error, Unavailable):  # a draining router refuses before it looks at the key
+def _refusal_cause(record: RequestRecord, error: Exception) -> str:
+    if isinstance(error, Unavailable):  # a draining router refuses before it checks the key
         return "no_worker" if record.tenant else "draining"
     if isinstance(error, Overloaded):
-        # By how far it had come: wait queue, tenant's limits, feasibility, the wait queue again.
+        # By its progress: wait queue, tenant's limits, feasibility, the wait queue again.
         if record.state is None:
             return "tenant_limit" if record.tenant else "queue_full"
         return "queue_full" if record.state.attempts else "too_late"
-    return next((cause for kind, cause in _CAUSES_OF if isinstance(error, kind)), "internal")
+    return next((cause for kind, cause in _CAUSES_BY_ERROR if isinstance(error, kind)), "internal")
 
 
 def _exemplar(record: RequestRecord) -> Context | None:
@@ -166,7 +186,7 @@ def _workers(fleet: Fleet) -> Iterator[tuple[float, Attributes]]:
     snapshot = fleet.snapshot()
     views = (*snapshot.prefill, *snapshot.decode)
     counts = Counter((ROLES[view.record.role], view.state) for view in views)
-    for role in ROLES.values():  # 0 is worth an alert: it must be there
+    for role in ROLES.values():  # exported when 0, too: alerts need it
         counts[role, "READY"] += 0
     for (role, state), number in counts.items():
         yield number, {"role": role, "state": state}

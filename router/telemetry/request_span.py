@@ -1,4 +1,4 @@
-"""The span of a request, in the names of OpenTelemetry's conventions for generative AI."""
+"""The span of a request, with attributes of OpenTelemetry's conventions for generative AI."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from opentelemetry.trace import Span
 from baton.telemetry.tracing import PROVIDER
 from baton.text import Tokenizer
 from baton.v1 import common_pb2, inference_pb2
-from router.dispatch.request_state import RequestState, TokenizedRequest
+from router.request import RequestState, TokenizedRequest
 
 _FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_TOOL_CALLS: "tool_call",
 }
-_FRAME_CHARS = 64  # what a message has beside its text
-_MOST_INT = (1 << 63) - 1  # of an attribute
+_FRAME_CHARS = 64  # of a message in addition to its text
+_MAX_INT = (1 << 63) - 1  # largest attribute
 
 
 def operation_of(request: inference_pb2.GenerateRequest) -> str:
-    """What is asked for, as the conventions call it."""
+    """The request's operation, by the conventions."""
     if request.sampling.embedding:
         return "embeddings"
     return "chat" if request.HasField("chat") else "text_completion"
 
 
 def first_attributes(operation: str, model: str) -> dict[str, str]:
-    """What is known of any request when its span begins."""
+    """Attributes at the start of any request's span."""
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
@@ -40,10 +40,10 @@ def first_attributes(operation: str, model: str) -> dict[str, str]:
 
 
 class RequestSpan:
-    """Writes what a request asks for and what came of it into its span.
+    """Writes a request's settings and result into its span.
 
-    With `max_chars` above 0 also the prompt and the answer, that many characters of each: of a
-    longer prompt its end, of a longer answer its beginning.
+    With `max_chars` above 0 also the prompt and the answer, up to that many characters of each: the
+    end of a longer prompt, the beginning of a longer answer.
     """
 
     def __init__(self, span: Span, tokenizer: Tokenizer, max_chars: int) -> None:
@@ -51,7 +51,7 @@ class RequestSpan:
         self._max_chars = max_chars if span.is_recording() else 0
 
     def admitted(self, request: inference_pb2.GenerateRequest, admitted: TokenizedRequest) -> None:
-        """Records the request. Nothing is asked of a span that records nothing."""
+        """Records the request."""
         if not self._span.is_recording():
             return
         params = admitted.params
@@ -64,7 +64,7 @@ class RequestSpan:
             "gen_ai.request.presence_penalty": params.presence_penalty,
             "gen_ai.usage.input_tokens": len(admitted.prompt),
         }
-        if request.sampling.HasField("seed") and params.seed <= _MOST_INT:
+        if request.sampling.HasField("seed") and params.seed <= _MAX_INT:
             attributes["gen_ai.request.seed"] = params.seed
         if admitted.stop:
             attributes["gen_ai.request.stop_sequences"] = admitted.stop
@@ -74,7 +74,7 @@ class RequestSpan:
         self._span.set_attributes(attributes)
 
     def ended(self, model: str, state: RequestState, reason: common_pb2.FinishReason) -> None:
-        """Records the answer, or what there is of it when the request fails."""
+        """Records the answer, or its delivered part if the request fails."""
         if not self._span.is_recording():
             return
         finish = _FINISH_REASONS.get(reason)
@@ -95,7 +95,7 @@ class RequestSpan:
     def _input(
         self, request: inference_pb2.GenerateRequest, admitted: TokenizedRequest
     ) -> Iterator[dict[str, Any]]:
-        """The messages of a conversation, or a prompt as one, without what is too much."""
+        """The last messages of a conversation, or a prompt as one, up to the limit."""
         if not request.HasField("chat"):
             text = request.text or self._tokenizer.decode(admitted.prompt[-self._max_chars :])
             yield _message("user", text[-self._max_chars :])

@@ -1,6 +1,6 @@
-"""What has happened at this router since it started: counts that only grow, and recent events.
+"""Counts since this router started, and recent events, as `baton top` and `baton status` show them.
 
-`baton top` and `baton status` show them; listeners (metrics, tail sampling) are called from here.
+Listeners (metrics, tail sampling) are called from here.
 """
 
 from __future__ import annotations
@@ -19,35 +19,42 @@ from opentelemetry.trace import Span
 from baton.errors import BatonError, DeadlineExceeded, as_exception
 from baton.log_format import RateLimit, about
 from baton.net import rpc
+from baton.telemetry import tracing
 from baton.v1 import fleet_pb2
-from router.dispatch.request_state import WAYS, RequestState
+from router.request import PROMPT_PATHS, RequestState
 
 log = logging.getLogger(__name__)
 
-_MOST_EVENTS = 32
-_MOST_LATENCIES = 512
-_LATENCY_S = 60.0
-_MOST_TEXT = 300  # of an event: errors may quote others
-_HOP_S = 0.1  # a caller's deadline is ours minus the time that its request took to get here
+_MAX_EVENTS = 32
+_MAX_LATENCIES = 512
+_LATENCY_S = 60.0  # window of the percentiles
+_MAX_TEXT = 300  # characters of an event: errors may quote others
+_HOP_S = 0.1  # a caller's deadline is earlier than ours by the time on the network
 OK, CANCELLED = "OK", "CANCELLED"
 
 
 @dataclass
 class RequestRecord:
-    """One request as the stats see it; the frontend fills this in."""
+    """One request for statistics; the generation service fills it in."""
 
     trace_id: str = ""
     span: Span | None = None
-    held: bool = False  # its trace is recorded, but not sampled
+    held: bool = False  # the trace is recorded but not sampled
     kept: bool = False  # that trace is exported nevertheless
-    operation: str = ""  # as GenAI conventions call it
+    operation: str = ""  # name in OpenTelemetry's GenAI conventions
     tenant: str = ""  # empty until it is known
-    callers_id: str = ""  # what the caller calls it
-    in_batch: bool = False  # nobody waits for it, and a refusal only puts it off
+    callers_id: str = ""  # the caller's own id
+    in_batch: bool = False  # of a batch: a refusal only delays it
     state: RequestState | None = None  # None until it is admitted
-    finished: bool = False  # its caller has all of it
+    finished: bool = False  # the caller has received everything
     arrived: float = field(default_factory=time.monotonic)
     arrived_ns: int = field(default_factory=time.time_ns)  # wall clock, for traces
+
+    def set_span(self, span: Span, operation: str) -> None:
+        """Sets the request's span, with its trace, and its operation."""
+        self.span, self.trace_id = span, tracing.trace_id_of(span)
+        self.held = tracing.is_held(span)
+        self.operation = operation
 
     @property
     def request_id(self) -> str:
@@ -56,20 +63,20 @@ class RequestRecord:
 
     @property
     def placed(self) -> bool:
-        """Whether anything was run for it."""
+        """Whether it was placed on workers."""
         return self.state is not None and self.state.placed_at is not None
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a request ended; `error` is None where it ended well or its caller left."""
+class RequestOutcome:
+    """How a request ended; `error` is None if it succeeded or its caller left."""
 
-    status: str  # gRPC's name of it
+    status: str  # name of the gRPC status
     error: Exception | None = None
 
 
 class RequestListener:
-    """Called as requests pass, in the listeners' order. None of it may block or raise."""
+    """Called at events of requests, in the listeners' order. Must not block or raise."""
 
     def first_token(self, record: RequestRecord) -> None:
         """The first output of a request is on its way."""
@@ -77,30 +84,29 @@ class RequestListener:
     def failed_over(self, error: BatonError) -> None:
         """An attempt failed and another follows."""
 
-    def ended(self, record: RequestRecord, outcome: Outcome) -> None:
-        """A request is over."""
+    def ended(self, record: RequestRecord, outcome: RequestOutcome) -> None:
+        """A request has ended."""
 
 
 class RouterStats:
     """Counts of one router. Event-loop thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.counts = fleet_pb2.RouterCounts(served=dict.fromkeys(WAYS, 0))
-        # What went wrong, oldest first; the same thing in a row is one event.
-        self.events: deque[fleet_pb2.RouterEvent] = deque(maxlen=_MOST_EVENTS)
+        self.counts = fleet_pb2.RouterCounts(served=dict.fromkeys(PROMPT_PATHS, 0))
+        # Failures, oldest first; equal ones in a row are one event.
+        self.events: deque[fleet_pb2.RouterEvent] = deque(maxlen=_MAX_EVENTS)
         self.listeners: tuple[RequestListener, ...] = ()
         self._refusals: dict[str, RateLimit] = {}  # by status
-        # Of output, how long after the request's output before it; of each look for a pair of
-        # workers, how long it took. Seconds.
+        # Called with the seconds between two outputs of a request, and the seconds of a placement.
         self.on_gap: Callable[[float], None] = lambda gap_s: None
-        self.on_placed: Callable[[float], None] = lambda took_s: None
+        self.on_placed: Callable[[float], None] = lambda duration_s: None
         self._clock = clock
         # (when, TTFT, TPOT), milliseconds
-        self._latencies: deque[tuple[float, float, float]] = deque(maxlen=_MOST_LATENCIES)
+        self._latencies: deque[tuple[float, float, float]] = deque(maxlen=_MAX_LATENCIES)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[RequestRecord]:
-        """Around one request: counts how it ended."""
+        """Context of one request; counts how it ended."""
         record = RequestRecord()
         try:
             yield record
@@ -111,20 +117,20 @@ class RouterStats:
             raise
         except BaseException as failure:
             error = as_exception(failure)
-            self._end(record, Outcome(rpc.code_of(error).name, error))
+            self._end(record, RequestOutcome(rpc.code_of(error).name, error))
             if error is failure:
                 raise
             raise error from failure
         else:
-            self._end(record, Outcome(OK))
+            self._end(record, RequestOutcome(OK))
 
     def admitted(self, record: RequestRecord, state: RequestState) -> None:
-        """The request passed admission."""
+        """Counts an admitted request."""
         record.state = state
         self.counts.prompt_tokens += len(state.request.prompt)
 
     def delivered(self, num_tokens: int, gap_s: float | None) -> None:
-        """Output goes to a caller, so long after the request's output before it, if any."""
+        """Counts delivered tokens; `gap_s`: seconds since the request's last ones, if measured."""
         self.counts.output_tokens += num_tokens
         if gap_s is not None:
             self.on_gap(gap_s)
@@ -149,16 +155,16 @@ class RouterStats:
         recent = np.array([taken[1:] for taken in self._latencies if taken[0] >= since])
         if not len(recent):
             return fleet_pb2.Latency()
-        half, most = np.percentile(recent, (50, 95), axis=0, method="inverted_cdf")
+        p50, p95 = np.percentile(recent, (50, 95), axis=0, method="inverted_cdf")
         return fleet_pb2.Latency(
             requests=len(recent),
-            ttft_p50_ms=half[0],
-            ttft_p95_ms=most[0],
-            tpot_p50_ms=half[1],
-            tpot_p95_ms=most[1],
+            ttft_p50_ms=p50[0],
+            ttft_p95_ms=p95[0],
+            tpot_p50_ms=p50[1],
+            tpot_p95_ms=p95[1],
         )
 
-    def _end(self, record: RequestRecord, outcome: Outcome) -> None:
+    def _end(self, record: RequestRecord, outcome: RequestOutcome) -> None:
         counts, state = self.counts, record.state
         counts.ended[outcome.status] += 1
         if state is not None:
@@ -166,22 +172,20 @@ class RouterStats:
         if outcome.error is not None:
             self._failed(record, outcome)
         elif outcome.status == OK and state is not None:
-            counts.served[state.way] += 1
+            counts.served[state.prompt_path] += 1
             ttft_s, target_s = state.ttft_s, state.request.ttft_target_s
             counts.late += 0 < target_s < ttft_s
             self._latencies.append((self._clock(), ttft_s * 1e3, state.tpot_s * 1e3))
         for listener in self.listeners:
             listener.ended(record, outcome)
 
-    def _failed(self, record: RequestRecord, outcome: Outcome) -> None:
-        """A log line with the ids that lead to its trace: a failure warns, a refusal informs, but
-        not each of many.
-        """
+    def _failed(self, record: RequestRecord, outcome: RequestOutcome) -> None:
+        """Logs a failure, or a refusal at a limited rate, with the ids that lead to its trace."""
         self.counts.refused += not record.placed
         why = str(outcome.error) or type(outcome.error).__name__
         kind = fleet_pb2.EVENT_KIND_FAILURE if record.placed else fleet_pb2.EVENT_KIND_REFUSAL
         self._note(kind, f"{outcome.status}: {why}", record.request_id, record.trace_id)
-        # Each request that was refused in an overload would be a line, which the loop waits for.
+        # Under overload a line for each refused request would block the event loop.
         limited = self._refusals.setdefault(outcome.status, RateLimit(log))
         (log.log if record.placed else limited.line)(
             logging.WARNING if record.placed else logging.INFO,
@@ -197,7 +201,7 @@ class RouterStats:
     def _note(self, kind: fleet_pb2.EventKind, text: str, request_id: str, trace_id: str) -> None:
         event = fleet_pb2.RouterEvent(
             kind=kind,
-            text=text[:_MOST_TEXT],
+            text=text[:_MAX_TEXT],
             time_ms=time.time_ns() // 1_000_000,
             request_id=request_id,
             trace_id=trace_id,
@@ -208,11 +212,11 @@ class RouterStats:
         self.events.append(event)
 
 
-def _cut_off(record: RequestRecord) -> Outcome:
-    """How a request ended whose call was cut: callers do that at their deadline, too."""
+def _cut_off(record: RequestRecord) -> RequestOutcome:
+    """How a request ended whose call was cancelled, as callers do at their deadline, too."""
     if record.finished:
-        return Outcome(OK)
+        return RequestOutcome(OK)
     if record.state is not None and record.state.request.time_left_s < _HOP_S:
         error = DeadlineExceeded("the deadline passed")
-        return Outcome(rpc.code_of(error).name, error)
-    return Outcome(CANCELLED)
+        return RequestOutcome(rpc.code_of(error).name, error)
+    return RequestOutcome(CANCELLED)

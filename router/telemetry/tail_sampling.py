@@ -1,8 +1,8 @@
-"""Tail sampling: keeps traces that were not sampled, of requests that failed or were slow.
+"""Tail sampling: exports traces that were not sampled if their request failed or was slow.
 
-The router knows that at the latest when a request ends. It keeps its own spans and tells the
-workers that the request was on, which hold theirs for a while. A worker that died, or held too
-much, has none.
+The decision is made when a request ends at the latest. The router then exports its own spans and
+asks the request's workers, which hold theirs for a while, to do the same. A worker that died or
+held too many spans has none.
 """
 
 from __future__ import annotations
@@ -21,39 +21,47 @@ from baton.errors import (
 )
 from baton.telemetry.tracing import Telemetry
 from router.fleet.fleet import Fleet
-from router.telemetry.stats import CANCELLED, OK, Outcome, RequestListener, RequestRecord
+from router.telemetry.stats import (
+    CANCELLED,
+    OK,
+    RequestListener,
+    RequestOutcome,
+    RequestRecord,
+)
 
 log = logging.getLogger(__name__)
 
-# A refusal before any work is an answer, and under overload there are many.
+# Refusals before any work; under overload there are many.
 _REFUSALS = (Overloaded, InvalidRequest, ModelNotFound, Unauthenticated)
 
 
 class SamplingPolicy(RequestListener):
-    """Decides at the end of requests. Event-loop thread only."""
+    """Decides which traces to keep. Event-loop thread only."""
 
-    def __init__(self, trace: Telemetry, fleet: Fleet, slow_s: float, slos: Sequence[Slo]) -> None:
-        self._trace = trace
+    def __init__(
+        self, telemetry: Telemetry, fleet: Fleet, slow_s: float, slos: Sequence[Slo]
+    ) -> None:
+        self._telemetry = telemetry
         self._fleet = fleet
         self._slow_s = slow_s
         self._slos = slos
 
     def first_token(self, record: RequestRecord) -> None:
-        """Keeps the trace if it is slow already."""
+        """Marks the trace to be kept if the first token was slow."""
         assert record.state is not None
         if record.held and not record.in_batch and record.state.ttft_s > self._slow_s:
             record.kept = True
 
-    def ended(self, record: RequestRecord, outcome: Outcome) -> None:
+    def ended(self, record: RequestRecord, outcome: RequestOutcome) -> None:
         record.kept = record.held and (record.kept or self._is_wanted(record, outcome))
         if not record.kept:
             return
-        self._trace.keep(record.trace_id)
+        self._telemetry.keep(record.trace_id)
         for incarnation in record.state.workers if record.state else ():
             with contextlib.suppress(Unavailable):  # it has left
                 self._fleet.member(incarnation).keep_traces([record.trace_id])
 
-    def _is_wanted(self, record: RequestRecord, outcome: Outcome) -> bool:
+    def _is_wanted(self, record: RequestRecord, outcome: RequestOutcome) -> bool:
         state = record.state
         if outcome.status == CANCELLED:
             return False

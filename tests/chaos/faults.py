@@ -48,7 +48,7 @@ RECOVERED_S = 1.5  # after a fault was taken back, until others are expected to 
 SLOW_BYTES_PER_S = 200_000.0
 STOPPED_S, RUNNING_S = 0.15, 0.05  # a sluggish process does the two by turns
 KV_SHARE = 0.5  # of handoffs, each of which is a put for each pair of ranks
-RANK = "baton.engine.rank"  # in the command of a worker's other ranks
+RANK = "baton.engine.rank_process"  # in the command of a worker's other ranks
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from baton.errors import TransferFailed
 from kvtransfer import transports
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, Transport
+from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
 from kvtransfer.pool import KvPool, Slots
 
 VARIABLE = "BATON_CHAOS_KV"
@@ -59,19 +59,19 @@ class FaultyTransport(Transport):
         self.name, self.kind, self.one_sided = inner.name, inner.kind, inner.one_sided
         self._inner, self._control = inner, control
 
-    def listen(self, pool: KvPool) -> Listener:
+    def listen(self, pool: KvPool) -> ReceivingEnd:
         return self._inner.listen(pool)
 
-    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> SendingEnd:
         sent = KvPool(torch.empty_like(pool.tensor), heads=pool.heads)
         link = self._inner.connect(sent, endpoint, timeout_s)
         return _FaultyLink(link, pool, sent, self._control)
 
 
-class _FaultyLink(Link):
+class _FaultyLink(SendingEnd):
     """Sends from a copy of the blocks, which may be changed, and digests the blocks themselves."""
 
-    def __init__(self, inner: Link, pool: KvPool, sent: KvPool, control: Control) -> None:
+    def __init__(self, inner: SendingEnd, pool: KvPool, sent: KvPool, control: Control) -> None:
         self._inner, self._pool, self._sent, self._control = inner, pool, sent, control
 
     def abort(self) -> None:

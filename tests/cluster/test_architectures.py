@@ -1,4 +1,7 @@
-"""Every architecture in a cluster: its tokens are those of transformers, also if a worker dies."""
+"""Models in a cluster: their tokens are those of transformers, also if a worker dies.
+
+One of each form of attention and MLP; `tests.unit.engine.test_model_oracle` has every architecture.
+"""
 
 import asyncio
 from dataclasses import replace
@@ -7,17 +10,20 @@ import pytest
 import torch
 
 from baton.config import DEMO_MODEL
-from baton.engine.models.architectures import ARCHITECTURES
 from tests.cluster.oracle import ENGINE
 from tests.unit.engine.checkpoints import load_reference, make_checkpoint
 from tests.unit.engine.test_model_oracle import VARIANTS
 
+FORMS = (
+    *("demo", "LlamaForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Glm4ForCausalLM"),
+    *("MixtralForCausalLM", "Qwen3MoeForCausalLM"),
+)
 OF_EACH = dict(reversed(VARIANTS.values()))  # the first variant of each
 PROMPTS = [[(7 * i + 5 * one) % 250 + 2 for i in range(75)] for one in range(6)]
 NEW_TOKENS = 300
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "demo"])
+@pytest.mark.parametrize("architecture", FORMS)
 async def test_greedy_tokens_are_those_of_transformers_also_when_a_decode_worker_is_killed(
     architecture, tmp_path, clusters
 ):

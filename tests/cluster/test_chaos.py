@@ -20,7 +20,7 @@ def runs():
 
 @pytest.mark.parametrize(
     ("seed", "routers", "transport", "tp"),
-    [(11, 2, "shm", (1, 1)), (12, 1, "gloo", (1, 1)), (13, 1, "auto", (2, 1))],
+    [(11, 2, "shm", (1, 1)), (12, 1, "gloo", (2, 1))],
 )
 async def test_every_request_ends_right_and_nothing_is_kept(
     fork_server, runs, seed, routers, transport, tp

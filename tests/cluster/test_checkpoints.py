@@ -145,7 +145,8 @@ async def test_workers_that_do_not_match_are_not_paired(tmp_path, clusters):
         message = await refusal(client)
         for role in ("prefill", "decode"):
             name = names[cluster.processes[f"{role}-0"].pid]
-            assert f"{role} worker {name} has model_fingerprint=" in message
+            assert f"{role} worker {name}" in message
+        assert "differ in model_fingerprint: " in message
 
     tokenizer = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(tokenizer.replace("</s>", "<|end|>"))

@@ -26,7 +26,7 @@ from tests.waiting import WAIT_S, eventually
 
 DRAIN_S = WAIT_S
 LEASE_S, OUTAGE_S = 1, 3.0
-PAUSES_S = (2.1, 2.6, 3.2, 4.0)  # longer than etcd's shortest leases, shorter than a watch's time
+PAUSES_S = (2.1, 3.2)  # longer than etcd's shortest leases, shorter than a watch's time
 ALL = {"engine": SIMULATED, "routers": 2, "restart": True, "drain_s": DRAIN_S}
 LEASES = {role: ["--lease-ttl", f"{LEASE_S}"] for role in ("prefill", "decode")}
 
@@ -91,20 +91,18 @@ async def test_a_rolling_restart_under_load_fails_no_request(clusters, simulated
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_a_rolling_restart_under_http_clients_that_never_retry(clusters, simulated, workers):
-    """With one router, and one or two workers of each role, whose drain is shorter than a stream.
+async def test_a_rolling_restart_under_http_clients_that_never_retry(clusters, simulated):
+    """With one router and one worker of each role, whose drain is shorter than a stream.
 
     Some clients keep their connections, some make one for each request, some read long streams.
     """
     cluster, _ = await clusters(
-        alone=True, engine=SIMULATED, restart=True, drain_s=1.0, prefill=workers, decode=workers,
-        metrics_port=0,
-    )  # fmt: skip
+        alone=True, engine=SIMULATED, restart=True, drain_s=1.0, metrics_port=0
+    )
     before = {name: process.pid for name, process in cluster.processes.items()}
     url = f"http://{cluster.http_addresses[0]}/v1/completions"
     stopping, answered = asyncio.Event(), asyncio.Queue()
-    long, short = simulated.case(30, 0, "seeded", 1500), simulated.case(30, 0, "seeded")
+    long, short = simulated.case(30, 0, "seeded", 700), simulated.case(30, 0, "seeded")
 
     async def ask(client, case, stream):
         body = {"prompt": list(case.prompt), "stream": stream, **case.options}

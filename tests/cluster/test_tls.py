@@ -74,12 +74,12 @@ async def test_a_cluster_with_tls_and_tenants(
 
     await eventually(answers, lambda found: found == (0, 1), "the new key is not taken up", 30.0)
     ended = await baton("status", *target)
-    assert ended.status == 1 and "speaks TLS: name its authority with --tls-ca" in ended.err
+    assert ended.status == 1 and "uses TLS: name its CA with --tls-ca" in ended.err
     ended = await baton("status", "--target", cluster.http_addresses[0], "--tls-ca", ca)
     assert ended.status == 1 and "speaks HTTP" in ended.err
     certs.write(tmp_path, [])
     ended = await baton("status", *target, "--tls-ca", str(tmp_path / "ca.pem"))
-    assert ended.status == 1 and "--tls-ca does not vouch for" in ended.err
+    assert ended.status == 1 and "--tls-ca did not sign" in ended.err
     for record in cluster.membership.records.values():
         async with rpc.channel(record.address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)

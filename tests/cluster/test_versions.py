@@ -52,7 +52,7 @@ async def test_newer_and_older_processes_serve_together(clusters, simulated):
     }  # fmt: skip
     cluster, _ = await clusters(
         alone=True, engine=SIMULATED, routers=2, prefill=2, decode=3, trace_sample=0.0,
-        limits=RouterLimits(trace_slow_s=0.001),
+        limits=RouterLimits(trace_slow_s=0.001, recovery_s=1.0),
         programs={name: [*PROGRAM, kind] for name, kind in kinds.items()},
     )  # fmt: skip
     pids = {cluster.processes[name].pid: name for name in kinds}

@@ -6,26 +6,32 @@ import os
 import socket
 import threading
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from opentelemetry.trace import NoOpTracer
 
 from baton.config import host_id, kv_heads_of
 from baton.cuda import CudaArea
-from baton.engine.weights.quantize import is_quantized, split_rows
-from baton.errors import Stale, TransferFailed
+from baton.engine.engine import Reserved
+from baton.engine.kernels.torch.row_quantization import is_quantized, split_rows
+from baton.errors import TransferFailed
 from baton.net import rpc
 from baton.net.object_connection import ObjectConnection
-from baton.v1 import common_pb2, handoff_pb2_grpc, prefill_pb2
+from baton.v1 import common_pb2, decode_pb2, handoff_pb2_grpc, prefill_pb2
+from baton.v1.dispatch_pb2 import WorkerMessage
+from baton.worker.messages import ModelLimits
+from decode_worker.handoffs import Handoffs
+from decode_worker.service import HandoffService
 from kvtransfer import copier
-from kvtransfer.interface import Link, Listener, Transport
-from kvtransfer.links import LinkPool
+from kvtransfer.incoming import IncomingLinks
+from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
+from kvtransfer.outgoing import OutgoingLinks
 from kvtransfer.pool import KvPool, Slots, copy_slots
-from kvtransfer.receiver import HandoffReceiver, ReservedBlocks
-from kvtransfer.remote_pool import PoolServer, RemotePool
-from kvtransfer.sender import Handoff
+from kvtransfer.remote_pool import KV_MESSAGES, PoolServer, RemotePool
+from kvtransfer.sender import HandoffSender
 from kvtransfer.transports import shm
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.process_group import GlooTransport
@@ -47,7 +53,7 @@ class MemoryTransport(Transport):
         self.pools = {}
 
     def listen(self, pool):
-        listener = Listener(uuid.uuid4().bytes)
+        listener = ReceivingEnd(uuid.uuid4().bytes)
         self.pools[listener.endpoint] = pool
         listener.close = lambda: self.pools.pop(listener.endpoint, None)
         return listener
@@ -56,7 +62,7 @@ class MemoryTransport(Transport):
         return MemoryLink(self.pools, pool, endpoint)
 
 
-class MemoryLink(Link):
+class MemoryLink(SendingEnd):
     def __init__(self, pools, pool, endpoint):
         self.pools, self.pool, self.endpoint = pools, pool, endpoint
 
@@ -113,7 +119,7 @@ def across_hosts(pools, transport):
 
 
 def _served(pool, transport):
-    ours, theirs = (ObjectConnection(end) for end in socket.socketpair())
+    ours, theirs = (ObjectConnection(end, KV_MESSAGES) for end in socket.socketpair())
     server = PoolServer(pool, [transport])
     threading.Thread(target=server.serve, args=(theirs,), name="kv-served").start()
     return ours
@@ -198,71 +204,108 @@ async def find(incarnation):
     return RECORDS[incarnation]
 
 
-class Held:
-    """Reservations as a decode worker keeps them: by handoff id, with a token each."""
+class Engine:
+    """The engine as handoffs use it: it has what a test reserves, and answers at once."""
 
     def __init__(self):
-        self.blocks, self.committed_tokens, self.reasons = {}, {}, {}
-        self.ended, self.asked = asyncio.Event(), asyncio.Event()
+        self.blocks, self.committed_tokens = {}, {}
+        self.freed = asyncio.Event()
 
-    def find(self, handoff_id, token):
-        self.asked.set()
-        if handoff_id not in self.blocks or token != f"token-{handoff_id}":
-            raise Stale(f"no reservation {handoff_id}")
-        return self.blocks[handoff_id]
+    def reserve(self, sequence, local_tokens):
+        return _done(self.blocks[sequence.seq_id])
 
-    async def committed(self, handoff_id, token, first_token_id, verified=None):
-        if verified is not None:
-            try:
-                await verified
-            except TransferFailed as error:
-                await self.aborted(handoff_id, token, str(error))
-                raise
-        self.committed_tokens[handoff_id] = first_token_id
+    def resume(self, seq_id, num_tokens, token_id, verified):
+        self.committed_tokens[seq_id] = token_id
+        return _done(seq_id)
 
-    async def aborted(self, handoff_id, token, reason):
-        self.blocks.pop(handoff_id, None)
-        self.reasons[handoff_id] = reason
-        self.ended.set()
+    def accept(self, seq_id):
+        return _done(None)
+
+    def discard(self, seq_id):
+        del self.committed_tokens[seq_id]
+        return _done(None)
+
+    def release(self, seq_id, quarantine_from=None):
+        if quarantine_from is None:
+            self.freed.set()
+        return _done([])
+
+    def end_quarantine(self, blocks):
+        self.freed.set()
+        return _done(None)
 
 
-async def answer(receiver, name, request):
+def _done(result):
+    future = Future()
+    future.set_result(result)
+    return future
+
+
+class Spans:
+    """Keeps why a handoff ended."""
+
+    trace_id = ""
+
+    def __init__(self, reasons, handoff_id):
+        self.end = lambda reason: reasons.setdefault(handoff_id, reason)
+
+    def reserved(self, *_):
+        pass
+
+    def committed(self):
+        pass
+
+
+async def answer(service, name, request):
     """To one call without gRPC; raises."""
-    return await getattr(HandoffReceiver, name)(receiver, request, {})
+    return await getattr(HandoffService, name)(service, request)
 
 
 def acting(name):
-    async def served(receiver, request, trace):
-        if inspect.isawaitable(waits := receiver.acts.get(name, bool)(request)):
+    async def served(service, request):
+        if inspect.isawaitable(waits := service.acts.get(name, bool)(request)):
             await waits
-        return await answer(receiver, name, request)
+        try:
+            return await answer(service, name, request)
+        finally:
+            service.handoffs.check()
+            if name == "ready":
+                service.asked.set()
 
     return served
 
 
-class Receiver(HandoffReceiver):
+class Service(HandoffService):
     """Calls `acts[name](request)`, which may raise or wait, before it serves that call."""
 
-    offer, commit, abort = map(acting, ("offer", "commit", "abort"))
+    offer, ready, commit, abort = map(acting, ("offer", "ready", "commit", "abort"))
 
 
 class Decode:
-    """A decode worker's side: a pool for each rank, a receiver, a gRPC server on a free port."""
+    """A decode worker's side: a pool for each rank, links, handoffs, a gRPC server."""
 
     def __init__(
-        self, transport, *more, incarnation="d", host=None, pools=None, see=None, **options
+        self, transport, *more, incarnation="d", host=None, pools=None, see=None, timeout_s=10.0
     ):
         self.pools = pools or [make_pool(2, POOLS.get(transport.name, "host"))]
         self.pool = self.pools[0]
         self.content = self.pool.tensor.clone()
-        self.held, self.record = Held(), register(incarnation, host=host)
+        self.record = register(incarnation, host=host)
         self.record.kv_pools = len(self.pools)
         kinds = [transport, *more]
         seen = see(self.pools, transport) if see else self.pools
-        self.receiver = Receiver(seen, self.record, kinds, self.held, find, **options)
+        self.router = SimpleNamespace(outgoing=WorkerMessage(), failed=lambda *_: None)
+        self.engine, self.reasons = Engine(), {}
+        limits = ModelLimits(1000, 64, BLOCK_SIZE)
+        self.handoffs = Handoffs(self.engine, limits, None, 600.0, timeout_s)
+        self.links = IncomingLinks(
+            seen, self.record, kinds, find, self.handoffs, timeout_s=timeout_s
+        )
+        self.service = Service(self.handoffs, self.links)
         self.server = rpc.server()
-        self.receiver.acts = self.before = {}
-        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self.receiver, self.server)
+        self.service.acts, self.service.asked = {}, asyncio.Event()
+        self.before = self.service.acts
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self.service, self.server)
 
     async def __aenter__(self):
         self.port = self.server.add_insecure_port("127.0.0.1:0")
@@ -272,21 +315,49 @@ class Decode:
 
     async def __aexit__(self, *_):
         await self.server.stop(0)
-        await self.receiver.close()
+        self.handoffs.lost(self.router)
+        await self.links.close()
+        self.service.close_streams()
         for pool in self.pools:
             pool.area.close()
 
+    @property
+    def committed_tokens(self):
+        return self.engine.committed_tokens
+
+    def writing(self, handoff_id):
+        """Whether a sender may write into its blocks."""
+        self.handoffs.check()
+        handoff = self.handoffs._handoffs.get(handoff_id)
+        return handoff is not None and handoff.may_be_written
+
     async def asked(self):
         """Returns when a handoff's first message has been taken in."""
-        await asyncio.wait_for(self.held.asked.wait(), WAIT_S)
+        await asyncio.wait_for(self.service.asked.wait(), WAIT_S)
+
+    async def freed(self):
+        """Returns when blocks have come back."""
+        await asyncio.wait_for(self.engine.freed.wait(), WAIT_S)
 
     def cancel(self, handoff_id):
         """Gives a reservation up."""
-        del self.held.blocks[handoff_id]
-        self.receiver.forget(handoff_id)
+        self.handoffs.cancel(self.router, handoff_id)
 
     def reserve(self, handoff_id, num_tokens, *ids, cached=0):
-        self.held.blocks[handoff_id] = ReservedBlocks(ids, num_tokens, cached, b"")
+        """The target of a new handoff into these blocks; an earlier one of that id ends."""
+        self.cancel(handoff_id)
+        self.reasons.pop(handoff_id, None)
+        self.engine.blocks[handoff_id] = Reserved(cached, ids, False)
+        self.engine.freed.clear()
+        sampling = common_pb2.SamplingParams(max_tokens=1)
+        spec = common_pb2.SequenceSpec(
+            handoff_id=handoff_id, token_ids=[1] * num_tokens, prompt_tokens=num_tokens,
+            sampling=sampling,
+        )  # fmt: skip
+        request = decode_pb2.ReserveRequest(sequence=spec)
+        self.handoffs.reserve(self.router, request, Spans(self.reasons, handoff_id))
+        handoff = self.handoffs._handoffs[handoff_id]
+        handoff.token, handoff.token_digest = f"token-{handoff_id}", b""
         return target(self.record.incarnation, handoff_id, cached)
 
 
@@ -296,7 +367,7 @@ def target(incarnation, handoff_id, cached=0):
     )
 
 
-class Handed(Handoff):
+class Handed(HandoffSender):
     """A handoff whose Commit is queued and awaited in one call."""
 
     async def commit(self, first_token_id):
@@ -315,7 +386,7 @@ class Prefill:
         self.pool, record = self.pools[0], register(incarnation, kv=kv)
         record.kv_pools = len(self.pools)
         seen = see(self.pools, transport) if see else self.pools
-        self.links = LinkPool(seen, record, [transport, *more], find, **options)
+        self.links = OutgoingLinks(seen, record, [transport, *more], find, **options)
         self.tracer = NoOpTracer()
         self.waits = {"step_timeout_s": WAIT_S, "abort_wait_s": WAIT_S, **(waits or {})}
 

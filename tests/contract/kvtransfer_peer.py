@@ -18,8 +18,8 @@ from opentelemetry.trace import NoOpTracer
 from baton.errors import BatonError
 from baton.v1 import common_pb2, prefill_pb2
 from kvtransfer import pool as pools
-from kvtransfer.links import LinkPool
-from kvtransfer.sender import Handoff
+from kvtransfer.outgoing import OutgoingLinks
+from kvtransfer.sender import HandoffSender
 from kvtransfer.transports import shm
 from tests.contract.kvtransfer_parts import TRANSPORTS, Decode, register
 
@@ -46,9 +46,12 @@ async def stop(where, num_tokens, target, record):
     blocks = -(-num_tokens // kv.block_size)
     shape = (2 * blocks, kv.num_layers, 2, kv.num_kv_heads, kv.block_size, kv.head_size)
     ours = common_pb2.WorkerRecord(incarnation="stopped", kv=kv)
-    links = LinkPool([pools.KvPool(torch.ones(shape))], ours, [shm.ShmTransport()], find)
+    links = OutgoingLinks([pools.KvPool(torch.ones(shape))], ours, [shm.ShmTransport()], find)
     try:
-        async with Handoff(links, NoOpTracer(), to, "h", num_tokens, 120.0) as handoff:
+        handoff = HandoffSender(
+            links, NoOpTracer(), to, "h", num_tokens, 120.0, step_timeout_s=10.0
+        )
+        async with handoff:
             # Every other block, so that the put is made of several pieces.
             handoff.send(pools.Slots(tuple(range(0, 2 * blocks, 2)), num_tokens))
             handoff.conclude(7)
@@ -69,7 +72,7 @@ def stop_at(where):
             # To this thread: it goes no further. One for the process might stop another one first.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
-    class Link(shm._ShmLink):
+    class SendingEnd(shm._ShmSendingEnd):
         def put(self, *arguments):
             stop_once()
             return super().put(*arguments)
@@ -80,7 +83,7 @@ def stop_at(where):
             stop_once()
 
     if where == "before":
-        shm._ShmLink = Link
+        shm._ShmSendingEnd = SendingEnd
     else:
         pools.KvPool.new_digest = lambda pool: Digest()
 

@@ -1,7 +1,7 @@
 """Every order of reservations, leases, writes, aborts, resends, deaths and steps keeps the rules.
 
 A state machine drives the bookkeeping of a decode worker. What is real: BlockManager, Scheduler and
-Engine, Reservations and their event streams, HandoffReceiver over the memory transport, links and
+Engine, Handoffs and their event streams, IncomingLinks over the memory transport, links and
 their bytes. What is not: the clock; the threads of the engine and of links, whose work runs when
 the machine says so; and the model, whose stand-in checks what it reads. So every order of events
 can be tried, and comes out the same when it is tried again.
@@ -29,7 +29,7 @@ from opentelemetry.trace import NoOpTracer
 
 from baton.block_hash import token_digest
 from baton.engine.block_manager import BlockManager
-from baton.engine.loop import Engine
+from baton.engine.engine import Engine
 from baton.engine.runner import SampledTokens, StepRunner
 from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.errors import DeadlineExceeded, KvCorrupted, Overloaded, Stale, Unavailable
@@ -38,10 +38,13 @@ from baton.v1 import common_pb2, decode_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.v1.dispatch_pb2 import WorkerMessage
 from baton.worker.messages import ModelLimits
-from decode_worker.reservations import DecodeSpans, Reservations
-from kvtransfer import receiver
+from decode_worker.events import DecodeSpans
+from decode_worker.handoff import BEFORE_COMMIT, DECODING, State
+from decode_worker.handoffs import Handoffs
+from decode_worker.service import HandoffService
+from kvtransfer import incoming
+from kvtransfer.incoming import IncomingLinks
 from kvtransfer.pool import Digest, KvPool, Slots
-from kvtransfer.receiver import HandoffReceiver
 
 from .kvtransfer_parts import MemoryTransport, answer
 
@@ -87,7 +90,7 @@ class Inline(Executor):
             except Exception as error:
                 future.set_exception(error)
 
-        if work.__name__ == "digest":
+        if work.__name__ == "_read_checksum":
             self.digests.append(do)
         else:
             do()
@@ -157,13 +160,13 @@ class Writer:
         self.epochs = []  # all it ever had; the last one is current
         self.link = None
 
-    async def offer(self, receiver):
+    async def offer(self, service):
         request = pb.OfferRequest(
             incarnation=self.incarnation, target_incarnation="d", kv=DESCRIPTOR,
             transports=[common_pb2.TRANSPORT_MEMORY],
         )  # fmt: skip
-        response = await answer(receiver, "offer", request)
-        self.link = receiver.transports[0].connect(self.pool, response.endpoint, 1.0)
+        response = await answer(service, "offer", request)
+        self.link = service.links.transports[0].connect(self.pool, response.endpoint, 1.0)
         self.epochs.append(response.epoch)
 
     def put(self, handoff, kind):
@@ -216,7 +219,7 @@ class Handoff:
 
 
 class Router:
-    """A router's connection, as reservations use it."""
+    """A router's connection, as handoffs use it."""
 
     def __init__(self):
         self.waiting = {}  # for an answer to a reservation, by handoff id
@@ -249,25 +252,26 @@ class DecodeWorker(RuleBasedStateMachine):
         self.loop, self.pool = Loop(), new_pool()
         self.loop.set_exception_handler(lambda loop, context: self.errors.append(context))
         self.loop._default_executor = Inline()  # a real thread would not be at rest in time
-        self.patch = mock.patch.object(receiver, "ThreadPoolExecutor", Inline)
+        self.patch = mock.patch.object(incoming, "ThreadPoolExecutor", Inline)
         self.patch.start()
         self.runner = CheckingRunner(self.pool, self.committed)
         self.blocks = BlockManager(BLOCKS, BLOCK_SIZE)
         scheduler = Scheduler(self.blocks, ChunkBudget(8), max_batch=4)
-        publish = lambda report: self.loop.call_soon(self.reservations.on_step, report)  # noqa: E731
+        publish = lambda report: self.loop.call_soon(self.table.on_step, report)  # noqa: E731
         self.engine = Engine(self.runner, scheduler, frozenset(), 64, publish)
         limits, grammars = ModelLimits(1000, 64, BLOCK_SIZE), GrammarCompiler(Path(), 1000, ())
-        self.reservations = Reservations(self.engine, limits, grammars, LEASE_S)
+        self.table = Handoffs(self.engine, limits, grammars, LEASE_S, 10.0)
         record = common_pb2.WorkerRecord(incarnation="d", host_id="host", kv=DESCRIPTOR)
         transports = [MemoryTransport()]
-        self.receiver = HandoffReceiver(
-            [KvPool(self.pool)], record, transports, self.reservations, find
+        self.links = IncomingLinks(
+            [KvPool(self.pool)], record, transports, find, self.table, timeout_s=10.0
         )
-        self.reservations.receiver = self.receiver
+        self.service = HandoffService(self.table, self.links)
 
     @invariant()
     def what_always_holds(self):
         self.blocks.check()
+        self.table.check()
         assert not self.runner.wrong
         assert not self.errors
         for handoff in self.handoffs:
@@ -277,8 +281,9 @@ class DecodeWorker(RuleBasedStateMachine):
                 held = owners and self.blocks._refs[block] == 1
                 assert held or block in self.blocks._quarantined
                 assert block not in self.blocks._entries, "unverified bytes are in the prefix cache"
-        for entry in self.reservations._entries.values():
-            assert not (entry.unverified and entry.told), "a token came before its KV was verified"
+        for known in self.table._handoffs.values():
+            early = known.events.started and known.state is not State.RUNNING
+            assert not early, "a token came before its KV was verified"
         for router in self.routers:
             told = {event.handoff_id for event in router.outgoing.events if event.token_ids}
             assert not told & self.wrong, "tokens of wrong KV were told"
@@ -290,7 +295,7 @@ class DecodeWorker(RuleBasedStateMachine):
     def teardown(self):
         try:
             self.end()
-            self.go(self.receiver.close())
+            self.go(self.links.close())
         finally:
             self.patch.stop()
             self.loop.close()
@@ -307,15 +312,13 @@ class DecodeWorker(RuleBasedStateMachine):
         held = self.blocks.num_quarantined
         assert held == 0, f"{held} blocks are quarantined though no writer is left"
         self.pass_time(2 * LEASE_S)  # no sender comes back: leases must end it
-        entries = self.reservations._entries
-        assert all(entry.decoding for entry in entries.values())
+        left = self.table._handoffs
+        assert all(known.state in DECODING for known in left.values())
         for _ in range(200):
-            if entries:
+            if left:
                 self.steps(1, REST)
-        assert not entries, "a sequence never ended"
+        assert not left, "a sequence never ended"
         assert self.blocks.num_held == self.blocks.num_quarantined == 0
-        assert not self.receiver._incoming
-        assert not self.reservations._quarantined
         self.what_always_holds()
 
     # Who is there.
@@ -331,13 +334,13 @@ class DecodeWorker(RuleBasedStateMachine):
     def start_writer(self, pace):
         """A prefill process starts, or starts again, and opens its link."""
         self.writers.append(writer := Writer(next(self.numbers)))
-        self.go(writer.offer(self.receiver), pace)
+        self.go(writer.offer(self.service), pace)
 
     @precondition(lambda self: self.writing())
     @rule(which=WHICH, pace=PACE)
     def open_link_anew(self, which, pace):
         """Its earlier epoch is over."""
-        self.go(pick(self.writing(), which).writer.offer(self.receiver), pace)
+        self.go(pick(self.writing(), which).writer.offer(self.service), pace)
 
     @precondition(lambda self: self.writing())
     @rule(which=WHICH)
@@ -354,7 +357,7 @@ class DecodeWorker(RuleBasedStateMachine):
             if handoff.writer is writer:
                 handoff.stop_writing()
                 handoff.owes_abort = False
-        self.go(self.receiver.peer_gone(writer.incarnation), pace)
+        self.go(self.links.sender_exited(writer.incarnation), pace)
 
     @precondition(lambda self: len(self.routers) < MOST_ROUTERS or self.writing())
     @rule(which=WHICH, pace=PACE)
@@ -363,7 +366,7 @@ class DecodeWorker(RuleBasedStateMachine):
             if len(self.routers) < MOST_ROUTERS:
                 self.routers.append(Router())
             else:
-                self.reservations.lost(self.routers.pop(which % MOST_ROUTERS))
+                self.table.lost(self.routers.pop(which % MOST_ROUTERS))
 
         self.go(change(), (1, False))
         self.move(pace)
@@ -391,16 +394,16 @@ class DecodeWorker(RuleBasedStateMachine):
             try:
                 spans = DecodeSpans(NoOpTracer(), Context())
                 answer = router.waiting[name] = self.loop.create_future()
-                self.reservations.reserve(router, request, spans)
+                self.table.reserve(router, request, spans)
                 reserved = await answer
             except (DeadlineExceeded, Overloaded, Unavailable, Stale):
                 return
             if reserved["started"]:
                 return
             self.committed.discard(name)
-            if entry := self.reservations._entries.get(name):
+            if (known := self.live(name)) is not None:
                 token, cached = reserved["reservation_token"], reserved["cached_tokens"]
-                self.handoffs.append(Handoff(name, tokens, cached, token, entry.sequence))
+                self.handoffs.append(Handoff(name, tokens, cached, token, known.sequence))
 
         self.go(send(), pace)
 
@@ -438,7 +441,7 @@ class DecodeWorker(RuleBasedStateMachine):
 
         async def send():
             try:
-                response = await answer(self.receiver, "ready", request)
+                response = await answer(self.service, "ready", request)
             except (Stale, Unavailable):
                 return
             if writer.alive and handoff.attempt == attempt:
@@ -487,14 +490,14 @@ class DecodeWorker(RuleBasedStateMachine):
 
         async def send():
             try:
-                await answer(self.receiver, "commit", request)
+                await answer(self.service, "commit", request)
             except KvCorrupted:
                 assert not good
                 handoff.corrupted = True
                 self.committed.discard(handoff.name)
             except (Stale, Unavailable):
-                entry = self.entry(handoff)
-                if entry is None or not entry.decoding:
+                known = self.live(handoff.name)
+                if known is None or known.state not in DECODING:
                     self.committed.discard(handoff.name)
             else:
                 assert good, "wrong KV was taken for right"
@@ -521,8 +524,8 @@ class DecodeWorker(RuleBasedStateMachine):
             return
         assert handoff.corrupted == reserved
         if reserved:
-            assert self.entry(handoff) is None
-            assert not self.receiver.writing(handoff.name)
+            assert self.live(handoff.name) is None
+            assert not self.may_be_written(handoff.name)
 
     @precondition(lambda self: self.writing())
     @rule(which=WHICH, kind=PUTS, turns=st.integers(1, 6))
@@ -554,14 +557,14 @@ class DecodeWorker(RuleBasedStateMachine):
             self.send_abort(handoff, how == "resend", pace)
         if at_rest:
             assert self.is_reserved(handoff) == reserved
-            assert not self.receiver.writing(handoff.name)
+            assert not self.may_be_written(handoff.name)
 
     def send_abort(self, handoff, resend, pace=REST):
         request = pb.AbortRequest(**handoff.fields(), reason="test", resend=resend)
 
         async def send():
             try:
-                await answer(self.receiver, "abort", request)
+                await answer(self.service, "abort", request)
             except Stale:
                 assert resend  # the reservation is gone: the sender still has to abort for good
                 return
@@ -573,10 +576,10 @@ class DecodeWorker(RuleBasedStateMachine):
     @rule(which=WHICH, pace=PACE)
     def cancel(self, which, pace):
         name = pick(self.handoffs, which).name
-        entry = self.reservations._entries.get(name)
+        known = self.live(name)
 
         async def cancel():
-            self.reservations.cancel(entry.router if entry else self.routers[0], name)
+            self.table.cancel(known.events.router if known else self.routers[0], name)
 
         self.go(cancel(), pace)
 
@@ -588,7 +591,8 @@ class DecodeWorker(RuleBasedStateMachine):
         if not writer.epochs:
             return
         self.move()  # an Abort under way would free the name for any sender
-        foreign = writer is not handoff.writer and handoff.name in self.receiver._incoming
+        known = self.table._handoffs.get(handoff.name)
+        foreign = writer is not handoff.writer and known is not None and known.transfer is not None
         token = handoff.token if foreign else "guessed"
         request = getattr(pb, f"{what.title()}Request")(
             handoff_id=handoff.name, reservation_token=token, incarnation=writer.incarnation
@@ -598,14 +602,14 @@ class DecodeWorker(RuleBasedStateMachine):
 
         async def send():
             try:
-                await answer(self.receiver, what, request)
+                await answer(self.service, what, request)
             except (Stale, Unavailable):
                 return
             assert what == "abort", "a stranger was accepted"  # of which nothing is left to see
 
-        before = (self.is_reserved(handoff), self.receiver.writing(handoff.name))
+        before = (self.is_reserved(handoff), self.may_be_written(handoff.name))
         self.go(send())
-        assert before == (self.is_reserved(handoff), self.receiver.writing(handoff.name))
+        assert before == (self.is_reserved(handoff), self.may_be_written(handoff.name))
 
     # Time and the batch.
 
@@ -617,17 +621,18 @@ class DecodeWorker(RuleBasedStateMachine):
             self.move()
         self.pass_time(seconds)
         now = self.loop.time()
-        for name, entry in self.reservations._entries.items():
-            assert entry.deadline is None or now < entry.deadline
-            if rest and seconds == LEASE_S and not entry.decoding:
-                assert self.receiver.writing(name), "a lease is over and nothing ended"
+        for known in self.table._handoffs.values():
+            if known.state is not State.QUARANTINED:
+                assert known.deadline is None or now < known.deadline
+            if rest and seconds == LEASE_S and known.state in BEFORE_COMMIT:
+                assert known.may_be_written, "a lease is over and nothing ended"
 
     @rule(times=st.integers(1, 3), pace=PACE)
     def steps(self, times, pace):
         """The engine's thread goes around."""
         for _ in range(times):
             self.engine.submit(self.engine._mark_stopping)
-            self.engine._admit()
+            self.engine._run_commands()
             self.engine._step()
             self.engine._stopping = False
         self.move((pace[0], False))
@@ -682,7 +687,7 @@ class DecodeWorker(RuleBasedStateMachine):
         self.calls.clear()
 
     def quiet(self):
-        busy = self.reservations._endings, self.receiver._tasks, self.loop._ready
+        busy = self.table._tasks, self.links._tasks, self.loop._ready
         busy = *busy, Inline.digests
         done = all(call.done() for call in self.calls)
         return done and not any(busy) and self.engine._inbox._jobs.empty()
@@ -710,19 +715,25 @@ class DecodeWorker(RuleBasedStateMachine):
         reserved = filter(self.is_reserved, self.handoffs)
         return [h for h in reserved if h.withdrawn or not h.owes_abort]
 
-    def entry(self, handoff):
-        return self.reservations._entries.get(handoff.name)
+    def live(self, name):
+        """The worker's own record of a handoff, unless it is over for its router."""
+        known = self.table._handoffs.get(name)
+        return None if known is None or known.state is State.QUARANTINED else known
+
+    def may_be_written(self, name):
+        known = self.table._handoffs.get(name)
+        return known is not None and known.may_be_written
 
     def is_reserved(self, handoff):
-        entry = self.entry(handoff)
-        return entry is not None and entry.blocks is not None and not entry.decoding
+        known = self.live(handoff.name)
+        return known is not None and known.state in BEFORE_COMMIT - {State.REQUESTED}
 
     def is_there(self, handoff):
         """Whether the handoff's KV lies in decode's blocks, however it came there."""
-        entry = self.entry(handoff)
-        if entry is None or entry.blocks is None:
+        known = self.live(handoff.name)
+        if known is None or known.block_ids is None:
             return False
-        found = content_of(self.pool, entry.blocks.block_ids)
+        found = content_of(self.pool, known.block_ids)
         return found[: len(handoff.tokens)] == handoff.tokens
 
 

@@ -14,7 +14,6 @@ from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import sender, shared_pool
 from kvtransfer.deadline import Deadline
-from kvtransfer.receiver import ReservedBlocks
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tests.waiting import WAIT_S, eventually
 
@@ -52,8 +51,8 @@ async def test_handoffs_over_one_link(join, name):
     stats = await prefill.hand_over(to, "h", slots(8, 1, 2), slots(8, 3, 8), slots(2, 7))
     local, remote = slots(18, 1, 2, 3, 8, 7), slots(18, 9, 4, 5, 6, 20)
     expect_only(prefill.pool, local, decode.pool, remote, decode.content)
-    assert decode.held.committed_tokens == {"h": 7}
-    assert not decode.receiver.writing("h")
+    assert decode.committed_tokens == {"h": 7}
+    assert not decode.writing("h")
     assert (stats.num_bytes, stats.chunks) == (18 * TOKEN_BYTES, 3)
     assert stats.transport == name and stats.hidden_s < stats.wire_s
     [pair] = prefill.links.status()
@@ -71,9 +70,9 @@ async def test_handoffs_over_one_link(join, name):
         await asyncio.sleep(0.05)  # the put is over; a moment later what follows it is, too
         handoff.send(slots(4, 8))
         handoff.conclude(7)
-        assert "slow" not in decode.held.committed_tokens
+        assert "slow" not in decode.committed_tokens
         slow = await handoff.committed()
-    assert decode.held.committed_tokens["slow"] == 7
+    assert decode.committed_tokens["slow"] == 7
     assert 0 < slow.hidden_s < slow.wire_s, "what was sent before the last chunk is hidden"
 
     before = decode.pool.tensor.clone()
@@ -88,16 +87,16 @@ async def test_handoffs_over_one_link(join, name):
     await asyncio.gather(
         *(prefill.hand_over(to, f"h{n}", *sent) for n, (to, sent) in enumerate(handoffs))
     )
-    assert {f"h{n}" for n in range(10)} < decode.held.committed_tokens.keys()
+    assert {f"h{n}" for n in range(10)} < decode.committed_tokens.keys()
 
-    decode.held.asked.clear()
+    decode.service.asked.clear()
     with pytest.raises(RuntimeError, match="cancelled"):
         async with prefill.opened(decode, 8, 1, 2) as handoff:
             handoff.send(slots(4, 1))
             await decode.asked()
             raise RuntimeError("cancelled")
-    assert "cancelled" in decode.held.reasons["h"]
-    assert not decode.receiver.writing("h")
+    assert "cancelled" in decode.reasons["h"]
+    assert not decode.writing("h")
 
     async def forever(n, to):
         async with prefill.open(to, f"c{n}", 8, 30.0) as handoff:
@@ -110,7 +109,7 @@ async def test_handoffs_over_one_link(join, name):
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert not any(decode.receiver.writing(f"c{n}") for n in range(6))
+    assert not any(decode.writing(f"c{n}") for n in range(6))
 
     to = decode.reserve("guessed", 4, 1)
     to.reservation_token = "guessed"
@@ -139,7 +138,7 @@ async def test_what_differs_from_the_commit_or_the_reservation_is_refused(join, 
         to = decode.reserve("h", 8, 1, 2)
         with pytest.raises(errors.KvCorrupted, match=field.split("_")[-1].split(" ")[-1]):
             await prefill.hand_over(to, "h", slots(8, 5, 6))
-        assert decode.held.reasons.pop("h")
+        assert decode.reasons.pop("h")
     del decode.before["commit"]
     for chunk in (slots(3, 1), slots(12, 1, 2, 3)):  # ends in a block; more than is reserved
         async with prefill.opened(decode, 8, 1, 2) as handoff:
@@ -151,8 +150,8 @@ async def test_what_differs_from_the_commit_or_the_reservation_is_refused(join, 
         handoff.send(slots(4, 5))
         with pytest.raises(errors.KvCorrupted):
             await handoff.commit(7)
-    assert "h" in decode.held.reasons
-    assert decode.held.committed_tokens == {}
+    assert "h" in decode.reasons
+    assert decode.committed_tokens == {}
     assert pairs(prefill) == [(1, "OPEN")]
     untouched = [n for n in range(decode.pool.num_blocks) if n not in (1, 2)]
     assert (decode.pool.tensor[untouched] == decode.content[untouched]).all()
@@ -186,8 +185,8 @@ async def test_ready_for_what_is_not_next_or_over_no_link_grants_nothing(join, c
     fields = {"handoff_id": "h", "reservation_token": "token-h", "incarnation": "p"}
     ready = {**fields, "epoch": link.epoch, "num_tokens": 8, **change}
     with pytest.raises(error):
-        await answer(decode.receiver, "ready", pb.ReadyRequest(**ready))
-    assert not decode.receiver.writing("h")
+        await answer(decode.service, "ready", pb.ReadyRequest(**ready))
+    assert not decode.writing("h")
     prefill.links.release(link)
 
 
@@ -235,7 +234,7 @@ async def test_a_sender_that_offers_and_does_not_come_holds_up_nothing():
             incarnation="p", target_incarnation="d", kv=DESCRIPTOR,
             transports=[common_pb2.TRANSPORT_SHM],
         )  # fmt: skip
-        endpoints = [(await answer(decode.receiver, "offer", offer)).endpoint for _ in range(2)]
+        endpoints = [(await answer(decode.service, "offer", offer)).endpoint for _ in range(2)]
         begun = time.monotonic()
     assert time.monotonic() - begun < WAIT_S
     for endpoint in endpoints:
@@ -316,7 +315,7 @@ async def test_receiver_that_never_posts_fails_on_time_and_is_quarantined(join):
     await prefill.hand_over(to, "h1", slots(4, 1))
     prefill.waits["step_timeout_s"] = 0.3
     stuck = threading.Event()
-    decode.receiver._peers["p"].thread.submit(stuck.wait, WAIT_S)
+    decode.links._links["p"]._thread.submit(stuck.wait, WAIT_S)
     to = decode.reserve("h2", 4, 1)
     try:
         with pytest.raises(errors.TransferFailed, match="did not answer"):
@@ -334,12 +333,12 @@ async def test_an_ended_handoff_takes_no_more_chunks_and_a_deadline_ends_one_tha
             handoff.send(slots(5, 1))
     with pytest.raises(errors.Cancelled):
         handoff.send(slots(4, 1))
-    assert decode.held.reasons == {"h": "not committed"} or not decode.held.asked.is_set()
+    assert decode.reasons == {"h": "not committed"} or not decode.service.asked.is_set()
     async with prefill.opened(decode, 8, 1, 2, timeout_s=0.3) as handoff:
         handoff.send(slots(4, 1))
         with pytest.raises(errors.DeadlineExceeded):
             await asyncio.wait_for(asyncio.shield(handoff._task), WAIT_S)
-    assert "h" in decode.held.reasons
+    assert "h" in decode.reasons
     assert pairs(prefill) == [(1, "OPEN")]
 
 
@@ -354,7 +353,7 @@ async def test_a_link_opened_ahead_is_the_first_handoffs_and_closes_no_other(nam
         for decode in (a, b, a):
             await prefill.links.open_ahead(decode.record.incarnation)
         assert [pair.decode for pair in prefill.links.status()] == ["a"]
-        assert not b.receiver._peers  # where there is no room nothing is offered
+        assert not b.links._links  # where there is no room nothing is offered
         await prefill.hand_over(a.reserve("h", 4, 1), "h", slots(4, 1))
         assert pairs(prefill) == [(1, "OPEN")]
         await prefill.hand_over(b.reserve("i", 4, 1), "i", slots(4, 1))
@@ -410,7 +409,7 @@ async def test_least_recently_used_link_is_closed(name):
             await prefill.hand_over(decode.reserve(f"h{n}", 4, 1), f"h{n}", slots(4, 1))
         assert [pair.decode for pair in prefill.links.status()] == ["a", "c"]
         for decode in (a, c):
-            decode.held.asked.clear()
+            decode.service.asked.clear()
         async with (
             prefill.open(a.reserve("x", 8, 1, 2), "x", 8, 5.0) as one,
             prefill.open(c.reserve("y", 8, 1, 2), "y", 8, 5.0) as two,
@@ -432,21 +431,21 @@ async def test_a_receiver_keeps_no_more_links_than_their_transport_can():
     ):
         for n, prefill in enumerate((p, q, p)):
             await prefill.hand_over(decode.reserve(f"h{n}", 4, n), f"h{n}", slots(4, n))
-            assert list(decode.receiver._peers) == [prefill.links.record.incarnation]
+            assert list(decode.links._links) == [prefill.links.record.incarnation]
 
 
 async def test_a_peer_that_ends_while_its_kv_is_verified_has_sent_all_of_it(join):
     prefill, decode = await join("shm")
-    verify = decode.receiver._verify
+    verify = decode.handoffs._verify
 
     async def gone_meanwhile(*arguments):
-        await decode.receiver.peer_gone("p")
+        await decode.links.sender_exited("p")
         await verify(*arguments)
 
-    decode.receiver._verify = gone_meanwhile
+    decode.handoffs._verify = gone_meanwhile
     await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
-    assert not decode.receiver.writing("h")
-    assert (decode.held.committed_tokens, decode.held.reasons) == ({"h": 7}, {})
+    assert not decode.writing("h")
+    assert (decode.committed_tokens, decode.reasons) == ({"h": 7}, {})
 
 
 @pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
@@ -454,14 +453,14 @@ async def test_blocks_that_are_not_read_back_end_the_handoff(join, name):
     prefill, decode = await join(name, decode={"timeout_s": 0.2})
     await prefill.hand_over(decode.reserve("first", 4, 3), "first", slots(4, 5))
     stuck = threading.Event()
-    decode.before["commit"] = lambda _: decode.receiver._peers["p"].thread.submit(stuck.wait, 10)
+    decode.before["commit"] = lambda _: decode.links._links["p"]._thread.submit(stuck.wait, 10)
     try:
         with pytest.raises(errors.TransferFailed, match="not read back in time"):
             await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
     finally:
         stuck.set()
-    assert "not read back" in decode.held.reasons["h"]
-    assert decode.held.committed_tokens == {"first": 7}
+    assert "not read back" in decode.reasons["h"]
+    assert decode.committed_tokens == {"first": 7}
 
 
 async def test_sender_lost_between_ready_and_put_frees_the_blocks_at_the_timeout(join):
@@ -469,25 +468,25 @@ async def test_sender_lost_between_ready_and_put_frees_the_blocks_at_the_timeout
     link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(WAIT_S))
     names = {"handoff_id": "h", "reservation_token": "token-h", "incarnation": "p"}
     ready = pb.ReadyRequest(**names, epoch=link.epoch, num_tokens=8)
-    assert (await link.control.call(ready, WAIT_S, {})).block_ids == [1, 2]
-    assert decode.receiver.writing("h")
+    assert (await link.control.call(ready, WAIT_S)).block_ids == [1, 2]
+    assert decode.writing("h")
     decode.cancel("h")
-    assert decode.receiver.writing("h")
-    await asyncio.wait_for(decode.held.ended.wait(), WAIT_S)
-    assert not decode.receiver.writing("h")
+    assert decode.writing("h")
+    await decode.freed()
+    assert not decode.writing("h")
     prefill.links.release(link)
 
 
-async def test_reservation_that_changes_under_a_receive_discards_it(join):
+async def test_a_reservation_that_ends_under_a_receive_discards_it(join):
     prefill, decode = await join("gloo")
     async with prefill.opened(decode, 8, 1, 2) as handoff:
         handoff.send(slots(4, 5))
         await decode.asked()
-        decode.held.blocks["h"] = ReservedBlocks((1, 3), 8, 0, b"")
+        decode.cancel("h")
         handoff.send(slots(4, 6))
         with pytest.raises(errors.Stale):
             await handoff.commit(7)
-    assert decode.held.committed_tokens == {}
+    assert decode.committed_tokens == {}
 
 
 @pytest.mark.parametrize(
@@ -500,13 +499,13 @@ async def test_a_put_that_never_ends_blocks_no_caller_beyond_its_timeout(
     monkeypatch.setattr(sender, "_PUT_GRACE_S", 0.1)
     prefill, decode = await join("memory", prefill={"waits": {"step_timeout_s": 0.5}})
     link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(WAIT_S))
-    put, hangs = link._link.put, threading.Event()
+    put, hangs = link.ends[0].put, threading.Event()
 
     def hanging(*arguments):
         hangs.wait(WAIT_S)
         return put(*arguments)
 
-    link._link.put = hanging
+    link.ends[0].put = hanging
 
     async def run():
         async with prefill.opened(decode, 8, 1, 2, timeout_s=timeout_s) as handoff:
@@ -516,11 +515,11 @@ async def test_a_put_that_never_ends_blocks_no_caller_beyond_its_timeout(
     try:
         with pytest.raises(error):
             await run()
-        assert decode.receiver.writing("h")
-        assert decode.held.reasons == {}
+        assert decode.writing("h")
+        assert decode.reasons == {}
         assert [pair.state for pair in prefill.links.status()] == ["QUARANTINED"]
     finally:
         hangs.set()
-    await asyncio.wait_for(decode.held.ended.wait(), WAIT_S)
-    assert not decode.receiver.writing("h")
+    await decode.freed()
+    assert not decode.writing("h")
     prefill.links.release(link)

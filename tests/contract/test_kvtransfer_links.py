@@ -173,8 +173,10 @@ def test_who_has_the_connection_but_not_the_secret_is_found_out_by_its_hello(
     gloo_pair, monkeypatch, stranger
 ):
     transport, hello, main = gloo_pair.transport, Rendezvous.hello, threading.current_thread()
-    close, closed = process_group._End.close, []
-    monkeypatch.setattr(process_group._End, "close", lambda end: closed.append(end) or close(end))
+    close, closed = process_group._GroupEnd.close, []
+    monkeypatch.setattr(
+        process_group._GroupEnd, "close", lambda end: closed.append(end) or close(end)
+    )
 
     def guessed(meeting, rank):
         """Zeros where an end would send its own hello, if it is the stranger."""

@@ -96,8 +96,8 @@ async def test_a_sender_that_goes_on_later_writes_into_quarantined_blocks_alone(
     """No other request gets them, and they come back as zeroes."""
     async with Worker("decode", directory, MemoryRegistry()) as decode, Router(decode) as router:
         reserved = await router.reserve(spec("h", prompt(NUM_TOKENS, start=1)))
-        pool, entries = decode.node._receiver.pools[0].tensor, decode.node._reservations._entries
-        blocks = list(entries["h"].blocks.block_ids)
+        pool, entries = decode.node._links.pools[0].tensor, decode.node._handoffs._handoffs
+        blocks = list(entries["h"].block_ids)
         others = [n for n in range(len(pool)) if n not in blocks]
 
         def written():
@@ -116,7 +116,7 @@ async def test_a_sender_that_goes_on_later_writes_into_quarantined_blocks_alone(
             assert written() < NUM_TOKENS and (written() == 0) == (where == "before")
             await router.reserve(spec("x", prompt(111, start=3)))
             await router.reserve(spec("y", prompt(95, start=5)))
-            assert {n for name in "xy" for n in entries[name].blocks.block_ids} == set(others)
+            assert {n for name in "xy" for n in entries[name].block_ids} == set(others)
             with pytest.raises(Overloaded):
                 await router.reserve(spec("z", prompt(1, start=9)))
             before = pool[others].clone()

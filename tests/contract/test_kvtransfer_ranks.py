@@ -53,7 +53,7 @@ async def test_each_rank_gets_its_heads_in_one_handoff(join, name, see, ways):
     for pool, held, content in zip(decode.pools, make_rank_pools(1, ways[1]), before, strict=True):
         expect_only(held, slots(18, 1, 2, 3, 8, 7), pool, slots(18, 9, 4, 5, 6, 20), content)
         held.area.close()
-    assert decode.held.committed_tokens == {"h": 7}
+    assert decode.committed_tokens == {"h": 7}
     assert stats.num_bytes == sum(pool.nbytes(slots(18, *range(5))) for pool in decode.pools)
     assert [pair.state for pair in prefill.links.status()] == ["OPEN"]
 
@@ -65,11 +65,11 @@ async def test_other_bytes_in_any_rank_are_found_at_commit(join, name):
     def corrupt(request):
         decode.pools[1].tensor[4, 1, 1] += 1
 
-    decode.receiver.acts = {"commit": Times(1, corrupt)}
+    decode.service.acts = {"commit": Times(1, corrupt)}
     with pytest.raises(KvCorrupted, match="checksum"):
         await prefill.hand_over(decode.reserve("h", 8, 9, 4), "h", slots(8, 1, 2))
-    assert "checksum" in decode.held.reasons["h"]
-    assert decode.held.committed_tokens == {}
+    assert "checksum" in decode.reasons["h"]
+    assert decode.committed_tokens == {}
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -79,10 +79,10 @@ async def test_a_link_of_one_rank_that_fails_has_all_sent_again(join, name, see,
     before = decode.pool.tensor.clone()
     await prefill.hand_over(decode.reserve("first", 4, 0), "first", slots(4, 0))
     (link,) = prefill.links._links.values()
-    link._link._ends[failing].abort()
+    link.ends[failing].abort()
     stats = await prefill.hand_over(decode.reserve("h", 8, 9, 4), "h", slots(8, 1, 2))
     assert stats.resends == 1
-    assert decode.held.committed_tokens == {"first": 7, "h": 7}
+    assert decode.committed_tokens == {"first": 7, "h": 7}
     (whole,) = make_rank_pools(1, 1)
     before[0] = whole.tensor[0]
     expect_only(whole, slots(8, 1, 2), decode.pool, slots(8, 9, 4), before)
@@ -150,7 +150,7 @@ def test_a_call_that_fails_on_another_host_says_why_and_one_that_hangs_ends(monk
     digest = RemoteDigest()
     with pytest.raises(TransferFailed, match="on another host: gloo: send failed"):
         link.put(slots(4, 1), slots(4, 3), digest, 0.1)  # no receive is posted
-    monkeypatch.setattr(remote_pool._ServedEnd, "_accept", lambda *_: time.sleep(0.5))
+    monkeypatch.setattr(remote_pool._ServedEnd, "_result", lambda *_: time.sleep(0.5))
     with pytest.raises(TransferFailed, match="does not answer"):
         listener.accept(0.1)
     for end in (link, listener):

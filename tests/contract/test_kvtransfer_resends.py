@@ -8,7 +8,7 @@ import pytest
 
 from baton import errors
 from baton.v1 import handoff_pb2
-from kvtransfer import links
+from kvtransfer import outgoing
 from kvtransfer.deadline import Deadline
 from kvtransfer.pool import Slots
 from kvtransfer.sender import MAX_RESENDS
@@ -36,7 +36,7 @@ def expect_sent_again(prefill, decode, stats):
     """Handoff "h" of blocks 5 and 6 into 1 and 2 is complete, and was never given up."""
     assert stats.resends == 1
     expect_only(prefill.pool, slots(8, 5, 6), decode.pool, slots(8, 1, 2), decode.content)
-    assert (decode.held.committed_tokens, decode.held.reasons) == ({"h": 7}, {})
+    assert (decode.committed_tokens, decode.reasons) == ({"h": 7}, {})
 
 
 @verified_before_decoding
@@ -52,9 +52,9 @@ async def test_corrupted_kv_is_sent_again_on_the_same_link(join, name, cached):
     assert stats.num_bytes == (18 - cached) * TOKEN_BYTES
     remote = slots(18 - cached, *there[cached // 4 :])
     expect_only(prefill.pool, own, decode.pool, remote, decode.content)
-    assert decode.held.committed_tokens == {"h": 7}
-    assert decode.held.reasons == {}  # the reservation was never given up
-    assert not decode.receiver.writing("h")
+    assert decode.committed_tokens == {"h": 7}
+    assert decode.reasons == {}  # the reservation was never given up
+    assert not decode.writing("h")
     assert [pair.epoch for pair in prefill.links.status()] == [1]
 
 
@@ -63,14 +63,14 @@ async def test_a_put_that_fails_halfway_is_done_again(join, name):
     prefill, decode = await join(name, prefill={"backoff_s": 60.0})
     to = decode.reserve("h", 8, 1, 2)
     link = await prefill.links.acquire(to, Deadline(WAIT_S))
-    put = link._link.put
+    put = link.ends[0].put
 
     def halfway(local, remote, digest, timeout_s):
         if link.transport.one_sided:
             put(Slots(local.block_ids[:1], 4), Slots(remote.block_ids[:1], 4), digest, 1)
         raise errors.TransferFailed("cut in the middle")
 
-    link._link.put = halfway
+    link.ends[0].put = halfway
     prefill.links.release(link)
     stats = await prefill.hand_over(to, "h", slots(8, 5, 6))
     expect_sent_again(prefill, decode, stats)
@@ -80,8 +80,8 @@ async def test_a_receive_that_failed_at_the_receiver_is_posted_again(join):
     prefill, decode = await join("gloo")
     await prefill.hand_over(decode.reserve("first", 4, 9), "first", slots(4, 7))
     decode.content = decode.pool.tensor.clone()
-    decode.held.committed_tokens.clear()
-    listener = decode.receiver._peers["p"].listener
+    decode.committed_tokens.clear()
+    listener = decode.links._links["p"].ends[0]
     receive = listener.receive
 
     fails = Times(1, errors.TransferFailed("the receive was cut"))
@@ -106,10 +106,10 @@ async def test_a_link_lost_in_the_middle_is_opened_anew_for_the_handoff(join, na
 
     running = [asyncio.create_task(in_two_parts(n, to)) for n, to in enumerate(targets)]
     await decode.asked()
-    decode.receiver._drop("p")
+    decode.links._drop("p")
     lost.set()
     stats = await asyncio.gather(*running)
-    assert (len(decode.held.committed_tokens), decode.held.reasons) == (6, {})
+    assert (len(decode.committed_tokens), decode.reasons) == (6, {})
     assert all(one.resends <= MAX_RESENDS for one in stats) and any(one.resends for one in stats)
     [pair] = prefill.links.status()
     assert (pair.epoch, pair.state) == (2, "OPEN")
@@ -128,8 +128,8 @@ async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name
     with pytest.raises(errors.KvCorrupted):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
     assert commits.calls == 1 + MAX_RESENDS
-    assert "KvCorrupted" in decode.held.reasons["h"]
-    assert not decode.receiver.writing("h")
+    assert "KvCorrupted" in decode.reasons["h"]
+    assert not decode.writing("h")
     commits.calls = 1
     await prefill.hand_over(decode.reserve("i", 4, 1), "i", slots(4, 5))
     [span] = traces.spans
@@ -153,7 +153,7 @@ async def test_what_a_resend_cannot_fix_is_not_resent(join, commit, error, abort
 
     def cancel(request):
         asked.append(request.resend)
-        if request.resend and "h" in decode.held.blocks:
+        if request.resend:
             decode.cancel("h")
 
     decode.before.update(commit=commit, abort=cancel)
@@ -181,8 +181,8 @@ async def test_a_handoff_cancelled_while_it_is_withdrawn_ends_for_good(join):
     with pytest.raises(asyncio.CancelledError):
         await running
     assert asked == [True, False]
-    assert "h" in decode.held.reasons
-    assert not decode.receiver.writing("h")
+    assert "h" in decode.reasons
+    assert not decode.writing("h")
 
 
 REQUEST = handoff_pb2.AbortRequest(handoff_id="h", reservation_token="token-h", incarnation="p")
@@ -197,14 +197,14 @@ async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(join, name):
         handoff.send(slots(4, 5))
         await decode.asked()
         decode.cancel("h")
-    assert decode.receiver.writing("h")  # quarantined, though the handoff is over at its sender
-    await asyncio.wait_for(decode.held.ended.wait(), WAIT_S)
+    assert decode.writing("h")  # quarantined, though the handoff is over at its sender
+    await decode.freed()
     assert losses.calls == 3
-    assert not decode.receiver.writing("h")
+    assert not decode.writing("h")
 
 
 async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join, monkeypatch):
-    monkeypatch.setattr(links, "_ABORT_S", WAIT_S)
+    monkeypatch.setattr(outgoing, "_ABORT_S", WAIT_S)
     prefill, decode = await join("memory", prefill={"waits": {"abort_wait_s": 0.1}})
     hung = asyncio.Event()
     decode.before["abort"] = lambda request: hung.wait()
@@ -213,9 +213,9 @@ async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join, monkeypatch):
         await decode.asked()
         before = time.monotonic()
     assert time.monotonic() - before < WAIT_S
-    assert "h" not in decode.held.reasons
+    assert "h" not in decode.reasons
     hung.set()
-    await asyncio.wait_for(decode.held.ended.wait(), WAIT_S)
+    await decode.freed()
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ async def test_every_abort_ends(join, error, times, give_up_s, count, calls):
     answers = decode.before["abort"] = Times(times, error)
     link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(WAIT_S))
     for _ in range(count):
-        prefill.links.abort(link, REQUEST, {})
+        prefill.links.abort(link, REQUEST)
     prefill.links.remove(link)
     prefill.links.release(link)  # its control stays open for them
     await asyncio.wait_for(asyncio.gather(*prefill.links._aborts), WAIT_S)
@@ -247,9 +247,9 @@ async def test_closing_waits_shortly_and_ends_what_is_not_answered(join):
     link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(WAIT_S))
     prefill.links.release(link)
     answers = decode.before["abort"] = Times(1, errors.Unavailable("once"))
-    await asyncio.wait_for(prefill.links.abort(link, REQUEST, {}).wait(), WAIT_S)
+    await asyncio.wait_for(prefill.links.abort(link, REQUEST).wait(), WAIT_S)
     decode.before["abort"] = lambda request: asyncio.sleep(2 * WAIT_S)
-    tried = prefill.links.abort(link, REQUEST, {})
+    tried = prefill.links.abort(link, REQUEST)
     await asyncio.wait_for(prefill.links.close(), WAIT_S)  # a second for the last try
     assert answers.calls == 1 and tried.is_set()
     assert not prefill.links._aborts

@@ -237,7 +237,7 @@ async def test_a_restarted_prefill_worker_cannot_answer_for_the_one_before_it(di
             for lives in (True, False):
                 for request in (commit, handoff_pb2.AbortRequest(**claims, resend=True)):
                     with pytest.raises(Stale):
-                        await decode.handoff.call(request, PATIENCE_S, {})
+                        await decode.handoff.call(request, PATIENCE_S)
                 if lives:
                     assert (await decode.blocks()).blocks_held == 2
                     process.kill()

@@ -30,11 +30,13 @@ import psutil
 
 from baton.client import AsyncClient
 from baton.config import ApiConfig, ClusterConfig, EngineConfig
+from baton.engine.checkpoint.tensors import stored_tensors
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.weights.checkpoint import stored_tensors
 from baton.errors import CheckpointError, ConfigError, InvalidRequest
 from baton.gateway.batch_runner import parse_line
-from baton.gateway.request import parse_chat, parse_completion, parse_tokenize
+from baton.gateway.chat import parse_chat
+from baton.gateway.completions import parse_completion
+from baton.gateway.tokenize import parse_tokenize
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.net import rpc

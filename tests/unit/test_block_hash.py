@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.block_hash import block_hash, hash_chain, root_hash, token_digest
@@ -19,7 +19,6 @@ def test_hashes_are_the_same_everywhere():
     assert hash_chain([1, 2, 3, 4, 5], 2) == [0xC7036499877909A9, 0xC6A6133863D4BF83]
 
 
-@settings(deadline=None)  # machines are busy
 @given(TOKENS, TOKENS, st.integers(1, 7))
 def test_a_chain_has_one_hash_per_full_block_and_can_be_continued(prompt, more, block_size):
     chain, longer = hash_chain(prompt, block_size, "s"), hash_chain(prompt + more, block_size, "s")

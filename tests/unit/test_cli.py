@@ -24,7 +24,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import baton
 from baton import cli
-from baton.cli import services, status
+from baton.cli import process_setup, status
+from baton.cli.router import router_config
+from baton.cli.workers import worker_config
 from baton.client import Completion, Delta, Model, Route, Timing, Usage
 from baton.config import ClusterConfig, EngineConfig, RouterConfig, WorkerConfig, options
 from baton.errors import ConfigError, InternalError, Overloaded
@@ -92,20 +94,20 @@ def test_bad_input_is_an_error(line, exit_status, message, capsys):
 
 def test_defaults_are_those_of_the_settings():
     """An option's default is written once, in `baton.config`."""
-    router = services.router_config(parse("router"))
+    router = router_config(parse("router"))
     assert router == RouterConfig(incarnation=router.incarnation)
-    worker = services.worker_config(parse("decode-worker"))
+    worker = worker_config(parse("decode-worker"))
     assert worker == WorkerConfig("decode", incarnation=worker.incarnation)
     assert re.fullmatch("decode-[0-9a-f]{8}", worker.incarnation)
-    named = services.worker_config(parse("decode-worker", "--name", "d7"))
+    named = worker_config(parse("decode-worker", "--name", "d7"))
     assert re.fullmatch("d7-[0-9a-f]{8}", named.incarnation)
     assert settings("up") == ClusterConfig()
 
 
 CONFIGS = {
     "up": lambda args: cli.options.settings(ClusterConfig, "up", args),
-    "router": services.router_config,
-    "prefill-worker": services.worker_config, "decode-worker": services.worker_config,
+    "router": router_config,
+    "prefill-worker": worker_config, "decode-worker": worker_config,
 }  # fmt: skip
 
 
@@ -269,15 +271,15 @@ def test_threads_are_set_and_cores_checked(monkeypatch, caplog):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setenv("OMP_NUM_THREADS", "77")
     monkeypatch.setenv("MKL_NUM_THREADS", "77")
-    services.limit_cpu(0, ())
+    process_setup.limit_cpu(0, ())
     assert os.environ["OMP_NUM_THREADS"] == "77"
-    services.limit_cpu(2, ())
+    process_setup.limit_cpu(2, ())
     assert not caplog.text
-    services.limit_cpu(3, (1,))
+    process_setup.limit_cpu(3, (1,))
     assert "3 threads on 1 cores slow each other down" in caplog.text
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
     with pytest.raises(ConfigError, match=r"may run on \[0, 1\], not on \[9\]"):
-        services.limit_cpu(1, (9,))
+        process_setup.limit_cpu(1, (9,))
 
 
 @pytest.mark.parametrize(
@@ -298,9 +300,9 @@ def test_a_service_may_open_as_many_files_as_the_system_lets_it(monkeypatch, bef
     monkeypatch.setattr(resource, "setrlimit", lambda which, new: limits.append(new))
     if isinstance(after, str):
         with pytest.raises(ConfigError, match=after):
-            services.raise_file_limit()
+            process_setup.raise_file_limit()
     else:
-        services.raise_file_limit()
+        process_setup.raise_file_limit()
         assert limits[-1] == (after or before)
 
 
@@ -430,7 +432,7 @@ def test_generate_reads_the_key_from_file_or_environment(client, monkeypatch, tm
         ((["half"], KeyboardInterrupt(), None), 130, "half\n", ""),
         ((["x"], None, Completion("x", (1,), None)), 1, "x\n", ""),
         (([""], None, Completion("", (1, 2), "length")), 0, "",
-         "baton: no text, but 2 tokens: --json shows them\n"),
+         "baton: 2 tokens without text: --json shows them\n"),
     ],
     indirect=["client"],
 )  # fmt: skip
@@ -623,7 +625,7 @@ def test_status_as_table_and_json(client, capsys):
         assert lines[number].endswith(end)
     changed["pairs"][0] |= {"transport": "gloo", "gb_per_s": 1.5, "fallback": "not shm: reason"}
     assert "gloo       OPEN    1.5  not shm: reason" in status.render(changed)
-    assert lines[-1].startswith("SILENT: is connected, but without a heartbeat")
+    assert lines[-1].startswith("SILENT: is connected, but sent no heartbeat")
     assert "no workers" in status.render({**STATUS, "workers": [], "pairs": []})
     sibling = {**STATUS["router"], "incarnation": "r2", "state": "NOT_SERVING", "running": 5}
     lines = status.render({**STATUS, "siblings": [sibling]}).splitlines()

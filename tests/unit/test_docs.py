@@ -127,6 +127,14 @@ def test_the_layers_in_the_architecture_are_those_that_are_enforced():
     )
 
 
+def test_the_architecture_is_short_and_its_reading_set_can_be_read_in_a_morning():
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    files = re.findall(r"^\| `([\w/]+\.py)` \|", text[text.index("## Reading set") :], re.M)
+    lines = {file: len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files}
+    assert len(files) > 20 and sum(lines.values()) <= 6500, lines
+    assert len(text.splitlines()) <= 150
+
+
 def test_every_page_is_in_the_navigation_and_the_readme_is_short():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in DOCS.rglob("*.md"):

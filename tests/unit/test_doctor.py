@@ -94,7 +94,7 @@ def test_cores_and_memory_are_what_the_container_may_have(tmp_path, monkeypatch)
     assert doctor.cores().level == "ok"
     limit("cpu.max", "250000 100000")
     found = doctor.cores()
-    assert found.level == "warn" and "2.5 of them" in found.text and "2 in all" in found.fix
+    assert found.level == "warn" and "quota is 2.5" in found.text and "2 in total" in found.fix
 
     limit("meminfo", "MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable: 33554432 kB")
     assert doctor.memory().text == "64.0 GiB, 32.0 GiB of it free"
@@ -130,17 +130,17 @@ NO_PEERS = common_pb2.Hardware(gpu=REPORTED.gpu, visible_gpus=["GPU-aaaa", "GPU-
             "cuda:0": "ok: NVIDIA H100 80GB HBM3 writes 1 of 1 others: GPU-bbbb NV18",
             "NCCL": "ok: 2.27.5: two workers may not share a GPU",
         }),
-        ([H100], [], {"CUDA": "warn: .* cannot use the GPUs of driver 570.86.15 install torch's"}),
+        ([H100], [], {"CUDA": "warn: .* GPUs of driver 570.86.15 install a CUDA build of torch"}),
         ([H100, H100], [ALONE], {
             "CUDA": "warn: 12.8, .* sees 1 of 2 GPUs leave CUDA_VISIBLE_DEVICES unset",
-            "cuda:0": "ok: .*, alone", "NCCL": "warn: not there",
+            "cuda:0": "ok: .*, alone", "NCCL": "warn: not found",
         }),
         ([OLD], [NO_PEERS], {
             "GPU 0": "warn: V100, .*Ampere", "cuda:0": "warn: .* writes 0 of 1 .* host's memory",
         }),
         ([replace(OLD, capability="")], [ALONE], {"GPU 0": "ok: V100"}),
         ([], [], {"GPU": "warn: driver 570.86.15 is loaded, .* container toolkit"}),
-        ([H100], [REPORTED], {"NCCL_P2P_DISABLE": "warn: is set to 1: .* unset it"}),
+        ([H100], [REPORTED], {"NCCL_P2P_DISABLE": "warn: is 1, which .* unset it"}),
     ],
 )  # fmt: skip
 def test_gpus_by_driver_and_torch(cards, in_torch, found, monkeypatch):
@@ -160,7 +160,7 @@ def test_the_folder_where_workers_meet_is_there_and_writable(tmp_path, monkeypat
     monkeypatch.setattr(doctor, "MIN_SHM_BYTES", 1)
     assert doctor.shared_memory().level == "ok"
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: path != tmp_path)
-    assert doctor.shared_memory().text == "not writable: KV goes by NCCL alone"
+    assert doctor.shared_memory().text == "not writable: KV can only be sent over NCCL"
     monkeypatch.setattr(doctor, "SHM", tmp_path / "none")
     assert doctor.shared_memory().fix == "ipc: host, or shm_size"
 
@@ -204,7 +204,7 @@ def test_a_report_is_shown_and_only_failures_exit_with_1(worst, exit_status, mon
     shown = capsys.readouterr().out
     assert f"  {worst:<4}  it  is so\n            → do that\n" in shown
     assert "router: none answers at 127.0.0.1:7700" in shown
-    counted = {"ok": "nothing is missing", "warn": "0 failed, 1 warning", "fail": "1 failed"}
+    counted = {"ok": "no problems found", "warn": "0 failed, 1 warning", "fail": "1 failed"}
     assert counted[worst] in shown.splitlines()[-1]
     assert "READY  H100         0 of 1  mlx5_0  nccl" in shown
     assert "NONE                gloo    -     nothing fits" in shown
@@ -278,7 +278,7 @@ UNKNOWN: dict[str, Any] = {
         (gpu("p", "A", **LATE_NCCL), gpu("d", "A", **LATE_NCCL), "nccl", ""),
         # Containers that see one GPU each fall to sockets.
         (gpu("p", "A"), gpu("d", "B", host=CONTAINER), "nccl",
-         "do not see each other's GPU … sockets → show every GPU to every worker … ipc: host"),
+         "do not see each other's GPU … sockets → make every GPU visible … ipc: host"),
         # Containers that see both share no memory.
         (gpu("p", "A", "B"), gpu("d", "B", "A", host=CONTAINER), "nccl",
          "they share no /dev/shm → … ipc: host"),
@@ -293,11 +293,11 @@ UNKNOWN: dict[str, Any] = {
         (cpu("p", transports=[GLOO]), cpu("d"), "gloo",
          "not by shm: the prefill worker does not offer it → start both with --transport auto"),
         (gpu("p", "A", **IB), gpu("d", "B", host=ELSEWHERE, nccl="2.26.2", **IB), "nccl",
-         "NCCL 2.27.5 and 2.26.2 … → … one image"),
+         "NCCL 2.27.5 and 2.26.2 … → … same image"),
         (gpu("p", "A", **UNKNOWN), gpu("d", "B"), "nccl",
          "does not report which GPU … → … --log-level debug"),
         # What cannot work.
-        (gpu("p", "A", **ONE_NCCL), gpu("d", "A", **ONE_NCCL), None, "no transport"),
+        (gpu("p", "A", **ONE_NCCL), gpu("d", "A", **ONE_NCCL), None, "no common transport"),
         (gpu("p", "A"), cpu("d"), None,
          "one computes on a GPU and the other on a CPU … → … --cluster"),
         (cpu("p", transports=[SHM]), cpu("d", transports=[GLOO]), None,
@@ -363,7 +363,7 @@ def test_links_that_could_be_faster_and_clusters_that_cannot_serve():
     _, (found,) = check(cpu("p"), cpu("d"), link={**moved, "fallback": "not shm: it is full"})
     assert (found.level, found.text) == ("warn", "the open link uses gloo, not shm: it is full")
     (pair,), (found,) = check(cpu("p"), cpu("d"), link={"state": "EJECTED"})
-    assert pair["in_use"] is pair["gb_per_s"] is None and found.text.startswith("EJECTED: handoffs")
+    assert pair["in_use"] is pair["gb_per_s"] is None and found.text.startswith("EJECTED: not used")
     _, (found,) = check(cpu("p"), cpu("d"), link={**moved, "transport": SHM})
     assert found.level == "ok"
     missing = Finding("fail", "cluster", "has no decode worker", "start one: baton decode-worker")
@@ -401,17 +401,17 @@ class Cluster:
 @pytest.mark.parametrize(
     ("served", "explained", "level", "text"),
     [
-        ({}, None, "ok", "none has ended OK yet: `baton doctor --test`"),
-        ({"handed_over": 3, "local": 40}, None, "ok", "43 ended OK: 3 handed_over, 40 local"),
-        ({"prefill_only": 2}, None, "ok", "2 ended OK: 2 prefill_only"),
+        ({}, None, "ok", "none has succeeded yet: `baton doctor --test`"),
+        ({"handed_over": 3, "local": 40}, None, "ok", "43 succeeded: 3 handed_over, 40 local"),
+        ({"prefill_only": 2}, None, "ok", "2 succeeded: 2 prefill_only"),
         ({"local": 7}, {}, "ok",
-         "7 ended OK, and for none was KV handed over: 7 local; they were short or cached: a new "
+         "7 succeeded, none of them with a handoff: 7 local; they were short or cached: a new "
          "prompt of 300 tokens would be handed over"),
         ({"cached": 1, "local": 7}, {"decode_prefills": True}, "warn",
-         "8 ended OK, and for none .*; decode would compute a new prompt of 300 tokens, too"),
+         "8 succeeded, none .*; a decode worker would compute a new prompt of 300 tokens, too"),
         ({"local": 7}, {"refused": "no prefill worker is ready"}, "warn",
          ".* would wait or be refused: no prefill worker is ready"),
-        ({"local": 7}, Unauthenticated("no key"), "warn", ".*; why cannot be asked: no key"),
+        ({"local": 7}, Unauthenticated("no key"), "warn", ".*; the cause is unknown: no key"),
     ],
 )  # fmt: skip
 def test_requests_that_are_not_handed_over_are_said_and_why(served, explained, level, text):
@@ -429,19 +429,19 @@ def test_a_handoff_between_each_pair_that_fails_is_a_failure():
         for one in (cpu("p1"), cpu("p2"), cpu("d1"), cpu("d2"), cpu("d3"))
     ]
     (none,) = check_handoffs(Cluster(), fleet_pb2.GetStatusResponse(workers=workers[1:]))
-    assert (none.level, none.text) == ("fail", "there is no pair of READY workers")
+    assert (none.level, none.text) == ("fail", "no pair of workers is READY")
     status = fleet_pb2.GetStatusResponse(workers=workers)
     pairs: dict[tuple[str, str], Any] = {("p1", name): "shm" for name in ("d1", "d2", "d3")}
     assert [(one.level, one.text) for one in check_handoffs(Cluster(pairs=pairs), status)] == [
-        ("ok", "3 of 3 pairs handed a prompt's KV over, and it was verified")
+        ("ok", "3 of 3 pairs handed over KV, and it was verified")
     ]
     pairs |= {("p1", "d2"): None, ("p1", "d3"): TransferFailed("the link was lost")}
     assert [
         (one.level, one.subject, one.text) for one in check_handoffs(Cluster(pairs=pairs), status)
     ] == [
-        ("fail", "p1 → d2", "a request was served there without a handoff"),
-        ("fail", "p1 → d3", "a request fails there: the link was lost"),
-        ("warn", "handoff test", "1 of 3 pairs handed a prompt's KV over, and it was verified"),
+        ("fail", "p1 → d2", "the test request was served without a handoff"),
+        ("fail", "p1 → d3", "the test request failed: the link was lost"),
+        ("warn", "handoff test", "1 of 3 pairs handed over KV, and it was verified"),
     ]
 
 
@@ -458,8 +458,8 @@ def test_the_workers_choose_the_transport_that_is_reported(host):
         prefill = gpu("p", own, others, transports=ours)
         decode = gpu("d", there, beyond, host=host, transports=theirs)
         reachable = (own, *others)
-        apart = pairing.apart(HOST, host)
-        ends = pairing.Ends(apart, gpu=there, reachable=reachable, nccl=(2, 27, 5))
+        apart = pairing.separation(HOST, host)
+        ends = pairing.PairTopology(apart, gpu=there, reachable=reachable, nccl=(2, 27, 5))
         try:
             chosen = pairing.choose(ours, theirs, ends)
         except KvMismatch:

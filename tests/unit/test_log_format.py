@@ -63,5 +63,5 @@ def test_what_comes_again_and_again_is_one_line_in_a_while(caplog, monkeypatch):
     now[0] += log_format.RATE_LIMIT_S
     limited.warning("refused %s", "b")
     assert [record.getMessage() for record in caplog.records] == [
-        "refused a (1 such since the last line)", "refused b (2000 such since the last line)"
+        "refused a (1 more since the last line)", "refused b (2000 more since the last line)"
     ]  # fmt: skip

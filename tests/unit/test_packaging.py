@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from baton.cli.services import EXTRAS
+from baton.cli.process_setup import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"router", "prefill_worker", "decode_worker", "kvtransfer", "baton"}
@@ -93,7 +93,7 @@ GRPC = ("grpc",)
     [
         ("import baton; assert {'AsyncClient', 'Client', 'errors'} <= set(dir(baton))", GRPC),
         ("import baton.text", ("torch", "grpc")),
-        ("import router.admission.text_process", ("torch", "grpc", "opentelemetry")),
+        ("import router.admission.tokenizer_process", ("torch", "grpc", "opentelemetry")),
         ("import baton; baton.Client, baton.AsyncClient", LIBRARIES + HEAVY),
         ("import baton.cli; baton.cli.parser()", LIBRARIES + HEAVY),
         (

@@ -1,4 +1,4 @@
-"""What runs a plan on a device."""
+"""Backends: what loads a model and runs its steps on a device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.ranks import Channel, Elsewhere, Exchange, Rank, RankedModel
+from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.rank_executor import Exchange, RankExecutor, RemoteRanks
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.shard import WHOLE, Shard
+from baton.engine.tensor_parallel import TensorParallelModel
+from baton.net.object_connection import ObjectConnection
 
-MULTIPLE = 16  # of heads' and blocks' sizes
+MULTIPLE = 16  # of head sizes and block sizes
 MAX_HEAD_SIZE = 256
 MAX_QUERIES = 128  # heads that share a KV head
 
 
 def unsupported(config: ModelConfig, block_size: int, kernels: str) -> str:
-    """Why neither native nor Triton's attention can run a model; empty if it can."""
+    """Why the attention kernels do not support a model; empty if they do."""
     need = f"{kernels} kernels need a multiple of {MULTIPLE}"
     if config.head_size % MULTIPLE or config.head_size > MAX_HEAD_SIZE:
         return f"heads of {config.head_size} elements, and {need} up to {MAX_HEAD_SIZE}"
@@ -33,73 +35,66 @@ def unsupported(config: ModelConfig, block_size: int, kernels: str) -> str:
 
 
 class Backend:
-    """Computes an engine's steps on one device: `build.load` calls its methods in this order.
+    """Loads a model and runs its steps on one device; `build.load` calls its methods in this order.
 
-    shares_pool: whether ranks, where there are several, share one KV pool · elsewhere: those of
-    other hosts.
+    kv_bytes: default size of the KV cache; 0 if it depends on the device's memory · shares_pool:
+    whether all ranks share one KV pool · remote_ranks: ranks on other hosts.
     """
 
     device: torch.device
-    kv_bytes = 0  # of KV where no size is asked for; 0: what else there is decides
+    kv_bytes = 0
     shares_pool = False
-    elsewhere = Elsewhere()
+    remote_ranks = RemoteRanks()
 
     def __init__(self, settings: EngineConfig) -> None:
         self.settings = settings
 
     def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
-        """The model, loaded, by all of its ranks. Raises ConfigError for what cannot be."""
+        """Loads the model on all ranks. Raises ConfigError if that is not possible."""
         if self.settings.tp > 1:
-            return RankedModel(self, path, config, dtype)
+            return TensorParallelModel(self, path, config, dtype)
         return self.shard_model(path, config, dtype)
 
     def shard_model(
-        self,
-        path: Path,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        shard: Shard = WHOLE,
+        self, path: Path, config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE,
         exchange: Exchange | None = None,
-    ) -> Any:
-        """The model, or one rank's part of it and what joins it to the others."""
+    ) -> Any:  # fmt: skip
+        """Loads the model, or one rank's part of it; exchange: with the other ranks."""
         raise NotImplementedError
 
     def layout(
-        self,
-        model: Any,
-        sampler: Sampler,
-        config: ModelConfig,
-        kv_dtype: torch.dtype,
+        self, model: Any, sampler: Sampler, config: ModelConfig, kv_dtype: torch.dtype,
         asked: KvLayout | None,
-    ) -> KvLayout:
-        """The KV pool that is asked for, or that fits. Raises ConfigError."""
+    ) -> KvLayout:  # fmt: skip
+        """The layout of the KV pool that is asked for, or of the largest that fits. Raises
+        ConfigError."""
         assert asked is not None, "without one, the backend's `kv_bytes` are asked for"
         return self._within(asked, config)
 
     def _within(self, asked: KvLayout, config: ModelConfig) -> KvLayout:
-        """All ranks' pools within the bytes of one, where several ranks hold each head."""
+        """Limits the pools of all ranks to the bytes of one, if several ranks hold each head."""
         ranks, heads = self.settings.tp, config.num_kv_heads
         if self.shares_pool or ranks <= heads or self.settings.kv_blocks:
             return asked
         return replace(asked, num_blocks=max(asked.num_blocks * heads // ranks, 1))
 
     def pools(self, model: Any, layout: KvLayout, allocate: Allocate | None) -> tuple[Tensor, ...]:
-        """The zeroed KV pools: of each rank that has its own, the one that runs here first."""
-        if isinstance(model, RankedModel):
+        """Allocates zeroed KV pools, one for each rank that has its own, this process's first."""
+        if isinstance(model, TensorParallelModel):
             return model.pools(layout, allocate)
         return (allocate_pool(layout, allocate, self.device),)
 
     def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
-        """What runs the model's steps, each sequence up to so many tokens."""
+        """Runs the model's steps; max_context: maximum tokens of a sequence."""
         return Runner(model, pool, sampler)
 
     def prepare(self, runner: Any) -> None:
-        """What takes time before the first step."""
+        """Warms up before the first step."""
 
-    def of_rank(self, place: Shard) -> Backend:
-        """That of another rank's device, for its process; place: among the ranks of this host."""
+    def for_rank(self, place: Shard) -> Backend:
+        """The backend of another rank on this host, for its process; place: that rank's number."""
         raise NotImplementedError
 
-    def rank(self, model: Any, connection: Channel) -> Rank:
-        """What serves the first rank here, in another's process."""
-        return Rank(self, model, connection)
+    def executor(self, model: Any, connection: ObjectConnection) -> RankExecutor:
+        """Executes the first rank's commands in another rank's process."""
+        return RankExecutor(self.device, model, connection)

@@ -1,1 +1,1 @@
-"""The operations of a model: torch references, Triton kernels, native code."""
+"""Operations of a model: torch references, Triton kernels, native code."""

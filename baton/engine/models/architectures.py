@@ -1,7 +1,7 @@
-"""What each architecture has that Llama has not: a model is data, and this is the table of it.
+"""The supported architectures, as a table of their differences from Llama.
 
-Keys and defaults are those of transformers' configurations. A supported architecture's decoder is
-`baton.engine.models.decoder` with these options; `ModelConfig.load` reads the rest.
+Keys and defaults are those of transformers' configurations. `baton.engine.models.decoder`
+implements all of them; `ModelConfig.load` reads the rest of config.json.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
+
 QkNorm = Literal["none", "head", "row"]
-"""Norms of queries and keys: of each head, or of all heads of a row together."""
+"""Norms of queries and keys: over each head, or over all heads of a row."""
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a mixture of experts is called in config.json, and in checkpoints within a layer."""
+    """Names of a mixture of experts: keys of config.json, and modules of a layer in checkpoints."""
 
     count: str = "num_experts"
     size: str = "moe_intermediate_size"
@@ -25,19 +27,19 @@ class ExpertNames:
     down: str = "down_proj"
     router: str = "gate"
     biased: bool = False
-    stacked: bool = False  # as `baton.engine.models.stacked_experts` tells
+    stacked: bool = False  # see `baton.engine.models.tensor_names`
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How an architecture differs from Llama's; these defaults are Llama's.
+    """An architecture's differences from Llama, whose values are the defaults here.
 
-    `models` are the best known, for the documentation. `defaults` are of keys that config.json
-    lacks; most of them are read of such architectures only. A bias is there, is not, or is as a key
-    of config.json says. `windows` says which layers slide where config.json has no `layer_types`:
-    all, those from `max_window_layers` on, every other one before it, those without rotation, or
-    all but each n-th. "none" and "always" do not read that key. An architecture with the key
-    `use_sliding_window` has none without it.
+    defaults: values of keys that config.json may lack; most are keys of few architectures · biases:
+    present, absent, or the key of config.json that says so · windows: which layers have sliding
+    attention if config.json has no `layer_types`: "all"; "from" `max_window_layers` on;
+    "alternate", every other one before it; "unrotated", those without rotary embedding; n, all but
+    each n-th; "none" and "always" ignore `layer_types`; where `use_sliding_window` is a key and not
+    set, none · models: well-known models, for the documentation.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -45,18 +47,18 @@ class Architecture:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: QkNorm = "none"
-    input_norm: str = "input_layernorm"  # before attention; empty: there is none
+    input_norm: str = "input_layernorm"  # before attention; empty: none
     attention_norm: str = ""  # of attention's output
     mlp_norm: str = "post_attention_layernorm"  # before the MLP
     output_norm: str = ""  # of the MLP's output
-    norm_plus_one: bool = False  # norms' weights are stored less 1
-    norm_rounds_once: bool = False  # after the weight, and not before it, too
+    norm_plus_one: bool = False  # 1 is added to norms' weights
+    norm_rounds_once: bool = False  # after the weight only, not also before it
     scaled_embedding: bool = False  # by the square root of the hidden size
-    joined: tuple[str, ...] = ()  # fields that checkpoints have as one tensor
+    joined: tuple[str, ...] = ()  # fields stored as one tensor
     windows: Literal["none", "always", "all", "from", "alternate", "unrotated"] | int = "none"
-    interleaved_rope: bool = False  # pairs are neighbours
-    sinks: bool = False  # each head's softmax has one more score, with a value of 0
-    experts: ExpertNames | None = None  # of a mixture of experts
+    interleaved_rope: bool = False  # rotated pairs are neighbours
+    sinks: bool = False  # each head's softmax has a further score, whose value is 0
+    experts: ExpertNames | None = None  # if layers have a mixture of experts
     models: str = ""
 
 
@@ -83,11 +85,11 @@ _QWEN_DEFAULTS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-_OF_KEYS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
-_ALL_OF_KEYS: dict[str, Any] = {**_OF_KEYS, "mlp_bias": "mlp_bias"}
+_ATTENTION_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_ALL_BIASES: dict[str, Any] = {**_ATTENTION_BIASES, "mlp_bias": "mlp_bias"}
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(**_ALL_OF_KEYS, models="Llama 2 and 3, SmolLM2"),
+    "LlamaForCausalLM": Architecture(**_ALL_BIASES, models="Llama 2 and 3, SmolLM2"),
     # transformers reads an absent window as 4096, and null as none.
     "MistralForCausalLM": Architecture({"sliding_window": 4096}, windows="all", models="Mistral"),
     "Qwen2ForCausalLM": Architecture(
@@ -95,7 +97,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Qwen3ForCausalLM": Architecture(
         {**_QWEN_DEFAULTS, "head_dim": 128},
-        **_OF_KEYS,
+        **_ATTENTION_BIASES,
         qk_norm="head",
         windows="from",
         models="Qwen3",
@@ -131,7 +133,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Olmo2ForCausalLM": Architecture(
         {"rms_norm_eps": 1e-5},
-        **_OF_KEYS,
+        **_ATTENTION_BIASES,
         qk_norm="row",
         input_norm="",
         attention_norm="post_attention_layernorm",
@@ -148,7 +150,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "no_rope_layers": None,
             "no_rope_layer_interval": 4,
         },
-        **_ALL_OF_KEYS,
+        **_ALL_BIASES,
         windows="unrotated",
         models="SmolLM3",
     ),
@@ -196,7 +198,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Qwen3MoeForCausalLM": Architecture(
         {**_QWEN_DEFAULTS, **_SPARSE, "num_experts_per_tok": 8},
-        **_OF_KEYS,
+        **_ATTENTION_BIASES,
         qk_norm="head",
         windows="always",
         experts=ExpertNames(),
@@ -204,7 +206,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "OlmoeForCausalLM": Architecture(
         {"rms_norm_eps": 1e-5, "norm_topk_prob": False, "num_experts_per_tok": 8},
-        **_OF_KEYS,
+        **_ATTENTION_BIASES,
         qk_norm="row",
         experts=ExpertNames(size="intermediate_size"),
         models="OLMoE",
@@ -225,9 +227,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,
             "num_experts_per_tok": 4,
-            "norm_topk_prob": True,  # a softmax of the best is a softmax of all, normed
+            "norm_topk_prob": True,  # softmax of the best scores equals the normed softmax of all
         },
-        **_OF_KEYS,
+        **_ATTENTION_BIASES,
         norm_rounds_once=True,
         windows=2,
         sinks=True,
@@ -243,7 +245,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "attention_multiplier": 1.0,
             "logits_scaling": 1.0,
         },
-        **_ALL_OF_KEYS,
+        **_ALL_BIASES,
         models="Granite",
     ),
 }

@@ -13,11 +13,12 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.models.model_config import ModelConfig, Rope
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.rope_config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
-    """Radians per position for each pair of dimensions that turns: float32 `[pairs]`."""
+    """Radians per position of each rotated pair of dimensions: float32 `[pairs]`."""
     size, factor, theta = rope.size or head_size, rope.factor, rope.theta
     if rope.scaling == "dynamic":  # of `factor` times the context
         theta *= (factor * factor - (factor - 1)) ** (size / (size - 2))
@@ -36,7 +37,7 @@ def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
 
 
 def _by_wavelength(rope: Rope, frequencies: Tensor) -> Tensor:
-    """llama3: long waves slowed down by the factor, short ones kept, those between interpolated."""
+    """llama3: long wavelengths scaled by the factor, short ones kept, in between interpolated."""
     wavelengths = 2 * math.pi / frequencies
     longest_kept = rope.original_context / rope.high_freq_factor
     shortest_slowed = rope.original_context / rope.low_freq_factor
@@ -50,12 +51,12 @@ def _by_wavelength(rope: Rope, frequencies: Tensor) -> Tensor:
 
 
 def _yarn_kept(rope: Rope, size: int) -> Tensor:
-    """How much of each frequency is kept: all of fast ones, none of slow; float32 `[pairs]`."""
+    """The share of each frequency that is not scaled, 1 for fast ones: float32 `[pairs]`."""
 
-    def pair_with(turns: float) -> float:
-        """The pair that turns so often within the original context."""
-        whole = rope.original_context / (turns * 2 * math.pi)
-        return size * math.log(whole) / (2 * math.log(rope.theta))
+    def pair_with(rotations: float) -> float:
+        """The pair with that number of rotations in the original context."""
+        wavelength = rope.original_context / (rotations * 2 * math.pi)
+        return size * math.log(wavelength) / (2 * math.log(rope.theta))
 
     first, last = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
     if rope.truncate:
@@ -69,10 +70,8 @@ def _yarn_kept(rope: Rope, size: int) -> Tensor:
 def rope_table(rope: Rope | None, head_size: int, max_context: int) -> Tensor:
     """Cosines and sines of each position's angles, float32 `[2, max_context, head_size]`, on a CPU.
 
-    The element at i turns with that half a head further. Those that do not turn have an angle of 0,
-    as all have without a rope.
-
-    The cosine is taken in float64 and rounded: in float32 its last bit depends on how torch splits
+    Elements i and i + head_size / 2 are a pair. Dimensions that are not rotated have an angle of 0.
+    Cosines are computed in float64 and rounded: in float32 the last bit depends on how torch splits
     the table between threads, and workers with different thread counts must agree.
     """
     half = torch.zeros(max_context, head_size // 2, dtype=torch.float64)
@@ -88,7 +87,7 @@ def rope_table(rope: Rope | None, head_size: int, max_context: int) -> Tensor:
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, list[int]]:
-    """The tables of all different ropes `[ropes, 2, max_context, head_size]`, and each layer's."""
+    """The tables of distinct ropes `[ropes, 2, max_context, head_size]`, and each layer's index."""
     distinct = list(dict.fromkeys(config.ropes))
     tables = [rope_table(rope, config.head_size, config.max_context) for rope in distinct]
     return torch.stack(tables), [distinct.index(rope) for rope in config.ropes]

@@ -1,1 +1,1 @@
-"""From scores to tokens: filters, penalties, randomness by (seed, position)."""
+"""Sampling of tokens from logits: penalties, filters, and randomness by (seed, position)."""

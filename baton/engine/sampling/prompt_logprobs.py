@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, from the logits of the rows before them."""
+"""Log-probabilities of a prompt's tokens, from the logits of the preceding positions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from baton.engine.scheduler import ScheduledSequence
 from baton.errors import InternalError
 
-_ROWS = 32  # worked on at a time: their log-probabilities stay in the cache
+_ROWS = 32  # processed at a time, so that log-probabilities stay in the cache
 
 
 @dataclass(frozen=True, eq=False)
 class PromptLogprobs:
-    """Of consecutive prompt tokens, each given those before it. Under the model alone.
+    """Log-probabilities of consecutive prompt tokens, without sampling settings.
 
-    logprobs: float32 `[tokens]` · ranks: int64 `[tokens]`, 1 where no token is likelier · top_ids,
-    top_logprobs: `[tokens, k]`, the likeliest, best first, of equals the lowest id.
+    logprobs: float32 `[tokens]` · ranks: int64 `[tokens]`, 1 for the likeliest token · top_ids,
+    top_logprobs: `[tokens, k]`, the likeliest tokens, best first, equal ones by id.
     """
 
     logprobs: npt.NDArray[np.float32]
@@ -30,13 +30,13 @@ class PromptLogprobs:
     top_logprobs: npt.NDArray[np.float32]
 
 
-def of_prompts(
+def split_prompt_logprobs(
     work: Sequence[ScheduledSequence], logits: Tensor
 ) -> tuple[Tensor, dict[str, PromptLogprobs]]:
-    """(the logits of rows that sample, by sequence id what was asked for of the others).
+    """(logits of the rows to sample, prompt log-probabilities by sequence id).
 
-    logits: float32 `[rows, vocab]` of each work's `scored` positions, then of those that it samples
-    at. Raises InternalError for logits that are not numbers.
+    logits: float32 `[rows, vocab]`, for each work first of its `scored` positions, then of those it
+    samples at. Raises InternalError for logits that are not finite.
     """
     found: dict[str, PromptLogprobs] = {}
     sampling, at = list[int](), 0
@@ -45,7 +45,7 @@ def of_prompts(
             sequence, end = item.sequence, at + len(scored)
             targets = sequence.tokens[scored.start + 1 : scored.stop + 1]
             if (top := sequence.params.prompt_logprobs) is not None:  # else they are for pooling
-                found[sequence.seq_id] = logprobs_of(logits[at:end], targets, top)
+                found[sequence.seq_id] = compute_logprobs(logits[at:end], targets, top)
             at = end
         if item.samples:
             sampling += range(at, at := at + 1 + len(item.proposed))
@@ -54,8 +54,8 @@ def of_prompts(
     return logits.index_select(0, torch.tensor(sampling, device=logits.device).long()), found
 
 
-def logprobs_of(logits: Tensor, token_ids: Sequence[int], top: int) -> PromptLogprobs:
-    """Of the token that follows each row; logits float32 `[rows, vocab]`."""
+def compute_logprobs(logits: Tensor, token_ids: Sequence[int], top: int) -> PromptLogprobs:
+    """Log-probabilities of the token after each row; logits float32 `[rows, vocab]`."""
     targets = torch.tensor(token_ids, device=logits.device)[:, None]
     parts = zip(logits.split(_ROWS), targets.split(_ROWS), strict=True)
     columns = [_part(rows.log_softmax(1), chosen, top) for rows, chosen in parts]

@@ -1,12 +1,10 @@
-"""Turns logits into tokens: penalties, filters and sampling, vectorised over the rows.
+"""Samples tokens from logits: masks, penalties, filters and the choice itself.
 
-The order is vLLM's, with Hugging Face's place for min-p: the grammar's mask, of what it leaves the
-log-probabilities; allowed tokens, logit bias, min_tokens mask and bad words, repetition, frequency
-and presence penalties; then, unless the row is greedy, temperature, top-k, top-p, min-p.
-A row's token depends on its logits, its tokens and its settings alone, never on its batch: rows
-that need more than an argmax are worked on apart, and randomness is keyed by (seed, position).
-
-Knows no sequence, block or phase; prefill, decode and `--local` call it alike.
+The order is vLLM's, with min-p as in Hugging Face: grammar mask (log-probabilities are of the
+masked logits); allowed tokens, logit bias, min_tokens mask and bad words, repetition, frequency and
+presence penalties; then, unless the row is greedy, temperature, top-k, top-p, min-p.
+A row's token depends only on its logits, tokens and settings, never on its batch: randomness is
+keyed by (seed, position).
 """
 
 from __future__ import annotations
@@ -29,47 +27,48 @@ from baton.generation.structured_output import GrammarMatcher
 
 Chosen = npt.NDArray[np.int64]
 
-# Below this a temperature is 0, as in vLLM: dividing by it would overflow.
+# Temperatures below this are 0, as in vLLM: dividing by them would overflow.
 GREEDY_BELOW = 1e-5
-# Of a row that is sampled on a device: temperature (0: greedy), top-k (0: off), top-p, min-p.
+# Settings of a row sampled on a device: temperature (0: greedy), top-k (0: off), top-p, min-p.
 NUM_SETTINGS = 4
 
-# What each byte of a mask adds to the logits of its eight tokens, the lowest bit's first.
+# The values that each byte of a mask adds to the logits of its eight tokens, lowest bit first.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _SCORES = np.where(_BITS, np.float32(0), np.float32(-np.inf))
 
 
 class SampleRow(NamedTuple):
-    """One sequence that wants its next token. `token_ids` is prompt and output so far.
+    """A row whose next token is sampled.
 
-    counts: the sequence's, which spare counting its tokens again in every step.
+    token_ids: prompt and output · prompt_tokens: number of the caller's prompt tokens · proposed:
+    number of proposed tokens, the last of `token_ids` · counts: the sequence's token counts.
     """
 
     params: SamplingParams
     token_ids: Sequence[int]
-    prompt_tokens: int  # how many of token_ids are the caller's prompt
-    proposed: int = 0  # how many of them, the last, are guesses
+    prompt_tokens: int
+    proposed: int = 0
     counts: TokenCounts | None = None
     grammar: GrammarMatcher | None = None
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated so far, whichever worker generated them."""
+        """Number of output tokens so far."""
         return len(self.token_ids) - self.prompt_tokens
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, without a random number."""
+        """Whether the likeliest token is taken, without randomness."""
         return self.params.temperature < GREEDY_BELOW
 
     @property
     def adjusted(self) -> bool:
-        """Whether the row's logits are changed before a token is chosen."""
+        """Whether logits are changed before a token is chosen."""
         return self.params.has_penalties or self.output_tokens < self.params.min_tokens
 
     @property
     def plain(self) -> bool:
-        """Whether its logits are taken as they are, for a token alone; stays so as it grows."""
+        """Whether only a token of unchanged logits is wanted; constant as tokens are added."""
         params = self.params
         return params.logprobs is None and not (
             self.adjusted or params.structured_output or params.reasoning
@@ -77,10 +76,10 @@ class SampleRow(NamedTuple):
 
 
 class Adjustments(NamedTuple):
-    """Tokens of a row whose logits are changed, each once, in no order; all `[n]`.
+    """Changes to a row's logits; all `[n]`, each token once, in no order.
 
-    biases: what is added, float32 · times: how often each is in the output, 0 if it is in the
-    prompt alone, -1 if penalties do not count it.
+    biases: float32, added to logits · times: number of occurrences in the output; 0: only in the
+    prompt; -1: no penalties apply.
     """
 
     ids: npt.NDArray[np.int64]
@@ -92,7 +91,7 @@ class Adjustments(NamedTuple):
 class TokenLogprobs:
     """Natural log-probabilities at one position, of the tokens that the row's grammar allows.
 
-    Under the model alone: before any other setting.
+    Without any other sampling setting.
     """
 
     token_id: int
@@ -102,7 +101,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What `sample` chose, in the order of its rows."""
+    """Sampled tokens and log-probabilities, in the order of rows."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -111,12 +110,12 @@ class Sampled:
 def finish_reason(
     row: SampleRow, eos_token_ids: frozenset[int], max_context: int
 ) -> Literal["stop", "length"] | None:
-    """Why a sequence ends with the token that was just appended to `row.token_ids`, if it does.
+    """Why a sequence ends with the last of `row.token_ids`, if it does; on prefill and decode.
 
-    The one rule of prefill and decode. End-of-sequence (unless ignore_eos) and stop tokens count
-    once min_tokens output tokens exist, the new one included, and always behind a grammar, which
-    was at its end; max_tokens counts from the caller's prompt, whatever was retried; `max_context`
-    counts prompt and output. A stop beats a length.
+    End-of-sequence (unless ignore_eos) and stop tokens end it from min_tokens output tokens on, the
+    last included, and always with a grammar, which allows them only at its end. max_tokens counts
+    from the caller's prompt, whatever was retried; `max_context` counts prompt and output. "stop"
+    takes precedence over "length".
     """
     params, new_token = row.params, row.token_ids[-1]
     ends = new_token in params.stop_token_ids or (
@@ -130,17 +129,17 @@ def finish_reason(
 
 
 class Sampler:
-    """Samples for one model. Stateless: safe to share, and equal on every worker."""
+    """The sampler of a model. Stateless, so it may be shared; equal on every worker."""
 
     def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
         self._eos_token_ids = eos_token_ids
         self.vocab_size = vocab_size
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
-        """The next token of each row. `logits` is `[rows, vocab]` float32 and is not changed.
+        """Samples the next token of each row. logits: `[rows, vocab]` float32, not changed.
 
-        Those of a GPU are copied first (torch's own kernels compute there). Raises InternalError
-        when a sampled row's logits are not numbers or nothing is allowed.
+        Logits on a GPU are copied to the host. Raises InternalError when a row's logits are not
+        finite, or no token is allowed.
         """
         assert logits.shape == (len(rows), self.vocab_size), (logits.shape, len(rows))
         if not rows:
@@ -153,10 +152,10 @@ class Sampler:
             groups.setdefault((row.adjusted, row.greedy), []).append(i)
         chosen = []
         for (adjusted, greedy), which in groups.items():
-            some, of = _take(logits, which, copy=adjusted), [rows[i] for i in which]
+            some, group = _take(logits, which, copy=adjusted), [rows[i] for i in which]
             if adjusted:
-                self._adjust(some, of)
-            chosen.append(_likeliest(some) if greedy else _sample(some, of))
+                self._adjust(some, group)
+            chosen.append(_likeliest(some) if greedy else _sample(some, group))
         token_ids: list[int] = [token_id for some in chosen for token_id in some.tolist()]
         if len(groups) > 1:
             order = itertools.chain.from_iterable(groups.values())
@@ -167,14 +166,14 @@ class Sampler:
         return Sampled(token_ids, _logprobs(logits, rows, token_ids))
 
     def _masked(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """A copy of `logits` in which each row's grammar leaves the tokens that may follow."""
+        """A copy of `logits` with the tokens that a row's grammar forbids at -inf."""
         words = self.masks(rows)
-        # torch.where takes twice as long, and ten times where allowed ones are mixed.
+        # torch.where takes 2 to 10 times as long.
         added = _SCORES.take(words.view(np.uint8), axis=0).reshape(len(rows), -1)
         return logits + torch.from_numpy(added[:, : self.vocab_size])
 
     def masks(self, rows: Sequence[SampleRow]) -> npt.NDArray[np.int32]:
-        """What each row's grammar allows, a bit for each token: `[rows, words]`."""
+        """The tokens that each row's grammar allows, a bit each: `[rows, words]`."""
         words = np.full((len(rows), -(-self.vocab_size // 32)), -1, np.int32)
         for row, mask in zip(rows, words, strict=True):
             if row.grammar is not None:
@@ -182,7 +181,7 @@ class Sampler:
         return words
 
     def _allow(self, row: SampleRow, grammar: GrammarMatcher, mask: npt.NDArray[np.int32]) -> None:
-        """Writes what may follow a row; what ends it before min_tokens only if nothing else may."""
+        """Writes the allowed tokens to a mask; end tokens before min_tokens only if no other is."""
         known = len(row.token_ids) - row.proposed
         grammar.advance(row.token_ids, known)
         grammar.fill(mask, row.token_ids[known:])
@@ -195,7 +194,7 @@ class Sampler:
             mask[:] = later.view(np.int32)
 
     def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
-        """Applies what changes logits to `logits`, in place: to what changes alone."""
+        """Applies allowed tokens, biases and penalties to `logits`, in place."""
         for x, row in zip(logits.numpy(), rows, strict=True):
             if allowed := list(row.params.allowed_token_ids):
                 kept = x[allowed]
@@ -210,14 +209,14 @@ class Sampler:
             x[ids] = new - subtracted.astype(np.float32)
 
     def adjustments(self, row: SampleRow) -> Adjustments:
-        """What changes of the tokens that are allowed."""
+        """A row's biases and penalties."""
         params, added = row.params, dict(row.params.logit_bias)
         added |= dict.fromkeys(self._forbidden(row), -np.inf)
         ids = times = np.empty(0, np.int64)
-        repeats = params.repetition_penalty != 1.0  # which counts the prompt, too
+        repeats = params.repetition_penalty != 1.0  # counts the prompt, too
         if repeats or params.frequency_penalty or params.presence_penalty:
             counts = row.counts or TokenCounts()
-            ids, times = counts.of(row.token_ids, row.prompt_tokens, row.proposed)
+            ids, times = counts.count(row.token_ids, row.prompt_tokens, row.proposed)
             if not repeats:
                 ids, times = ids[times > 0], times[times > 0]
         biases = np.zeros(len(ids), np.float32)
@@ -232,7 +231,7 @@ class Sampler:
         return Adjustments(ids, biases, times)
 
     def allowed(self, rows: Sequence[SampleRow]) -> npt.NDArray[np.int32] | None:
-        """The tokens that each row's settings allow, as `masks` has them; None where all are."""
+        """The tokens of each row's `allowed_token_ids`, as `masks`; None if no row has any."""
         if not any(row.params.allowed_token_ids for row in rows):
             return None
         words = np.full((len(rows), -(-self.vocab_size // 32)), -1, np.int32)
@@ -244,9 +243,9 @@ class Sampler:
         return words
 
     def _forbidden(self, row: SampleRow) -> set[int]:
-        """What would end a row before min_tokens, or complete a bad word in its output.
+        """Tokens that would end a row before min_tokens, or complete a bad word in its output.
 
-        Nothing where nothing else is left: a row always gets a token.
+        Empty if no other token would be left.
         """
         params, found = row.params, set[int]()
         if row.output_tokens < params.min_tokens and row.grammar is None:
@@ -262,7 +261,7 @@ class Sampler:
 
 
 def _take(logits: Tensor, which: list[int], *, copy: bool = False) -> Tensor:
-    """The rows in `which`; `logits` itself when that is all of them and no copy is asked for."""
+    """Rows `which` of `logits`; the tensor itself for all of them, unless `copy`."""
     if len(which) == logits.shape[0] and not copy:
         return logits
     return logits.index_select(0, torch.tensor(which))
@@ -271,22 +270,22 @@ def _take(logits: Tensor, which: list[int], *, copy: bool = False) -> Tensor:
 def _likeliest(logits: Tensor) -> Chosen:
     """The likeliest token of each row `[rows]`, of equals the lowest id.
 
-    As `filters.sample`: one beyond the vocabulary where a row's logits are not numbers.
+    A token beyond the vocabulary where a row's logits are not finite.
     """
     rows = logits.numpy()
-    # With vector instructions: five times as fast as torch, which has none for this.
-    chosen: Chosen = rows.argmax(1)  # of what is no number, if there is any
+    # Vectorised, unlike torch's: five times as fast.
+    chosen: Chosen = rows.argmax(1)  # the first NaN, if there is any
     chosen[~np.isfinite(rows[np.arange(len(rows)), chosen])] = rows.shape[1]
     return chosen
 
 
 def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
-    """One token for each row `[rows]`, by the number that belongs to its seed and position."""
+    """One token for each row `[rows]`, by temperature, filters and the row's random number."""
     return filters.sample(logits.numpy(), [row.params for row in rows], random_numbers(rows))
 
 
 def random_numbers(rows: Sequence[SampleRow]) -> npt.NDArray[np.float64]:
-    """In [0, 1), by a row's seed and the position of its next token; `[rows]`."""
+    """A number in [0, 1) for each row's seed and next position: `[rows]`."""
     seeds = [row.params.seed for row in rows]
     return randomness.uniform(seeds, [len(row.token_ids) for row in rows])
 
@@ -294,7 +293,7 @@ def random_numbers(rows: Sequence[SampleRow]) -> npt.NDArray[np.float64]:
 def _logprobs(
     logits: Tensor, rows: Sequence[SampleRow], token_ids: list[int]
 ) -> list[TokenLogprobs | None]:
-    """Log-probabilities for the rows that asked for them."""
+    """Log-probabilities of the rows that want them."""
     result: list[TokenLogprobs | None] = [None] * len(rows)
     which = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not which:
@@ -313,7 +312,7 @@ def _logprobs(
 def token_logprobs(
     token_id: int, logprob: float, top_ids: Sequence[int], top: Sequence[float], wanted: int
 ) -> TokenLogprobs:
-    """Of the likeliest tokens those that are wanted; of equals the lowest id is first."""
+    """A token's log-probability and the `wanted` likeliest tokens, equal ones by id."""
     found = (pair for pair in zip(top_ids, top, strict=True) if pair[1] > -np.inf)
     ranked = sorted(found, key=lambda pair: (-pair[1], pair[0]))
     return TokenLogprobs(token_id, logprob, tuple(ranked[:wanted]))

@@ -1,9 +1,8 @@
-"""Speculation: tokens proposed for the sequences of a step, which computes and verifies them.
+"""Speculative decoding: proposers of tokens, and their verification. Torch-free.
 
-A proposed token is computed in the same step as the last known one, and what is sampled at each
-position is compared with it (`verify`): a step yields as many tokens as were accepted, and one
-more. No token changes: it is a function of logits, settings, the tokens so far and the position,
-randomness included. Torch-free; knows no block.
+Proposed tokens are computed in the same step as the last known one, and compared with the tokens
+sampled at their positions (`verify`): a step yields the accepted tokens and one more. The output is
+the same as without: a token depends on logits, settings, earlier tokens and position only.
 """
 
 from __future__ import annotations
@@ -15,47 +14,46 @@ from baton.engine.sequence import Sequence
 
 
 class Proposer(ABC):
-    """Proposes tokens for a batch of decoding sequences. Used by the engine thread only.
+    """Proposes tokens for decoding sequences. Used by the engine thread only.
 
-    A sequence's tokens only ever grow, and what is proposed follows from them: whatever is kept of
-    a sequence is kept for the object, weakly, and made anew where it is missing.
+    State is kept by sequence object, in weak references, and recreated from its tokens if missing.
     """
 
     def __init__(self, most: int, max_context: int) -> None:
-        """most: tokens for a sequence in a step · max_context: of a sequence, in tokens."""
+        """most: longest proposal, in tokens · max_context: longest sequence, in tokens."""
         self._most = most
         self._max_context = max_context
 
     def limit(self, sequence: Sequence) -> int:
-        """The most tokens to propose: behind the last of them one more is sampled."""
+        """The longest proposal for a sequence; one more token is sampled after it."""
         return max(0, min(self._most, sequence.tokens_left(self._max_context) - 1))
 
     @abstractmethod
     def propose(
         self, sequences: list[Sequence], limits: list[int], rows: int
     ) -> list[tuple[int, ...]]:
-        """What may follow each sequence's tokens, up to its limit, as far as it pays.
+        """Proposes up to its limit for each sequence, as many tokens as are worth their cost.
 
-        rows: of the step, proposed tokens apart. Not all that is proposed may find room in it.
+        rows: of the step, without proposed tokens. The scheduler may shorten proposals.
         """
 
     @abstractmethod
     def learn(self, sequence: Sequence, sampled: Tokens[int]) -> None:
-        """A step gave a sequence these tokens, if any."""
+        """Updates acceptance rates with the tokens that a step sampled for a sequence."""
 
     @abstractmethod
-    def took(self, rows: int, proposed: int, seconds: float) -> None:
-        """A step of so many rows, and of proposed ones besides, took so long."""
+    def record_step(self, rows: int, proposed: int, seconds: float) -> None:
+        """Records a step's duration. rows: without proposed tokens · proposed: their number."""
 
 
 def verify(proposed: Tokens[int], sampled: Tokens[int]) -> int:
-    """How many of `sampled` the sequence accepts: up to and with the first that was not proposed.
+    """The number of accepted tokens: those of `sampled` up to the first that was not proposed.
 
-    `sampled` has one token more than `proposed`: the one behind the last known token, then those
-    behind each proposed one.
+    That one is included. sampled: one token more than `proposed`: the one after the last known
+    token, then those after each proposed token.
     """
-    assert len(sampled) == len(proposed) + 1, "a token is sampled behind each proposed one"
-    for right, (guess, token) in enumerate(zip(proposed, sampled, strict=False)):
+    assert len(sampled) == len(proposed) + 1, "a token is sampled after each proposed one"
+    for accepted, (guess, token) in enumerate(zip(proposed, sampled, strict=False)):
         if guess != token:
-            return right + 1
+            return accepted + 1
     return len(sampled)

@@ -1,10 +1,10 @@
-"""Proposes the next tokens of a sequence from its own text, where that pays (prompt lookup).
+"""n-gram proposer: proposes a sequence's next tokens from its own text (prompt lookup).
 
-A proposal is what followed the last time that the sequence's last few tokens occurred in it.
-A further row makes a step longer by a price that is learned from the steps that ran (`RowCost`),
-and the chance that a token is accepted is tracked for each sequence and length of the text found
-again, also without speculation. One more token is proposed as long as that adds more to what a step
-yields than to what it takes: where proposals are wrong or steps are full, they stop by themselves.
+A proposal is what followed the previous occurrence of the sequence's last few tokens. The cost of a
+further row is learned from step durations (`RowCost`), and the acceptance rate is tracked for each
+sequence and n-gram length, also without proposals. A token is proposed only if it adds
+proportionally more tokens to a step than time: proposals stop where they are wrong or steps are
+full.
 
 Source: A. Saxena, "Prompt Lookup Decoding", 2023.
 """
@@ -17,137 +17,136 @@ from weakref import WeakKeyDictionary
 from baton.engine.sequence import Sequence
 from baton.engine.speculative import Proposer
 
-LENGTHS = (4, 3, 2)  # of the text that has to be found again; the longest is looked for first
-MOST_PLACES = 1 << 15  # remembered for each sequence, twice over: about 8 MiB at most
-CATCH_UP_TOKENS = 1024  # read in one step, which takes less than a ms
+LENGTHS = (4, 3, 2)  # of n-grams, in the order of their look-up
+MAX_NGRAMS = 1 << 15  # of a sequence's index, of which there are two: about 8 MiB at most
+CATCH_UP_TOKENS = 1024  # indexed in one step, in less than a ms
 
 
 class NgramProposer(Proposer):
-    """Proposals from sequences' own text."""
+    """Proposes by n-grams."""
 
     def __init__(self, most: int, max_context: int) -> None:
         super().__init__(most, max_context)
         self.costs = RowCost()
-        self._texts: WeakKeyDictionary[Sequence, Text] = WeakKeyDictionary()
+        self._indexes: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
 
     def propose(
         self, sequences: list[Sequence], limits: list[int], rows: int
     ) -> list[tuple[int, ...]]:
         price = self.costs.price(rows)
         return [
-            self._texts.setdefault(sequence, Text()).propose(sequence.tokens, limit, price)
+            self._indexes.setdefault(sequence, NgramIndex()).propose(sequence.tokens, limit, price)
             for sequence, limit in zip(sequences, limits, strict=True)
         ]
 
     def learn(self, sequence: Sequence, sampled: Tokens[int]) -> None:
-        if text := self._texts.get(sequence):
-            text.learn(sampled)
+        if index := self._indexes.get(sequence):
+            index.learn(sampled)
 
-    def took(self, rows: int, proposed: int, seconds: float) -> None:
-        self.costs.took(rows, proposed, seconds)
+    def record_step(self, rows: int, proposed: int, seconds: float) -> None:
+        self.costs.record_step(rows, proposed, seconds)
 
 
-class Text:
-    """One sequence's text, and how often what followed there was right."""
+class NgramIndex:
+    """The n-grams of a sequence, and the acceptance rates of its proposals."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, ...], int] = {}  # text -> where it was followed
+        self._places: dict[tuple[int, ...], int] = {}  # n-gram → position after its last occurrence
         self._older_places: dict[tuple[int, ...], int] = {}
-        self._read = 1  # tokens before this one are known as text that something follows
-        self._chances = {length: _Chance() for length in LENGTHS}
-        self._found = 0  # the length that the proposal below rests on
+        self._indexed = 1  # n-grams that end before this position are indexed
+        self._rates = {length: _AcceptanceRate() for length in LENGTHS}
+        self._found = 0  # n-gram length of the last proposal
         self._proposed: tuple[int, ...] = ()
 
     def propose(self, tokens: Tokens[int], most: int, price: float) -> tuple[int, ...]:
-        """Up to `most` tokens that may follow `tokens`, as many as pay at that price of a row.
+        """Up to `most` tokens after `tokens`, as many as are worth the price of a row.
 
-        Call `learn` with what was sampled.
+        `learn` is to be called with the sampled tokens.
         """
-        self._read_up_to(tokens)
+        self._index_tokens(tokens)
         length, place = self._find(tokens)
         if not length or most < 1:
             self._proposed = ()
             return ()
-        count = worthwhile(self._chances[length].value, price, most)
+        count = worthwhile(self._rates[length].value, price, most)
         self._found, self._proposed = length, _continued(tokens, place, max(1, count))
         return self._proposed[:count]
 
     def learn(self, sampled: Tokens[int]) -> None:
-        """Compares the last proposal, computed or not, with the tokens that came of that step.
+        """Updates acceptance rates with the last proposal, computed or not, and sampled tokens.
 
-        They end with the first that was not proposed: what was proposed behind it was not tried.
+        sampled: ends with the first token that was not proposed.
         """
         for proposed, token in zip(self._proposed, sampled, strict=False):
-            self._chances[self._found].add(proposed == token)
+            self._rates[self._found].add(proposed == token)
         self._proposed = ()
 
-    def _read_up_to(self, tokens: Tokens[int]) -> None:
-        """Remembers each text before the last token; nothing follows that one yet."""
-        first, end = self._read, min(len(tokens), self._read + CATCH_UP_TOKENS)
+    def _index_tokens(self, tokens: Tokens[int]) -> None:
+        """Indexes n-grams before the last token, which nothing follows yet."""
+        first, end = self._indexed, min(len(tokens), self._indexed + CATCH_UP_TOKENS)
         reach = LENGTHS[0]
         for at in range(first, end):
-            behind = tuple(tokens[max(0, at - reach) : at])
+            suffix = tuple(tokens[max(0, at - reach) : at])
             for length in LENGTHS:
                 if length <= at:
-                    self._places[behind[-length:]] = at
-        self._read = max(first, end)
-        if len(self._places) > MOST_PLACES:
+                    self._places[suffix[-length:]] = at
+        self._indexed = max(first, end)
+        if len(self._places) > MAX_NGRAMS:
             self._older_places, self._places = self._places, {}
 
     def _find(self, tokens: Tokens[int]) -> tuple[int, int]:
-        """(length, place) of the longest end of `tokens` that occurred before; (0, 0) of none."""
-        behind = tuple(tokens[-LENGTHS[0] :])
+        """(length, position) of the longest n-gram at the end that occurred before, or (0, 0)."""
+        suffix = tuple(tokens[-LENGTHS[0] :])
         for length in LENGTHS:
-            if length > len(behind):
+            if length > len(suffix):
                 continue
-            end = behind[-length:]
-            place = self._places.get(end) or self._older_places.get(end)
+            ngram = suffix[-length:]
+            place = self._places.get(ngram) or self._older_places.get(ngram)
             if place:
                 return length, place
         return 0, 0
 
 
-class _Chance:
-    """The share of accepted tokens; older ones count less and less."""
+class _AcceptanceRate:
+    """The share of accepted tokens, with exponentially decaying weights."""
 
-    _KEPT = 15 / 16  # of what is known, from one token to the next
+    _KEPT = 15 / 16  # decay of weights a token
 
     def __init__(self) -> None:
-        self._tried, self._right = 4.0, 2.0  # as good as nothing is known, and it is worth a try
+        self._tried, self._accepted = 4.0, 2.0  # a prior of one half, with little weight
 
     @property
     def value(self) -> float:
-        return self._right / self._tried
+        return self._accepted / self._tried
 
-    def add(self, right: bool) -> None:
+    def add(self, accepted: bool) -> None:
         self._tried = self._tried * self._KEPT + 1
-        self._right = self._right * self._KEPT + right
+        self._accepted = self._accepted * self._KEPT + accepted
 
 
 class RowCost:
-    """What proposed tokens add to a step's time: the usual at first, then what is measured.
+    """The cost of proposed tokens in step time: a default at first, then measured.
 
-    Steps are grouped by their rows without proposed ones. In each group a straight line is fitted
-    to the times over the tokens proposed for each sequence; as long as these hardly differ, the
-    line keeps the usual slope.
+    For each number of rows without proposed tokens, a line is fitted to step durations over the
+    proposed tokens a sequence; while these hardly vary, it keeps the default slope.
     """
 
-    USUAL_FREE_ROWS = 16  # as many rows take as long as the first one's wait for memory
-    MOST_ROWS = 64  # in steps that are measured; speculation does not pay with more
+    USUAL_FREE_ROWS = 16  # rows whose arithmetic takes as long as reading the weights
+    MAX_ROWS = 64  # of measured steps; with more, proposals are not worth their cost
 
     def __init__(self) -> None:
         self._lines: dict[int, _Line] = {}
 
-    def took(self, rows: int, proposed: int, seconds: float) -> None:
-        """A step of so many rows, and of proposed ones besides, has run."""
-        if 0 < rows <= self.MOST_ROWS and seconds > 0:
+    def record_step(self, rows: int, proposed: int, seconds: float) -> None:
+        """Records a step's duration. rows: without proposed tokens · proposed: their number."""
+        if 0 < rows <= self.MAX_ROWS and seconds > 0:
             line = self._lines.get(rows)
             if line is None:
                 line = self._lines[rows] = _Line(self._usual(rows))
             line.add(proposed / rows, seconds)
 
     def price(self, rows: int) -> float:
-        """By what share of its time a step of `rows` rows grows with one more for each."""
+        """The share by which a step of `rows` rows gets longer with one more row for each."""
         line = self._lines.get(rows)
         return line.price if line is not None else self._usual(rows)
 
@@ -156,12 +155,12 @@ class RowCost:
 
 
 class _Line:
-    """Seconds over proposed tokens for each sequence; older steps count less and less."""
+    """A line of seconds over proposed tokens a sequence, fitted with decaying weights."""
 
-    _KEPT = 0.99  # of what is known, from one step to the next
-    _DOUBT = 20.0  # how many steps one token apart the usual price counts as
-    _LONGEST = 2.0  # times what was to be expected; more has another cause
-    _LEAST = 0.25  # of the usual price: noise can make times look flat
+    _KEPT = 0.99  # decay of weights a step
+    _PRIOR_STEPS = 20.0  # weight of the default price, in steps that are one token apart
+    _MAX_RATIO = 2.0  # to the expected duration; longer steps have another cause
+    _MIN_RATIO = 0.25  # to the default price: noise can make durations look constant
 
     def __init__(self, usual: float) -> None:
         self._usual = usual
@@ -169,10 +168,10 @@ class _Line:
         self._var = self._cov = 0.0  # sums
 
     def add(self, proposed: float, seconds: float) -> None:
-        """Takes in a step."""
+        """Adds a step to the fit."""
         if self._weight:
             at_mean, there = 1 + self.price * self._proposed, 1 + self.price * proposed
-            seconds = min(seconds, self._LONGEST * self._seconds * there / at_mean)
+            seconds = min(seconds, self._MAX_RATIO * self._seconds * there / at_mean)
         self._weight = self._weight * self._KEPT + 1
         off, late = proposed - self._proposed, seconds - self._seconds
         self._proposed += off / self._weight
@@ -182,31 +181,32 @@ class _Line:
 
     @property
     def price(self) -> float:
-        """The line's slope, as a share of what a step without proposed tokens takes."""
+        """The slope as a share of the duration without proposed tokens."""
         usual = self._seconds * self._usual / (1 + self._usual * self._proposed)
-        rise = (self._cov + self._DOUBT * usual) / (self._var + self._DOUBT)
+        rise = (self._cov + self._PRIOR_STEPS * usual) / (self._var + self._PRIOR_STEPS)
         without = max(self._seconds - rise * self._proposed, self._seconds / 100)
-        return min(max(rise / without, self._usual * self._LEAST), 1.0)
+        return min(max(rise / without, self._usual * self._MIN_RATIO), 1.0)
 
 
 def worthwhile(chance: float, price: float, most: int) -> int:
-    """How many proposed tokens give the most tokens in the time: each is right with `chance` if
-    those before it are, and makes the step longer by `price`.
+    """The number of proposed tokens that maximises tokens a second.
 
-    One is worth it if it raises a step's tokens, 1 at first, by a greater factor than its time.
+    chance: that a token is accepted if those before it are · price: the share by which each makes
+    the step longer. A token is worth it if it raises the expected tokens of a step, 1 without
+    proposals, by a greater factor than its duration.
     """
-    tokens = time = right = 1.0
+    tokens = time = probability = 1.0
     for count in range(most):
-        right *= chance
-        if right * time <= price * tokens:
+        probability *= chance
+        if probability * time <= price * tokens:
             return count
-        tokens += right
+        tokens += probability
         time += price
     return most
 
 
 def _continued(tokens: Tokens[int], place: int, count: int) -> tuple[int, ...]:
-    """`count` tokens from `place` on; past the end what was taken is repeated."""
+    """`count` tokens from `place` on; past the end those are repeated."""
     taken = list(tokens[place : place + count])
     while len(taken) < count:
         taken.append(taken[len(taken) - (len(tokens) - place)])

@@ -1,3 +1,1 @@
-"""One engine each, in a process of its own under the interpreter that has its library; see
-`protocol`.
-"""
+"""Adapters: programs that run one engine each, with the interpreter that has its library."""

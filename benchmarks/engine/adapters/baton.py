@@ -28,7 +28,7 @@ class Baton(Adapter):
         )
         self._loaded = loaded = build.load(settings)
         build.warm_up(loaded)
-        # Memory that was never written is one page of zeros, which no cache misses.
+        # Memory that was never written is a single page of zeros, which stays in the cache.
         size, pool = loaded.layout, loaded.runner.pool
         sizes = (size.num_blocks, size.num_layers, size.num_kv_heads, size.head_size)
         pool.copy_(random_pool(*sizes, size.dtype, pool.device, size.block_size))

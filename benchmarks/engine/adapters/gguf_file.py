@@ -26,10 +26,10 @@ _NORMAL, _CONTROL = 1, 3  # kinds of tokens
 
 
 def gguf_of(python: str, directory: str, shape: str, kind: str) -> Path:
-    """The model of a directory as a GGUF file beside it, written if it is not there.
+    """The GGUF file of a model directory, written if it does not exist.
 
-    In a process of its own under that interpreter: the memory that writing takes is given back.
-    Raises Failed with the end of what that printed.
+    Written by a process of that interpreter, whose memory is then free. Raises Failed with the end
+    of its output.
     """
     file = Path(directory) / f"{kind}.gguf"
     if not file.exists():
@@ -44,7 +44,7 @@ def gguf_of(python: str, directory: str, shape: str, kind: str) -> Path:
 
 
 def write(directory: Path, shape: Shape, kind: str, file: Path) -> None:
-    """Writes the file; one that is interrupted leaves none."""
+    """Writes the file; nothing is left if it is interrupted."""
     part = file.with_name(f"{file.name}.part")
     if kind == "q4_k_m":
         quantize(gguf_of(sys.executable, str(directory), shape.name, "bf16"), part)
@@ -54,7 +54,7 @@ def write(directory: Path, shape: Shape, kind: str, file: Path) -> None:
 
 
 def quantize(source: Path, file: Path) -> None:
-    """Q4_K_M of a file in bf16. Raises RuntimeError."""
+    """Quantises a bf16 file to Q4_K_M. Raises RuntimeError."""
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
@@ -65,7 +65,7 @@ def quantize(source: Path, file: Path) -> None:
 
 
 def convert(directory: Path, shape: Shape, kind: str, file: Path) -> None:
-    """The weights as they are, or in q8_0."""
+    """Writes the weights in bf16 or q8_0."""
     import gguf
     import torch
     from safetensors.torch import load_file

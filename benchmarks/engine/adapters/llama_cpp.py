@@ -1,7 +1,7 @@
-"""llama.cpp through its C API (as the package llama-cpp-python exposes it): batched decode.
+"""llama.cpp through the C API of llama-cpp-python: batched decode.
 
-One KV stream a sequence, as its own `llama-batched-bench` has them, and flash attention as it
-chooses by itself. Tokens are sampled with numpy's argmax, which is quicker than its greedy sampler.
+Each sequence has a KV stream, as in `llama-batched-bench`, and flash attention is left at its
+default. Tokens are sampled by numpy's argmax, which is faster than its greedy sampler.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LlamaCpp(Adapter):
         }
 
     def decode(self, batch: int, context: int, steps: int) -> Timed:
-        """The prompts stay where they are; what was decoded is removed."""
+        """Decodes after prompts that stay in the KV cache; decoded tokens are removed."""
         self._fill(batch, context)
         tokens = [1 + i for i in range(batch)]
         tokens = self._step(tokens, context)
@@ -78,7 +78,7 @@ class LlamaCpp(Adapter):
         return seconds, ""
 
     def _fill(self, batch: int, context: int) -> None:
-        """Computes the prompts that are not there yet."""
+        """Computes prompts that are not in the KV cache."""
         there, length = self._filled
         if length != context:
             self._api.llama_memory_clear(self._api.llama_get_memory(self._decoding), False)
@@ -96,7 +96,7 @@ class LlamaCpp(Adapter):
     def _compute(
         self, context: Any, rows: Sequence[tuple[int, int, int]], every: bool = False
     ) -> None:
-        """Runs rows of (token, position, sequence); scores of the last or of `every` one."""
+        """Runs rows of (token, position, sequence), with logits of the last or of `every` row."""
         batch = self._api.llama_batch_init(len(rows), 0, 1)
         try:
             batch.n_tokens = len(rows)
@@ -110,7 +110,7 @@ class LlamaCpp(Adapter):
             self._api.llama_batch_free(batch)
 
     def _sample(self, context: Any, rows: int) -> list[int]:
-        """The most likely token of each row that has scores."""
+        """The most likely token of each row of logits."""
         scores = ctypes.cast(self._api.llama_get_logits(context), ctypes.POINTER(ctypes.c_float))
         sampled: list[int] = (
             np.ctypeslib.as_array(scores, (rows, self.setup.vocab)).argmax(1).tolist()
@@ -119,7 +119,7 @@ class LlamaCpp(Adapter):
 
     def _context(self, sequences: int, length: int) -> Any:
         params = self._api.llama_context_default_params()
-        length = -(-length // 256) * 256  # what it rounds a stream up to
+        length = -(-length // 256) * 256  # as llama.cpp rounds it
         params.n_ctx, params.n_seq_max = sequences * length, sequences
         params.n_batch, params.kv_unified = max(2048, length), False
         params.n_threads = params.n_threads_batch = self.setup.threads

@@ -1,16 +1,16 @@
-"""The adapter's end of the pipe: JSON lines in, JSON lines out. Needs only Python.
+"""Protocol of adapters: JSON lines in and out. Needs only Python.
 
-The first line it writes is `{"ready": {...}}`, or `{"missing": why}` where its library is not
-installed. It then answers each of
+The first line is `{"ready": {...}}`, or `{"missing": reason}` if its library is not installed. It
+then answers each of
 
     {"decode": [batch, context, steps]}
     {"prefill": [tokens]}
 
-with `{"seconds": ..., "note": ...}`, or `{"error": why}`, until its input ends.
+with `{"seconds": ..., "note": ...}`, or `{"error": reason}`, until its input ends.
 
-decode: `batch` sequences have `context` tokens each in the KV cache, all of them different; the
-clock runs over `steps` steps that sample a token greedily for each. prefill: one prompt that is in
-no cache, from its submission to its first token. Nothing is turned into text.
+decode: `batch` sequences have `context` different tokens each in the KV cache; measured are `steps`
+steps that sample a token greedily for each. prefill: one prompt that no cache holds, measured from
+its submission to its first token. Nothing is detokenized.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any
 
 from benchmarks.child import messages
 
-_FIRST_ID = 10  # of prompts: below lie what tokenizers keep for themselves
-Timed = tuple[float, str]  # seconds, and how it was done where there was a choice
+_FIRST_ID = 10  # of prompts; lower ids are special tokens
+Timed = tuple[float, str]  # seconds, and the variant that was used
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What an adapter loads, and how large its cache must be. Sizes are tokens."""
+    """The model to load, and sizes of the KV cache in tokens."""
 
     directory: str
     vocab: int
@@ -47,25 +47,25 @@ class Setup:
 
     def prompt(self, length: int, seed: int) -> list[int]:
         """Random token ids, the same for the same seed."""
-        # Seeded with a text: integers of different lengths may give equal sequences.
+        # Seeded with text, because different integers may give equal sequences.
         rng = random.Random(str(seed))
         return [rng.randrange(_FIRST_ID, self.vocab) for _ in range(length)]
 
 
 class Adapter(abc.ABC):
-    """One engine with the model in memory. `decode` and `prefill`: see the head of this module."""
+    """An engine with the model in memory. `decode` and `prefill`: see the module's docstring."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._seeds = itertools.count(1 << 32)
 
     def new_prompt(self, tokens: int) -> list[int]:
-        """One that is in no cache."""
+        """A prompt that no cache holds."""
         return self.setup.prompt(tokens, next(self._seeds))
 
     @abc.abstractmethod
     def about(self) -> dict[str, str]:
-        """Its version and the settings that matter."""
+        """Version and relevant settings."""
 
     @abc.abstractmethod
     def decode(self, batch: int, context: int, steps: int) -> Timed: ...
@@ -75,7 +75,7 @@ class Adapter(abc.ABC):
 
 
 def main(load: Callable[[Setup], Adapter]) -> None:
-    """Loads the engine for the setup on the command line and answers until the input ends."""
+    """Loads the engine for the setup on the command line, and answers requests."""
     setup, write = Setup(**json.loads(sys.argv[1])), messages()
     os.sched_setaffinity(0, setup.cpus)
     try:

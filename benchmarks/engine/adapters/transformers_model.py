@@ -1,8 +1,8 @@
 """Hugging Face transformers, greedy: a loop over its model, or its own `generate`.
 
-The loop takes the attention ("eager", "sdpa") and the cache ("dynamic" grows with each token,
-"static" is preallocated) that do best for each kind of work: tried at its first call, and noted.
-`generate` is called as by default: sdpa, dynamic. Nothing is compiled.
+The loop uses the attention ("eager", "sdpa") and the cache ("dynamic" grows with each token,
+"static" is preallocated) that are fastest for each kind of work, which its first call finds.
+`generate` has its defaults: sdpa, dynamic. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _TRIED_STEPS = 3
 
 
 class Transformers(Adapter):
-    """One model in bfloat16; `options["generate"]` asks for the library's own loop.
+    """A model in bfloat16; `options["generate"]` selects the library's `generate`.
 
-    Without a directory it is one of `options["config"]` with random weights on
+    Without a directory it is a model of `options["config"]` with random weights on
     `options["device"]`.
     """
 
@@ -55,7 +55,7 @@ class Transformers(Adapter):
         return {"version": self._transformers.__version__, "torch": str(self._torch.__version__)}
 
     def decode(self, batch: int, context: int, steps: int) -> Timed:
-        """The sequences' cached keys and values are copies of one prompt's."""
+        """Decodes sequences whose cached keys and values are copies of one prompt's."""
         return self._timed("decode", batch, lambda v, n: self._decode(v, batch, context, n), steps)
 
     def prefill(self, tokens: int) -> Timed:
@@ -64,7 +64,7 @@ class Transformers(Adapter):
     def _timed(
         self, kind: str, size: int, run: Callable[[Variant, int], float], steps: int
     ) -> Timed:
-        """The variant that is the fastest for this kind of work, tried at its first call."""
+        """Runs the fastest variant for this kind of work, which the first call finds."""
         if (kind, size) not in self._best:
             tried = {}
             for variant in self._variants:
@@ -88,7 +88,7 @@ class Transformers(Adapter):
         torch = self._torch
         with torch.inference_mode():
             one, token = self._prompt(context)
-            # How long a step takes does not depend on what is cached.
+            # The time of a step does not depend on cached values.
             cache = self._cache(variant, batch, context + steps + 1)
             where = {
                 "cache_position": torch.arange(context, device=self._device)
@@ -108,7 +108,7 @@ class Transformers(Adapter):
             return time.perf_counter() - began
 
     def _prompt(self, length: int) -> tuple[Any, Any]:
-        """A cache with a prompt of that length, and the token after it."""
+        """A cache with a prompt of this length, and the next token."""
         if length not in self._prompts:
             ids = self._ids(self.setup.prompt(length, 0))
             cache = self._cache(_DEFAULT, 1, length)

@@ -1,4 +1,4 @@
-"""vLLM's engine in this process, on the CPU, as its offline API drives it."""
+"""vLLM's engine in this process, on the CPU, through its offline API."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import time
 
 from benchmarks.engine.adapters.protocol import Adapter, Setup, Timed, main
 
-SPARE_TOKENS = 512  # beyond what is measured: sequences that are ready first go on meanwhile
+SPARE_TOKENS = 512  # beyond measured ones: sequences prefilled first already decode
 
 
 class Vllm(Adapter):
-    """An `LLMEngine`, with vLLM's defaults but for what is set here.
+    """An `LLMEngine` with vLLM's defaults, except for the settings here.
 
-    The prompts of decoding sequences stay in its prefix cache from one call to the next.
-    """
+    Prompts of decoding sequences stay in its prefix cache between calls."""
 
     def __init__(self, setup: Setup) -> None:
         # Read when the package is imported.
@@ -61,7 +60,7 @@ class Vllm(Adapter):
         return self._until({self._add(prompt, 1)}) - began, ""
 
     def _run(self, batch: int, context: int, steps: int) -> float:
-        """Seconds of `steps` steps in which all sequences got a token."""
+        """Seconds of `steps` steps, in each of which all sequences get a token."""
         prompts = [self.setup.prompt(context, seed) for seed in range(batch)]
         names = {self._add(prompt, steps + SPARE_TOKENS) for prompt in prompts}
         began = ended = self._until(names)
@@ -82,12 +81,12 @@ class Vllm(Adapter):
         return name
 
     def _step(self) -> tuple[float, set[str]]:
-        """When the next step ended, and which sequences got a token."""
+        """Runs a step: its end time, and the sequences that got a token."""
         outputs = self._engine.step()
         return time.perf_counter(), {output.request_id for output in outputs}
 
     def _until(self, names: set[str]) -> float:
-        """When a step had a token for each of `names`."""
+        """Runs steps until one has a token for each of `names`: its end time."""
         while True:
             ended, got = self._step()
             if got == names:

@@ -133,7 +133,7 @@ async def test_goes_on_behind_what_has_come(connect, serve, attempts):
     ("scripts", "error", "match"),
     [
         # A router that would begin anew is not believed.
-        ([[started(), delta("Hel", 1), GONE], HELLO], errors.Unavailable, "cannot go on"),
+        ([[started(), delta("Hel", 1), GONE], HELLO], errors.Unavailable, "cannot continue"),
         # Errors that cannot pass are final after output, too.
         ([[started(), delta("Hel", 1), errors.InternalError("bug")]], errors.InternalError, "bug"),
     ],

@@ -13,7 +13,8 @@ import sys
 import pytest
 
 from baton.cli import parser
-from baton.cli.services import router_config, worker_config
+from baton.cli.router import router_config
+from baton.cli.workers import worker_config
 from baton.errors import BatonError
 from baton.net.server import Health
 from tests.unit.deployment.files import BASE, COMPOSE, OVERLAYS, load, merge

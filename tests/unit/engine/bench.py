@@ -4,7 +4,7 @@ import queue
 
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.loop import Progress, StepReport
+from baton.engine.step_report import SequenceProgress, StepReport
 from tests.unit.engine.small_models import require
 from tests.waiting import WAIT_S
 
@@ -51,7 +51,7 @@ class Bench:
         """Runs sequences to their ends, which must not be failures: what each got, by its id."""
         for added in [self.engine.add(sequence) for sequence in sequences]:
             added.result(WAIT_S)  # all are there before the first gets far
-        got: dict[str, list[Progress]] = {sequence.seq_id: [] for sequence in sequences}
+        got: dict[str, list[SequenceProgress]] = {sequence.seq_id: [] for sequence in sequences}
         running = set(got)
         while running:
             for progress in self.next_report().progress:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.engine import ranks
+from baton.engine import tensor_parallel
 from baton.engine.backends.gpu import backend
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.waiting import WAIT_S
@@ -11,7 +11,7 @@ from tests.waiting import WAIT_S
 @pytest.fixture(autouse=True)
 def patient_ranks(monkeypatch):
     """Ranks that share busy cores are late, not hung."""
-    for module in (ranks, backend):
+    for module in (tensor_parallel, backend):
         monkeypatch.setattr(module, "RANK_TIMEOUT_S", WAIT_S)
 
 

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from baton.engine.backends import unsupported
+from baton.engine.backends.cpu.native_model import NativeModel
+from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.kernels.native import library
-from baton.engine.kernels.native.model import NativeModel
-from baton.engine.kernels.native.ops import NativeOps
 from baton.engine.kernels.native.packing import PackedWeight
-from baton.engine.models.decoder import Model
-from baton.engine.models.model_config import ModelConfig, Rope
-from baton.engine.weights.loader import random_weights
-from baton.engine.weights.weight import DenseWeight, Weight, quantized
+from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.loader import random_weights
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.rope_config import Rope
+from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
+from baton.engine.quantization.methods import quantize_weight
 from tests.unit.engine.paged import PagedRun
 
 CPU = torch.device("cpu")
@@ -56,7 +58,7 @@ def make(kernels, config, weights, dtype=torch.float32):
     """The model; skips the test where there is no native code."""
     require(kernels)
     if kernels == "torch":
-        return Model(config, weights, dtype, CPU)
+        return DecoderModel(config, weights, dtype, CPU)
     weights = packed(weights)
     if unsupported(config, 16, "native"):
         return NativeOps(config, weights, dtype, attends=False)
@@ -65,8 +67,8 @@ def make(kernels, config, weights, dtype=torch.float32):
 
 def packed(part):
     """Weights with every matrix packed."""
-    if isinstance(part, Weight):
-        return PackedWeight.of(part)
+    if isinstance(part, LinearWeight):
+        return PackedWeight.from_weight(part)
     if isinstance(part, tuple):
         return tuple(map(packed, part))
     if is_dataclass(part):
@@ -96,7 +98,7 @@ def changed(part, of_weight, of_tensor=lambda name, tensor: tensor):
     """A layer, its experts or one of them, with each weight and each tensor changed."""
 
     def change(name, value):
-        if isinstance(value, Weight):
+        if isinstance(value, LinearWeight):
             return of_weight(value)
         if isinstance(value, torch.Tensor):
             return of_tensor(name, value)
@@ -114,7 +116,7 @@ def run_of(kind, window=None, block_size=16, **sizes):
 
     def held(weight):
         wide = DenseWeight(weight.tensor * 8)
-        return quantized(wide, "int8" if kind.weights else "none")
+        return quantize_weight(wide, "int8" if kind.weights else "none")
 
     layers = tuple(changed(layer, held) for layer in weights.layers)
     weights = replace(weights, layers=layers, lm_head=held(weights.lm_head))

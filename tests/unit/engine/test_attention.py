@@ -12,8 +12,8 @@ from baton.engine.kernels.torch.attention import (
     padded_keys,
     write_kv,
 )
+from baton.engine.kernels.torch.row_quantization import FP8, pack_rows, unpack_rows
 from baton.engine.kv_cache import KvLayout
-from baton.engine.weights.quantize import FP8, pack_rows, unpack_rows
 
 LAYERS, LAYER, HEADS, KV_HEADS, HEAD_SIZE = 3, 1, 6, 2, 16
 SCALE = HEAD_SIZE**-0.5

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, options
-from baton.engine.backends import cpu
+from baton.engine import cpu_affinity
+from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.build import choose_dtype, device_of
-from baton.engine.kernels.native.ops import NativeOps
 from baton.engine.kernels.native.packing import PackedWeight
-from baton.engine.weights.quantize import SCALE_BYTES
+from baton.engine.kernels.torch.row_quantization import SCALE_BYTES
 from baton.errors import ConfigError
 from tests.unit.engine.bench import load
 from tests.unit.engine.checkpoints import SMALL, make_checkpoint
@@ -166,16 +166,16 @@ def test_a_thread_and_those_it_starts_are_pinned_and_stand_back():
     def child():
         return in_a_thread(place)[0]
 
-    _, here, below = in_a_thread(lambda: cpu.pin_thread(last, nice), place, child)
+    _, here, below = in_a_thread(lambda: cpu_affinity.pin_thread(last, nice), place, child)
     assert here == below == (last, nice)
     assert place() == before
-    _, here = in_a_thread(lambda: cpu.pin_thread((), 0), place)
+    _, here = in_a_thread(lambda: cpu_affinity.pin_thread((), 0), place)
     assert here == before
 
 
 def test_confined_gives_the_cores_back_whatever_happens():
     def fail():
-        with cpu.pinned_to({min(ALL)}):
+        with cpu_affinity.pinned_to({min(ALL)}):
             assert os.sched_getaffinity(0) == {min(ALL)}
             raise ValueError("seen")
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from baton.engine.block_manager import BlockManager
-from baton.engine.loop import MAX_FAILED_STEPS, SEQUENCES_PER_PLACE, Engine
+from baton.engine.engine import SEQUENCES_PER_PLACE, Engine
+from baton.engine.loop import MAX_FAILED_STEPS
 from baton.engine.runner import SampledTokens, StepRunner
 from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
@@ -90,7 +91,7 @@ def test_hundreds_leave_at_once_and_the_next_one_is_served_at_once(bench):
     assert (load.blocks_held, load.queue_tokens, load.waiting, load.running) == (0, 0, 0, 0)
 
 
-def test_a_halted_sequence_runs_no_more_and_keeps_its_blocks(bench):
+def test_a_paused_sequence_does_not_run_and_keeps_its_blocks(bench):
     bench.engine.add(sequence("a"))
     assert bench.runner.begun.wait(WAIT_S)
     paused = bench.engine.pause("a")

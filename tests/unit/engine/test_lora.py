@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 
 from baton.config import EngineConfig
 from baton.engine import build
+from baton.engine.checkpoint.tensors import LORA_CONFIG, LORA_FILE, fingerprint
+from baton.engine.models.loader import load_weights
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.weights.checkpoint import LORA_CONFIG, LORA_FILE, fingerprint
-from baton.engine.weights.loader import load_weights
 from baton.errors import CheckpointError, ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.paged import PagedRun

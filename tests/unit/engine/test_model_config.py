@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
+from baton.engine.checkpoint.tensors import fingerprint
 from baton.engine.models.model_config import ModelConfig, Rope
 from baton.engine.models.rope import inverse_frequencies
-from baton.engine.weights.checkpoint import fingerprint
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
 
@@ -237,7 +237,7 @@ REFUSED_FORMATS: list[Any] = [
         ({**GEMMA, "attn_logit_softcapping": 2.0}, ["attn_logit_softcapping", "2.0", "null"]),
         (
             {"rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.1}},
-            ["rope_parameters.llama_4_scaling_beta", "0.1", "not followed"],
+            ["rope_parameters.llama_4_scaling_beta", "0.1", "not supported"],
         ),
         ({"rope_scaling": {"rope_type": "dynamic", "alpha": 1e3}}, ["rope_scaling.alpha"]),
         ({"rope_parameters": {"full_attention": {"factor": 2}}}, ["full_attention"]),

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from baton.engine.kernels.torch.linear import act_mul, product
-from baton.engine.models.model_config import ExpertsConfig, Rope
+from baton.engine.models.model_config import ExpertsConfig
 from baton.engine.models.rope import rope_table
+from baton.engine.models.rope_config import Rope
 from tests.unit.engine.small_models import Kind, feed, run_of, tokens
 
 # (in, out) of products in real and in odd shapes.

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.kernels.native.model import NativeModel
+from baton.engine.backends.cpu.native_model import NativeModel
 from baton.engine.models.architectures import ARCHITECTURES
-from baton.engine.models.decoder import Model
+from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.loader import load_weights
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.weights.loader import load_weights
 from tests.unit.engine import small_models
 from tests.unit.engine.checkpoints import load_reference, make_checkpoint, make_model
 from tests.unit.engine.paged import PagedRun
 
 CPU = torch.device("cpu")
-Load = Callable[..., Model | NativeModel]
+Load = Callable[..., DecoderModel | NativeModel]
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.speculative import ngram, verify
-from baton.engine.speculative.ngram import LENGTHS, RowCost, Text, worthwhile
+from baton.engine.speculative.ngram import LENGTHS, NgramIndex, RowCost, worthwhile
 
 CHEAP = 1e-6  # a price at which everything is drafted
 few_tokens = st.lists(st.integers(0, 2), max_size=60)
@@ -29,14 +29,14 @@ def expected(tokens, most):
 class TestLookup:
     @given(tokens=few_tokens, most=st.integers(1, 6), data=st.data())
     def test_is_the_slow_ways_however_the_tokens_came(self, tokens, most, data):
-        proposer, known = Text(), 0
+        proposer, known = NgramIndex(), 0
         while known < len(tokens):
             known = data.draw(st.integers(known + 1, len(tokens)))
             assert proposer.propose(tokens[:known], most, CHEAP) == expected(tokens[:known], most)
 
     def test_memory_is_bounded_and_what_is_recent_is_kept(self, monkeypatch):
-        monkeypatch.setattr(ngram, "MOST_PLACES", 300)
-        proposer = Text()
+        monkeypatch.setattr(ngram, "MAX_NGRAMS", 300)
+        proposer = NgramIndex()
         numbers = random.Random(3)
         tokens = [numbers.randrange(100_000) for _ in range(5000)]
         tokens += tokens[-50:-45]
@@ -50,7 +50,7 @@ class TestLookup:
         assert proposer.propose(forgotten, 4, CHEAP) == ()
 
     def test_a_long_prompt_is_read_in_parts(self):
-        proposer = Text()
+        proposer = NgramIndex()
         tokens = list(range(2 * ngram.CATCH_UP_TOKENS + 100))
         tokens += tokens[-9:-5]
         assert proposer.propose(tokens, 2, CHEAP) == ()
@@ -61,7 +61,7 @@ class TestLookup:
 class TestAdapting:
     def follow(self, text, known, price):
         """Drafted tokens at each step of a sequence that turns out to be `text`."""
-        proposer, counts = Text(), []
+        proposer, counts = NgramIndex(), []
         while known < len(text):
             proposed = proposer.propose(text[:known], min(4, len(text) - known - 1), price)
             sampled = text[known : known + len(proposed) + 1]
@@ -85,7 +85,7 @@ class TestAdapting:
         assert sum(counts[-100:]) > 300
 
     def test_a_length_of_text_that_misleads_does_not_stop_another(self):
-        proposer, tokens = Text(), [1, 2]
+        proposer, tokens = NgramIndex(), [1, 2]
         for other in range(10, 70):  # what follows the pair is another token each time
             tokens += [other, 1, 2]
             last = proposer.propose(tokens, 4, 0.3)
@@ -96,13 +96,13 @@ class TestAdapting:
 
     def test_what_was_not_tried_does_not_count_as_rejected(self):
         """Of four drafts whose first is wrong, one is known to be wrong."""
-        one, four = Text(), Text()
+        one, four = NgramIndex(), NgramIndex()
         tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3]
         one.propose(tokens, 1, CHEAP)
         four.propose(tokens, 4, CHEAP)
         one.learn([7])
         four.learn([7])
-        chances = [[chance.value for chance in each._chances.values()] for each in (one, four)]
+        chances = [[chance.value for chance in each._rates.values()] for each in (one, four)]
         assert chances[0] == chances[1]
 
     @given(
@@ -130,7 +130,7 @@ class TestRowCost:
         for _ in range(400):
             ngram = numbers.randint(0, 3 * rows)
             seconds = 1e-3 * (1 + price * ngram / rows) * numbers.uniform(0.95, 1.05)
-            costs.took(rows, ngram, seconds)
+            costs.record_step(rows, ngram, seconds)
         usual = RowCost().price(rows)
         assert costs.price(rows) == pytest.approx(max(price, usual / 4), rel=0.3)
         assert costs.price(rows + 1) == RowCost().price(rows + 1)  # others tell nothing of it
@@ -139,10 +139,10 @@ class TestRowCost:
         """What was learned wrong is not believed for ever."""
         costs = RowCost()
         for step in range(100):
-            costs.took(8, 8 * (step % 2), 0.02 * (1 + step % 2))
+            costs.record_step(8, 8 * (step % 2), 0.02 * (1 + step % 2))
         assert costs.price(8) > 0.5
         for _ in range(1000):
-            costs.took(8, 0, 0.02)
+            costs.record_step(8, 0, 0.02)
         assert costs.price(8) == pytest.approx(8 / 24, rel=0.1)
 
     def test_a_stall_is_not_a_price(self):
@@ -150,8 +150,8 @@ class TestRowCost:
         for step in range(600):
             ngram = numbers.randint(0, 4)
             stalled = step % 50 == 49
-            costs.took(1, ngram, 5.0 if stalled else 1e-3 * (1 + 0.1 * ngram))
-            costs.took(512, 0, 5.0)
+            costs.record_step(1, ngram, 5.0 if stalled else 1e-3 * (1 + 0.1 * ngram))
+            costs.record_step(512, 0, 5.0)
         assert costs.price(1) == pytest.approx(0.1, rel=0.8)
         assert costs.price(512) == pytest.approx(512 / 528)
 
@@ -162,7 +162,7 @@ class TestRowCost:
     def test_is_always_a_price(self, steps):
         costs = RowCost()
         for step in steps:
-            costs.took(*step)
+            costs.record_step(*step)
         for rows in (1, 2, 3, 64, 600):
             assert 0 < costs.price(rows) <= 1
 

@@ -7,16 +7,18 @@ import torch
 from baton.engine.kernels.torch import linear
 from baton.engine.kernels.torch.attention import write_kv
 from baton.engine.kernels.torch.linear import exact_products, products_by_float
-from baton.engine.kv_cache import KvLayout, allocate_pool
-from baton.engine.weights import weight as weight_module
-from baton.engine.weights.quantize import (
+from baton.engine.kernels.torch.row_quantization import (
     FP8,
     SCALE_BYTES,
     pack_rows,
     quantize_rows,
     unpack_rows,
 )
-from baton.engine.weights.weight import Fp8Weight, Int4Weight, Int8Weight
+from baton.engine.kv_cache import KvLayout, allocate_pool
+from baton.engine.quantization import group_scaled, int8
+from baton.engine.quantization.fp8 import Fp8Weight
+from baton.engine.quantization.int4 import Int4Weight, pack_nibbles
+from baton.engine.quantization.int8 import Int8Weight
 
 DTYPES = (torch.float32, torch.bfloat16)
 FORMATS = {torch.int8: Int8Weight, FP8: Fp8Weight}
@@ -81,8 +83,8 @@ def test_rows_of_next_to_nothing_stay_finite(nothing, kind):
 def test_a_weight_taken_in_parts_is_the_same(kind, monkeypatch):
     weight = random(70, 24)
     values, scales = quantize_rows(weight, kind)
-    monkeypatch.setattr(weight_module, "_ROWS_AT_ONCE", 16)
-    parts = FORMATS[kind].of(weight)
+    monkeypatch.setattr(int8, "ROWS_AT_ONCE", 16)
+    parts = FORMATS[kind].from_dense(weight)
     assert parts.shape == weight.shape
     assert same_bytes(parts.values, values)
     assert torch.equal(parts.scales, scales)
@@ -114,7 +116,7 @@ def test_int8_sums_are_exact(product, rows, depth, outputs):
 @by_dtype
 def test_a_product_is_the_formula(dtype, kind):
     x, bias = random(9, 100, dtype=dtype), random(30, seed=2, dtype=dtype)
-    weight = FORMATS[kind].of(random(30, 100, seed=1))
+    weight = FORMATS[kind].from_dense(random(30, 100, seed=1))
     values, scales = quantize_rows(x, kind)
     sums = values.double() @ weight.values.double().T
     if kind == torch.int8:
@@ -174,7 +176,7 @@ def test_write_kv_writes_its_own_slots_only(dtype, kind):
 def test_int4_moves_a_number_by_half_a_unit_or_what_is_beyond_the_far_end(dtype, magnitude):
     weight = (random(70, 192) * magnitude).to(dtype)
     weight[0, :64] = 0
-    held = Int4Weight.of(weight)
+    held = Int4Weight.from_dense(weight)
     assert (held.shape, held.group, held.scales.shape) == ((70, 192), 64, (70, 3))
     units = held.scales.abs().repeat_interleave(64, dim=1)
     moved = (held.dequantized(torch.float32) - weight.float()).abs()
@@ -188,13 +190,12 @@ def test_int4_moves_a_number_by_half_a_unit_or_what_is_beyond_the_far_end(dtype,
 @by_dtype
 @pytest.mark.parametrize("ordered", [False, True])
 def test_an_int4_product_is_that_of_the_dequantised_matrix(dtype, ordered, monkeypatch):
-    monkeypatch.setattr(weight_module, "_ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(group_scaled, "ROWS_AT_ONCE", 16)
     generator = torch.Generator().manual_seed(1)
     values, order = torch.randint(0, 16, (40, 96), generator=generator), torch.randperm(96)
     zeros, scales = torch.randint(0, 17, (40, 3), generator=generator), random(40, 3) / 50
-    weight = Int4Weight.packed(
-        values.to(torch.uint8), scales, zeros.to(torch.uint8), order if ordered else None
-    )
+    packed = pack_nibbles(values.to(torch.uint8))
+    weight = Int4Weight(packed, scales, zeros.to(torch.uint8), order if ordered else None)
     group = torch.arange(96) // 32
     full = ((values - zeros[:, group]) * scales.double()[:, group]).to(dtype).double()
     x, bias = random(5, 96, dtype=dtype), random(40, dtype=dtype)

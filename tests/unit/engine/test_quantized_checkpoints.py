@@ -10,16 +10,14 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine import build
+from baton.engine.kernels.torch.row_quantization import quantize_rows
+from baton.engine.models.loader import load_weights, random_weights
 from baton.engine.models.model_config import ExpertsConfig, ModelConfig
-from baton.engine.weights.loader import load_weights, random_weights
-from baton.engine.weights.quantize import quantize_rows
-from baton.engine.weights.weight import (
-    DenseWeight,
-    Int4Weight,
-    Int8Weight,
-    Mxfp4Weight,
-    quantized,
-)
+from baton.engine.quantization.int4 import Int4Weight
+from baton.engine.quantization.int8 import Int8Weight
+from baton.engine.quantization.linear_weight import DenseWeight
+from baton.engine.quantization.methods import quantize_weight
+from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from baton.errors import CheckpointError, ConfigError
 from tests.unit.engine import small_models
 from tests.unit.engine.paged import PagedRun
@@ -166,7 +164,7 @@ def test_quantised_experts_are_those_of_the_dense_model_of_their_values(kernels,
     )
 
     def prepare(weight, is_output):
-        return quantized(DenseWeight(weight.tensor * 8), quantization)
+        return quantize_weight(DenseWeight(weight.tensor * 8), quantization)
 
     def dense(weight, is_output):
         held = prepare(weight, is_output)
@@ -236,9 +234,9 @@ def test_modules_that_a_config_leaves_out_stay_dense(tmp_path, config):
     make_quantized(tmp_path, FORMATS["awq 32"])
     quantization = load_config(tmp_path, config).quantization
     assert quantization is not None
-    assert quantization.holds("model.layers.0.mlp.up_proj")
-    assert not quantization.holds("model.layers.0.self_attn.q_proj")
-    assert not quantization.holds("lm_head")
+    assert quantization.is_quantized("model.layers.0.mlp.up_proj")
+    assert not quantization.is_quantized("model.layers.0.self_attn.q_proj")
+    assert not quantization.is_quantized("lm_head")
 
 
 def test_parts_of_one_matrix_are_quantised_all_or_none(tmp_path):

@@ -1,7 +1,7 @@
 """The scheduler: chunks, decode first, cache hits, priorities, preemption, resume, speculation."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton import block_hash
@@ -14,7 +14,7 @@ from baton.generation.sampling_params import SamplingParams
 SIZE = 4
 
 
-def make_planner(num_blocks=16, chunk_tokens=8, max_batch=4, proposer=None):
+def make_scheduler(num_blocks=16, chunk_tokens=8, max_batch=4, proposer=None):
     blocks = BlockManager(num_blocks, SIZE, prefix_cache=proposer is None)
     return Scheduler(blocks, ChunkBudget(chunk_tokens), max_batch, proposer)
 
@@ -24,27 +24,30 @@ def make_sequence(name, length, first=0, priority=0.0):
     return Sequence(name, tokens, length, SamplingParams(), priority=priority)
 
 
-def run(scheduler, plan):
+def run(scheduler, step):
     """What a step does to the books: computes, and draws a token (7) where one is due."""
-    scheduler.update_after_launch(plan)
-    for work in plan.sequences:
-        if work.samples:
-            work.sequence.tokens[-1] = 7
-        scheduler.update_after_landing(work)
+    scheduler.update_after_launch(step)
+    for scheduled in step.sequences:
+        if scheduled.samples:
+            scheduled.sequence.tokens[-1] = 7
+        scheduler.update_after_landing(scheduled)
     scheduler.blocks.check()
 
 
-def shape(plan):
-    return [(work.sequence.seq_id, work.start, work.count) for work in plan.sequences]
+def shape(step):
+    return [
+        (scheduled.sequence.seq_id, scheduled.start, scheduled.count)
+        for scheduled in step.sequences
+    ]
 
 
 def rounds(scheduler, count):
     """What is planned and run in so many steps."""
     seen = []
     for _ in range(count):
-        plan = scheduler.schedule()
-        seen += shape(plan)
-        run(scheduler, plan)
+        step = scheduler.schedule()
+        seen += shape(step)
+        run(scheduler, step)
     return seen
 
 
@@ -55,7 +58,7 @@ def finish(scheduler, sequence):
 
 
 def test_a_long_prompt_catches_up_in_chunks_then_decodes():
-    scheduler = make_planner()
+    scheduler = make_scheduler()
     scheduler.add(make_sequence("a", 18))
     expected = [("a", 0, 8), ("a", 8, 8), ("a", 16, 2), ("a", 18, 1), ("a", 19, 1)]
     assert rounds(scheduler, 5) == expected
@@ -68,9 +71,9 @@ def test_a_chunk_takes_its_time_at_the_rate_of_the_last_steps():
         """Sizes of so many chunks at that rate."""
         sizes = []
         for _ in range(steps):
-            sizes.append((plan := scheduler.schedule()).num_chunk_tokens)
-            scheduler.record_step(plan, sizes[-1] / tokens_per_s)
-            run(scheduler, plan)
+            sizes.append((step := scheduler.schedule()).num_chunk_tokens)
+            scheduler.record_step(step, sizes[-1] / tokens_per_s)
+            run(scheduler, step)
         return sizes
 
     scheduler.add(make_sequence("a", 15_000))
@@ -81,22 +84,22 @@ def test_a_chunk_takes_its_time_at_the_rate_of_the_last_steps():
     assert slower[2] < 150
     assert computed(10, 30)[-1] == 64
     assert computed(1e6, 30)[-1] == 512
-    assert scheduler.chunk.rate > 5120
+    assert scheduler.chunk.tokens_per_s > 5120
 
 
 def test_only_steps_with_some_tokens_of_prompts_measure_their_rate():
     scheduler = Scheduler(BlockManager(64, SIZE), ChunkBudget(64), max_batch=64)
     scheduler.add(make_sequence("short", 31))
-    scheduler.record_step(plan := scheduler.schedule(), 1.0)
-    run(scheduler, plan)
-    assert scheduler.chunk.rate == 0
+    scheduler.record_step(step := scheduler.schedule(), 1.0)
+    run(scheduler, step)
+    assert scheduler.chunk.tokens_per_s == 0
     scheduler.add(make_sequence("long", 32, first=100))
     scheduler.record_step(scheduler.schedule(), 1.0)
-    assert scheduler.chunk.rate == 33  # rows: the other's is one
+    assert scheduler.chunk.tokens_per_s == 33  # rows: the other's is one
 
 
 def test_a_batch_above_the_chunk_budget_starves_nobody():
-    scheduler = make_planner(num_blocks=64, chunk_tokens=4, max_batch=9)
+    scheduler = make_scheduler(num_blocks=64, chunk_tokens=4, max_batch=9)
     streams = [make_sequence(f"s{i}", 3, first=100 * i) for i in range(8)]
     for sequence in streams[:6]:
         scheduler.add(sequence)
@@ -107,11 +110,11 @@ def test_a_batch_above_the_chunk_budget_starves_nobody():
         sequence.num_computed = 2
         scheduler.add(sequence)
     scheduler.add(make_sequence("prompt", 20, first=900, priority=-1.0))
-    for step in range(5):
-        plan = scheduler.schedule()
-        assert {name for name, _, count in shape(plan) if count == 1} == {f"s{i}" for i in range(8)}
-        assert shape(plan)[-1] == ("prompt", 4 * step, 4)
-        run(scheduler, plan)
+    for number in range(5):
+        step = scheduler.schedule()
+        assert {name for name, _, count in shape(step) if count == 1} == {f"s{i}" for i in range(8)}
+        assert shape(step)[-1] == ("prompt", 4 * number, 4)
+        run(scheduler, step)
 
 
 @pytest.mark.parametrize(
@@ -120,33 +123,33 @@ def test_a_batch_above_the_chunk_budget_starves_nobody():
 def test_virtual_time_advances_with_prompts_that_are_done_by_what_they_count(
     prompt_s, virtual_lag_s
 ):
-    scheduler, found = make_planner(), []
+    scheduler, found = make_scheduler(), []
     sequence = make_sequence("a", 18)
     sequence.prompt_s = prompt_s
     scheduler.add(sequence)
-    for step in range(4):
-        plan = scheduler.schedule()
-        sequence.new_tokens = int(step > 2)  # decodes
-        scheduler.record_step(plan, 5.0)
+    for number in range(4):
+        step = scheduler.schedule()
+        sequence.new_tokens = int(number > 2)  # decodes
+        scheduler.record_step(step, 5.0)
         found.append(scheduler.virtual_lag_s)
-        run(scheduler, plan)
+        run(scheduler, step)
     assert found == virtual_lag_s
 
 
 def test_a_second_prompt_skips_what_the_first_left_in_the_cache():
-    scheduler = make_planner(chunk_tokens=32)
+    scheduler = make_scheduler(chunk_tokens=32)
     first, second = make_sequence("a", 10), make_sequence("b", 11)
     scheduler.add(first)
     run(scheduler, scheduler.schedule())
     scheduler.add(second)
-    plan = scheduler.schedule()
-    assert ("b", 8, 3) in shape(plan)
+    step = scheduler.schedule()
+    assert ("b", 8, 3) in shape(step)
     assert second.num_cached == 8
     assert second.block_ids[:2] == first.block_ids[:2]
 
 
 def test_blocks_are_not_shared_before_the_step_that_fills_them_has_run():
-    scheduler = make_planner(chunk_tokens=64, max_batch=2)
+    scheduler = make_scheduler(chunk_tokens=64, max_batch=2)
     for name in "abc":  # the batch is bounded
         scheduler.add(make_sequence(name, 10))
     assert shape(scheduler.schedule()) == [("a", 0, 10), ("b", 0, 10)]
@@ -154,7 +157,7 @@ def test_blocks_are_not_shared_before_the_step_that_fills_them_has_run():
 
 
 def test_the_last_by_priority_is_preempted_and_starts_over_in_its_place():
-    scheduler = make_planner(num_blocks=4, chunk_tokens=64)
+    scheduler = make_scheduler(num_blocks=4, chunk_tokens=64)
     late = make_sequence("late", 7, 100, priority=9.0)
     early = make_sequence("early", 8, priority=5.0)
     scheduler.add(late)
@@ -174,7 +177,7 @@ def test_the_last_by_priority_is_preempted_and_starts_over_in_its_place():
 
 
 def test_a_reservation_has_room_for_the_first_token():
-    scheduler = make_planner(num_blocks=3)
+    scheduler = make_scheduler(num_blocks=3)
     sequence = make_sequence("a", 8)
     assert scheduler.reserve(sequence, extra_tokens=1)
     assert len(sequence.block_ids) == 3
@@ -183,7 +186,7 @@ def test_a_reservation_has_room_for_the_first_token():
 
 
 def test_one_that_holds_its_blocks_does_not_wait_behind_one_that_needs_them():
-    scheduler = make_planner(num_blocks=4)
+    scheduler = make_scheduler(num_blocks=4)
     reserved = make_sequence("reserved", 11)
     assert scheduler.reserve(reserved, extra_tokens=1)
     scheduler.add(make_sequence("needs", 8, first=100))
@@ -194,7 +197,7 @@ def test_one_that_holds_its_blocks_does_not_wait_behind_one_that_needs_them():
 
 
 def test_one_that_waits_for_blocks_is_hashed_once(monkeypatch):
-    scheduler = make_planner(num_blocks=16, chunk_tokens=64)
+    scheduler = make_scheduler(num_blocks=16, chunk_tokens=64)
     first = make_sequence("first", 40)
     scheduler.add(first)
     run(scheduler, scheduler.schedule())
@@ -225,9 +228,9 @@ class Before:
         self.pending = {s.seq_id: s.num_pending for s in everyone}
 
 
-def check_order(scheduler, before, plan):
+def check_order(scheduler, before, step):
     """A sequence that got less than it needs was not passed by one with a later finish time."""
-    got = {work.sequence.seq_id: work.count for work in plan.sequences}
+    got = {scheduled.sequence.seq_id: scheduled.count for scheduled in step.sequences}
     in_reach = [*before.behind, *before.holding, *before.waiting]
     taken = [s for s in in_reach if got.get(s.seq_id, 0) > 0 and before.pending[s.seq_id] > 1]
     joined = [s for s in taken if s not in before.running]
@@ -251,35 +254,34 @@ def arrivals(draw):
     return draw(st.lists(st.lists(one, max_size=3), min_size=1, max_size=12))
 
 
-@settings(max_examples=150, deadline=None)
 @given(arrivals(), st.integers(9, 24), st.integers(1, 40), st.integers(1, 4))
 def test_priorities_are_kept_and_every_sequence_finishes(coming, num_blocks, chunk, max_batch):
-    scheduler = make_planner(num_blocks, chunk, max_batch)
+    scheduler = make_scheduler(num_blocks, chunk, max_batch)
     alive: dict[str, tuple[Sequence, int]] = {}
-    for step in range(3000):
-        for length, delay, reserved in coming[step] if step < len(coming) else ():
-            first = 100 * (step % 3)
-            sequence = make_sequence(f"s{len(alive)}-{step}", length, first, float(step + delay))
+    for number in range(3000):
+        for length, delay, reserved in coming[number] if number < len(coming) else ():
+            first, due = 100 * (number % 3), float(number + delay)
+            sequence = make_sequence(f"s{len(alive)}-{number}", length, first, due)
             if reserved and (scheduler.waiting or not scheduler.reserve(sequence, extra_tokens=1)):
                 continue
             scheduler.add(sequence)
             alive[sequence.seq_id] = sequence, length + 4
         before = Before(scheduler)
-        plan = scheduler.schedule()
+        step = scheduler.schedule()
         assert scheduler.queue_tokens == sum(one.num_pending for one, _ in alive.values())
-        assert plan.num_tokens <= chunk + max_batch
-        planned = {work.sequence for work in plan.sequences}
+        assert step.num_tokens <= chunk + max_batch
+        planned = {scheduled.sequence for scheduled in step.sequences}
         for sequence in before.running:
             if before.pending[sequence.seq_id] == 1:
                 assert sequence in planned or sequence not in scheduler.running
         assert len(scheduler.running) <= max_batch
-        check_order(scheduler, before, plan)
-        run(scheduler, plan)
+        check_order(scheduler, before, step)
+        run(scheduler, step)
         for sequence, goal in list(alive.values()):
             if sequence.num_tokens >= goal:
                 finish(scheduler, sequence)
                 del alive[sequence.seq_id]
-        if not alive and step >= len(coming):
+        if not alive and number >= len(coming):
             break
     assert not alive
     assert (scheduler.blocks.num_held, scheduler.num_waiting, scheduler.queue_tokens) == (0, 0, 0)
@@ -293,7 +295,7 @@ LOOP = [1, 2, 3, 4, 5]  # what every sequence of these tests repeats, wherever i
 
 def speculating(num_blocks=32, chunk_tokens=64, proposer=None):
     proposer = proposer or NgramProposer(4, MAX_CONTEXT)
-    return make_planner(num_blocks, chunk_tokens, proposer=proposer)
+    return make_scheduler(num_blocks, chunk_tokens, proposer=proposer)
 
 
 def looping(name, length=12, max_tokens=50, **fields):
@@ -302,15 +304,17 @@ def looping(name, length=12, max_tokens=50, **fields):
     return Sequence(name, tokens, length, params, **fields)
 
 
-def go_on(scheduler, plan):
+def go_on(scheduler, step):
     """Every sequence goes on with the loop."""
-    sampled = [[LOOP[at % len(LOOP)] for at in _positions(work)] for work in plan.sequences]
-    scheduler.update_after_launch(plan)
-    for work, tokens in zip(plan.sequences, sampled, strict=True):
-        if work.samples:
-            work.sequence.tokens[-1:] = tokens
-            work.sequence.new_tokens += len(tokens) - 1
-        scheduler.update_after_landing(work, tokens)
+    sampled = [
+        [LOOP[at % len(LOOP)] for at in _positions(scheduled)] for scheduled in step.sequences
+    ]
+    scheduler.update_after_launch(step)
+    for scheduled, tokens in zip(step.sequences, sampled, strict=True):
+        if scheduled.samples:
+            scheduled.sequence.tokens[-1:] = tokens
+            scheduled.sequence.new_tokens += len(tokens) - 1
+        scheduler.update_after_landing(scheduled, tokens)
     scheduler.blocks.check()
 
 
@@ -326,26 +330,26 @@ def test_step_times_are_learned_by_rows_and_proposed_tokens():
     learned = []
 
     class Watched(NgramProposer):
-        def took(self, *step):
+        def record_step(self, *step):
             learned.append(step)
 
     scheduler = speculating(proposer=Watched(2, MAX_CONTEXT))
     started(scheduler, looping("a"), looping("b"))
-    plan = scheduler.schedule()
-    scheduler.record_step(plan, 0.5)
-    assert learned == [(2, plan.num_proposed, 0.5)]
-    assert plan.num_proposed > 0
+    step = scheduler.schedule()
+    scheduler.record_step(step, 0.5)
+    assert learned == [(2, step.num_proposed, 0.5)]
+    assert step.num_proposed > 0
 
 
 def test_they_take_what_budget_is_left():
     scheduler = speculating(chunk_tokens=5)
     started(scheduler, looping("a"), looping("b"))
-    counts = [work.count for work in scheduler.schedule().sequences]
+    counts = [scheduled.count for scheduled in scheduler.schedule().sequences]
     assert sum(counts) <= 7 and max(counts) > 1
     scheduler.add(looping("prompt", 40))
-    plan = scheduler.schedule()
-    assert plan.num_proposed == 0
-    assert [work.count for work in plan.sequences] == [1, 1, 5]
+    step = scheduler.schedule()
+    assert step.num_proposed == 0
+    assert [scheduled.count for scheduled in step.sequences] == [1, 1, 5]
 
 
 def test_they_end_where_the_sequence_parks():
@@ -360,8 +364,10 @@ def test_they_never_preempt_and_use_the_slots_there_are():
     scheduler = speculating(num_blocks=8)
     first, second = looping("a", 13), looping("b", 13)
     started(scheduler, first, second)  # four blocks each: none is left
-    plan = scheduler.schedule()
-    assert {len(work.proposed) for work in plan.sequences} == {2}  # to the end of the fourth block
+    step = scheduler.schedule()
+    assert {len(scheduled.proposed) for scheduled in step.sequences} == {
+        2
+    }  # to the end of the fourth block
     assert scheduler.preemptions == 0
     assert (len(first.block_ids), len(second.block_ids)) == (4, 4)
 
@@ -370,12 +376,14 @@ def test_they_take_a_new_block_only_while_every_sequence_could_have_one():
     for spare, speculation in ((2, []), (3, ["a"]), (4, ["a", "b"])):
         scheduler = speculating(num_blocks=8 + spare)
         started(scheduler, looping("a", 15), looping("b", 15))
-        plan = scheduler.schedule()
-        assert [work.sequence.seq_id for work in plan.sequences if work.proposed] == speculation
+        step = scheduler.schedule()
+        assert [
+            scheduled.sequence.seq_id for scheduled in step.sequences if scheduled.proposed
+        ] == speculation
         assert scheduler.preemptions == 0
 
 
-def _positions(work):
+def _positions(scheduled):
     """Of the tokens that a step draws."""
-    known = work.sequence.num_tokens
-    return range(known, known + len(work.proposed) + 1) if work.samples else range(0)
+    known = scheduled.sequence.num_tokens
+    return range(known, known + len(scheduled.proposed) + 1) if scheduled.samples else range(0)

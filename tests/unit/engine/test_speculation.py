@@ -12,7 +12,7 @@ from baton.block_hash import hash_chain
 from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.block_manager import BlockManager
-from baton.engine.loop import Engine
+from baton.engine.engine import Engine
 from baton.engine.runner import StepRunner, tokens_by_sequence
 from baton.engine.sampling.sampler import Sampled, TokenLogprobs
 from baton.engine.scheduler import ChunkBudget, Scheduler
@@ -130,7 +130,7 @@ class ScriptedRunner(StepRunner):
 class UsualCost(NgramProposer):
     """What is proposed does not depend on how fast this machine is."""
 
-    def took(self, rows, proposed, seconds):
+    def record_step(self, rows, proposed, seconds):
         pass
 
 
@@ -153,7 +153,7 @@ class GoodDraftModel(Proposer):
     def learn(self, sequence, sampled):
         assert list(sampled) == sequence.tokens[len(sequence.tokens) - len(sampled) :]
 
-    def took(self, rows, proposed, seconds):
+    def record_step(self, rows, proposed, seconds):
         pass
 
 

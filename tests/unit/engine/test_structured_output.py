@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.engine.block_manager import BlockManager
-from baton.engine.loop import Engine
+from baton.engine.engine import Engine
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence

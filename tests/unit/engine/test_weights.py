@@ -14,11 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.config import EngineConfig
+from baton.engine.checkpoint.tensors import INDEX_FILE, SINGLE_FILE
+from baton.engine.models import loader as loading
+from baton.engine.models.loader import load_weights, random_seed, random_weights
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.weights import loader as loading
-from baton.engine.weights.checkpoint import INDEX_FILE, SINGLE_FILE
-from baton.engine.weights.loader import load_weights, random_seed, random_weights
-from baton.engine.weights.weight import DenseWeight, Int8Weight
+from baton.engine.models.tensor_names import num_parameters
+from baton.engine.quantization.int8 import Int8Weight
+from baton.engine.quantization.linear_weight import DenseWeight
 from baton.errors import CheckpointError
 from baton.local.model_check import check_model
 from tests.unit.engine.checkpoints import load_reference, make_checkpoint
@@ -77,7 +79,7 @@ def test_shards_give_the_same_and_progress_in_bytes_is_logged_every_second(
     for a, b in zip(tensors_of(one), tensors_of(many), strict=True):
         assert torch.equal(a, b)
     config = ModelConfig.load(tmp_path / "many")
-    total = dtype.itemsize * config.num_parameters
+    total = dtype.itemsize * num_parameters(config)
     told = [re.findall(r"[0-9.]+", text) for text in caplog.messages]
     assert len(told) == (3 + 7 * config.num_layers) // 3  # tensors are joined
     for seconds, (done, of_all, rate, left) in zip(itertools.count(1.2, 1.2), told, strict=False):
@@ -240,7 +242,7 @@ def test_a_bare_config_has_no_weights_but_random_ones_that_follow_the_seed(tmp_p
         load_weights(tmp_path, config, torch.bfloat16, meta),
     ):
         assert {(t.device, t.dtype) for t in tensors_of(weights)} == {(meta, torch.bfloat16)}
-        assert sum(t.numel() for t in tensors_of(weights)) == config.num_parameters
+        assert sum(t.numel() for t in tensors_of(weights)) == num_parameters(config)
 
 
 def source(kind, directory, dtype, **options):
@@ -263,7 +265,7 @@ def test_projections_and_lm_head_are_int8_and_nothing_else(tmp_path, dtype, tied
         assert all(one() is None for one in before), "one at a time is there in full"
         if not (tied and len(before) == 8):  # the embedding, which stays
             before.append(weakref.ref(weight.tensor))
-        return Int8Weight.of(weight.tensor)
+        return Int8Weight.from_dense(weight.tensor)
 
     small = source(kind, tmp_path, dtype, prepare=prepare)
     pairs = [(small, full), *zip(small.layers, full.layers, strict=True)]
@@ -275,7 +277,7 @@ def test_projections_and_lm_head_are_int8_and_nothing_else(tmp_path, dtype, tied
     ):
         assert isinstance(found, Int8Weight) == (name in ("qkv", "o", "gate_up", "down", "lm_head"))
         if isinstance(found, Int8Weight):
-            expected = Int8Weight.of(wanted.tensor)
+            expected = Int8Weight.from_dense(wanted.tensor)
             assert torch.equal(found.values, expected.values)
             assert torch.equal(found.scales, expected.scales)
         else:

@@ -13,11 +13,10 @@ from baton.generation.structured_output import GrammarCompiler
 from baton.net.http_server import listen
 from baton.net.server import EventLoop
 from baton.v1 import common_pb2
-from router.admission.admission import Admission
 from router.generation_service import GenerationService
 from tests.unit.router import scripted_workers
 from tests.unit.router.scripted_workers import TIMEOUT_S, UNFINISHED, Cluster
-from tests.unit.router.small_tokenizers import byte_tokenizer
+from tests.unit.router.small_tokenizers import admission, byte_tokenizer
 
 PROMPT = [1, 2, 3]
 # Of a model with tools and reasoning.
@@ -41,21 +40,15 @@ class Gateway:
     def __init__(self, cluster, tokenizer, **limits):
         limits.setdefault("grammars", GrammarCompiler(DEMO_MODEL, 4096, {1}))
         self.api = limits.pop("api", ApiConfig())
-        limits.setdefault("aliases", self.api.model_aliases)
         self.host = limits.pop("host", "127.0.0.1")
-        trust_traceparent = limits.pop("trust_traceparent", False)
-        admission = Admission(
-            "tiny", tokenizer, limits.pop("default_timeout_s", TIMEOUT_S), **limits
-        )
         self.cluster = cluster
         self.tokenizer = tokenizer
         self.service = GenerationService(
-            admission,
+            admission(tokenizer, api=self.api, **{"default_timeout_s": TIMEOUT_S, **limits}),
             cluster.wait_queue,
             cluster.dispatch,
             cluster.fleet,
             cluster.tracer,
-            trust_traceparent=trust_traceparent,
         )
         self._stack = contextlib.AsyncExitStack()
 

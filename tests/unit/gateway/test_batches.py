@@ -5,14 +5,18 @@ import contextlib
 import errno
 import json
 import os
+import sqlite3
+import subprocess
 import threading
 import time
 
+import httpx
 import pytest
 
 from baton.config import ApiConfig, RouterConfig
 from baton.errors import ConfigError, Overloaded, Unauthenticated, Unavailable
-from baton.gateway import batch_runner, batch_store, batches, frontend
+from baton.gateway import batch_process, batch_runner, batch_store, batches
+from baton.gateway.routes import frontend
 from baton.net import http_server
 from baton.v1 import common_pb2
 from router.admission.tenants import Tenants
@@ -35,11 +39,23 @@ def jsonl(lines):
     return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
 
 
+RUN_RUNNER = batch_process.run_runner
+
+
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch):
-    """What waits between two tries waits hardly at all."""
-    for name in ("_LOOK_S", "_RETRY_S"):
-        monkeypatch.setattr(batch_runner, name, 0.02)
+def settings(monkeypatch):
+    """Runners are tasks of the test, without waits; their settings."""
+    found = []
+
+    async def run_runner(settings, lock, on_report):
+        found.append(settings)
+        await batch_runner.BatchRunner(settings, on_report).run()
+
+    monkeypatch.setattr(batch_process, "run_runner", run_runner)
+    for module, name in ((batch_runner, "_SCAN_S"), (batch_runner, "_RETRY_S"),
+                         (batch_process, "_LOCK_S")):  # fmt: skip
+        monkeypatch.setattr(module, name, 0.02)
+    return found
 
 
 @pytest.fixture
@@ -64,6 +80,12 @@ async def create(gateway, lines, headers=None, **more):
     file = (await upload(gateway, lines, headers)).json()
     body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h", **more}
     return (await gateway.post("/v1/batches", body, headers)).json()
+
+
+def select(gateway, statement):
+    """Rows of the database."""
+    with contextlib.closing(sqlite3.connect(gateway.api.batch_dir / "batches.sqlite3")) as db:
+        return db.execute(statement).fetchall()
 
 
 async def get(gateway, batch, headers=None):
@@ -130,7 +152,10 @@ async def test_each_line_is_answered_as_a_request_of_its_own(gateway, priorities
     assert (bad["custom_id"], bad["response"]["status_code"]) == ("r1", 400)
     assert bad["response"]["body"]["error"]["param"] == "max_tokens"
     assert priorities == [common_pb2.PRIORITY_LOW] * 2
-    assert gateway.service.batch_lines == {"completed": 2, "failed": 1}
+    await eventually(
+        lambda: asyncio.sleep(0, gateway.service.batch_lines),
+        {"completed": 2, "failed": 1}.__eq__, "counts",
+    )  # fmt: skip
     await eventually(
         lambda: asyncio.sleep(0, gateway.service.batches), {"completed": 1}.__eq__, "counts"
     )
@@ -146,15 +171,13 @@ async def test_lines_ask_for_embeddings(gateway, priorities):
 
 
 async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api, monkeypatch):
-    """The first one is stopped in the midst, and half a line is added as a crash may leave it."""
+    """The first one is stopped while lines run."""
     first = await gateway_of(api=api)
     held = []
     first.decode.runs = [first.decode.run_to_end] * 3 + [lambda *run: held.append(run)] * 20
     batch = await create(first, [line(number) for number in range(8)])
     await completed(first, batch, 3)
-    number = batch["id"].removeprefix("batch_")
-    output = api.batch_dir / "default" / f"file-{number}-output.jsonl"
-    before = output.read_bytes()
+    before = select(first, "SELECT * FROM chunks")
     second = await gateway_of(api=api)  # which waits for the lock
     prompts = []
     generate = second.service.generate
@@ -165,13 +188,11 @@ async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api
     assert (await get(second, batch))["status"] == "in_progress" and not prompts
     await first._stack.aclose()
     await first.idle()
-    with output.open("ab") as file:
-        file.write(b'{"id":"batch_req_1","custom_id":"r7","resp')
     batch = await finished(second, batch)
     assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
     answered, _ = await results(second, batch)
-    assert ids(answered) == IDS
-    assert output.read_bytes().startswith(before) and len(prompts) == 5
+    assert [each["custom_id"] for each in answered] == IDS  # in the order of the input
+    assert set(before) < set(select(second, "SELECT * FROM chunks")) and len(prompts) == 5
 
 
 async def test_a_line_that_is_refused_waits_for_room(gateway, monkeypatch):
@@ -238,7 +259,7 @@ async def test_a_batch_that_waits_for_another_can_be_cancelled(gateway):
     assert (in_use.status_code, first["id"] in in_use.text) == (409, True)
     await gateway.client.post(f"/v1/batches/{first['id']}/cancel")
     assert (await finished(gateway, first))["status"] == "cancelled"
-    assert not list(gateway.api.batch_dir.glob("*/*-output.jsonl"))
+    assert not select(gateway, "SELECT id FROM files WHERE id LIKE '%-output'")
 
 
 @pytest.mark.parametrize(
@@ -259,9 +280,9 @@ async def test_a_batch_that_waits_for_another_can_be_cancelled(gateway):
     ],
 )  # fmt: skip
 async def test_a_batch_with_a_wrong_line_fails_and_names_it(
-    gateway, monkeypatch, text, number, message
+    gateway, settings, monkeypatch, text, number, message
 ):
-    monkeypatch.setattr(batch_runner, "_MAX_LINE_BYTES", 2500)
+    settings[0].max_line_bytes = 2500
     monkeypatch.setattr(batch_runner, "MAX_LINES", 5)
     batch = await finished(gateway, await create(gateway, text))
     assert (batch["status"], batch["output_file_id"]) == ("failed", None)
@@ -345,10 +366,8 @@ async def test_a_tenant_has_its_own_files_batches_and_uploads(
     slow = UPLOAD.replace(b"\r\n", b"\r\nauthorization: Bearer ann-key\r\n", 1) % 1000
     async with sending(gateway, slow):
         await eventually(
-            lambda: asyncio.sleep(0, list(api.batch_dir.glob("lock/*.part"))),
-            bool, "it has not begun",
-        )  # fmt: skip
-        assert (await upload(gateway, b"x", ann)).status_code == 429
+            lambda: upload(gateway, b"x", ann), lambda it: it.status_code == 429, "no limit"
+        )
         assert (await upload(gateway, b"x", bob)).status_code == 200
 
 
@@ -382,13 +401,13 @@ END = b"--b--\r\n"
         (FILE + PURPOSE, 400, "ends before its last boundary"),
         (PURPOSE + END, 400, "file is missing or empty"),
         (PURPOSE + FORM % (b"file", b"", b"") + END, 400, "file is missing or empty"),
-        (FILE + END, 400, "purpose must be given"),
-        (FILE + FORM % (b"purpose", b"", b"vision") + END, 400, "purpose must be given"),
+        (FILE + END, 400, "purpose must be batch"),
+        (FILE + FORM % (b"purpose", b"", b"vision") + END, 400, "purpose must be batch"),
         (FILE + FILE + PURPOSE + END, 400, "one file"),
         (FORM % (b"x", b"", b"x" * 5000) + END, 413, "4500 bytes"),
-        (PURPOSE + PURPOSE + FILE + END, 400, "purpose must be given"),
-        (b"nonsense", 400, "this is no form"),
-        (b"--b\r\nx: " + b"y" * 4300, 400, "this is no form"),
+        (PURPOSE + PURPOSE + FILE + END, 400, "purpose must be batch"),
+        (b"nonsense", 400, "is not a form"),
+        (b"--b\r\nx: " + b"y" * 4300, 400, "is not a form"),
         (b"", 400, "ends before"),
         (PURPOSE + FORM % (b"file", b"", b"x" * 5000) + END, 413, "4500 bytes"),
     ],
@@ -398,14 +417,16 @@ async def test_what_a_form_may_be(gateway, monkeypatch, form, status, text):
     kind = {"content-type": "multipart/form-data; boundary=b"}
     answer = await gateway.client.post("/v1/files", content=form, headers=kind)
     assert (answer.status_code, text in answer.text) == (status, True), answer.text
-    assert len(list(gateway.api.batch_dir.glob("default/*"))) == (2 if status == 200 else 0)
+    assert len(select(gateway, "SELECT * FROM files, chunks")) == (status == 200)
     for kind in ("application/json", "multipart/form-data", "multipart/form-data; boundary="):
         sent = {"content": form, "headers": {"content-type": kind}}
         answer = await gateway.client.post("/v1/files", **sent)
         assert (answer.status_code, "multipart/form-data" in answer.text) == (400, True)
 
 
-async def test_a_tenants_share_of_the_disk_holds_for_uploads_and_results(gateway_of, tmp_path):
+async def test_a_tenants_share_of_the_disk_holds_for_uploads_and_results(
+    gateway_of, tmp_path, monkeypatch
+):
     config = ApiConfig(batch_dir=tmp_path / "b", batch_disk=60_000)
     batch_store.prepare(config.batch_dir)
     gateway = await gateway_of(api=config)
@@ -419,10 +440,10 @@ async def test_a_tenants_share_of_the_disk_holds_for_uploads_and_results(gateway
         yield b"\r\n" + END
 
     kind = {"content-type": "multipart/form-data; boundary=b"}
-    for size in (70 << 10, batches._CHECKED_BYTES * 2):
-        answer = await gateway.client.post("/v1/files", content=chunks(size), headers=kind)
-        assert (answer.status_code, "--batch-disk" in answer.text) == (400, True)
-    assert not list(config.batch_dir.glob("default/*"))
+    monkeypatch.setattr(batches, "_CHECKED_BYTES", 10_000)
+    answer = await gateway.client.post("/v1/files", content=chunks(70 << 10), headers=kind)
+    assert (answer.status_code, "--batch-disk" in answer.text) == (400, True)
+    assert not select(gateway, "SELECT id FROM files")
     gateway.decode.runs = [gateway.decode.run_to_end] * 300
     lines = [line(number, {**BODY, "logprobs": 5}) for number in range(200)]
     batch = await finished(gateway, await create(gateway, lines))
@@ -502,10 +523,6 @@ async def test_an_upload_may_take_long_while_it_comes(gateway, monkeypatch):
                     await asyncio.sleep(0.15)
             async with asyncio.timeout(WAIT_S):
                 assert status in await answered
-    await eventually(
-        lambda: asyncio.sleep(0, list(gateway.api.batch_dir.glob("*/*.part"))),
-        lambda parts: not parts, "what was uploaded of the second one is still there",
-    )  # fmt: skip
     assert len((await gateway.client.get("/v1/files")).json()["data"]) == 1
 
 
@@ -587,39 +604,104 @@ async def test_ids_are_in_the_order_of_their_making_when_the_clock_is_set_back(
     assert sorted(files) == files
 
 
-ROWS = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES]
+async def test_a_full_disk_is_named_with_a_507(gateway_of, api, monkeypatch, caplog):
+    """The database may have no more pages. Reading goes on, and writing once there is room."""
+    max_pages = 1 << 30
 
+    class Full(batch_store.BatchStore):
+        def _transaction(self):
+            self._db.execute(f"PRAGMA max_page_count = {max_pages}")
+            return super()._transaction()
 
-@pytest.mark.parametrize("number", ROWS, ids=[errno.errorcode[number] for number in ROWS])
-@pytest.mark.parametrize("where", ["_keep", "part", "_all", "write"])
-async def test_a_folder_that_cannot_be_used_is_named_with_a_507(
-    gateway, api, monkeypatch, caplog, number, where
-):
+    monkeypatch.setattr(batches, "BatchStore", Full)
+    gateway = await gateway_of(api=api)
     file = (await upload(gateway, [line(0)])).json()
-
-    def fails(*args, **more):
-        raise OSError(number, os.strerror(number), str(api.batch_dir / "default" / "x"))
-
-    if where == "_keep":
-        monkeypatch.setattr(batch_store, "_keep", fails)
-    elif where == "write":
-        monkeypatch.setattr(batches._Upload, "_add_data", fails)
-    else:
-        monkeypatch.setattr(batch_store.BatchStore, where, fails)
-    answers = []
-    if where in ("_keep", "part", "write"):
-        answers.append(await upload(gateway, [line(0)]))
-    if where == "_all":
-        answers.append(await gateway.client.get("/v1/files"))
-    if where != "write":
-        body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
-        answers.append(await gateway.post("/v1/batches", body))
-    for answer in answers:
+    body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
+    max_pages, large = 1, b"x" * (1 << 20)
+    metadata = {str(number): "x" * 512 for number in range(16)}
+    for answer in (
+        await upload(gateway, large),
+        await gateway.post("/v1/batches", body, metadata=metadata),
+    ):
         assert answer.status_code == 507, answer.text
         message = answer.json()["error"]["message"]
-        assert str(api.batch_dir) in message and os.strerror(number) in message
+        assert str(api.batch_dir) in message and "full" in message
+    assert len((await gateway.client.get("/v1/files")).json()["data"]) == 1
     assert "Traceback" not in caplog.text
-    assert not list(api.batch_dir.glob("*/*.part"))
+    max_pages = 1 << 30
+    assert (await upload(gateway, large)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(OSError(errno.EROFS, "Read-only file system"), 507), (None, 503)]
+)
+async def test_a_folder_that_cannot_be_used_is_named(gateway, api, monkeypatch, error, status):
+    """Or is busy: another process holds its transaction open."""
+
+    def fails(store, *args):
+        if error:
+            raise error
+        store._db.execute("PRAGMA busy_timeout = 10")
+        return check(store, *args)
+
+    check = batch_store.BatchStore.check_room
+    monkeypatch.setattr(batch_store.BatchStore, "check_room", fails)
+    with contextlib.closing(sqlite3.connect(api.batch_dir / "batches.sqlite3")) as other:
+        other.execute("BEGIN IMMEDIATE")
+        answer = await upload(gateway, [line(0)])
+    assert (answer.status_code, str(api.batch_dir) in answer.text) == (status, True)
+
+
+def test_a_folder_of_another_version_is_refused(tmp_path):
+    (tmp_path / "older" / "ann").mkdir(parents=True)
+    (tmp_path / "older" / "ann" / "batch_1.json").touch()
+    (tmp_path / "newer").mkdir()
+    with contextlib.closing(sqlite3.connect(tmp_path / "newer" / "batches.sqlite3")) as db:
+        db.execute("PRAGMA user_version = 99")
+    for name, text in (("older", "an older version"), ("newer", "has version 99")):
+        with pytest.raises(ConfigError, match=text):
+            batch_store.prepare(tmp_path / name)
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Runners are processes; those that were started."""
+    started, popen = [], subprocess.Popen
+
+    def start(*args, **more):
+        started.append(popen(*args, **more))
+        return started[-1]
+
+    monkeypatch.setattr(batch_process, "run_runner", RUN_RUNNER)
+    monkeypatch.setattr(batch_process.subprocess, "Popen", start)
+    return started
+
+
+async def test_a_runner_that_is_killed_is_followed_by_another(gateway_of, api, processes, caplog):
+    """No line is lost, and none with a result is run again. None is left behind at the end."""
+    gateway = await gateway_of(api=api)
+    gateway.decode.runs = [gateway.decode.run_to_end] * 3 + [lambda *run: None] * 4
+    batch = await create(gateway, [line(number) for number in range(8)])
+    await completed(gateway, batch, 3)
+    processes[0].kill()
+    batch = await finished(gateway, batch)
+    assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
+    answered, _ = await results(gateway, batch)
+    assert ids(answered) == IDS
+    await eventually(
+        lambda: asyncio.sleep(0, dict(gateway.service.batches)), {"completed": 1}.__eq__, "counts"
+    )
+    assert "the batch runner ended with status -9" in caplog.text
+    await gateway._stack.aclose()
+    assert [process.returncode for process in processes] == [-9, 0]
+
+
+async def test_the_port_for_lines_is_the_runners_alone(gateway, settings):
+    url = f"http://{settings[0].host}:{settings[0].port}"
+    async with httpx.AsyncClient(base_url=url) as client:
+        for headers in ({}, {"x-baton-batch-secret": "x", "x-baton-batch-tenant": "default"}):
+            answer = await client.post(URL, json=BODY, headers=headers)
+            assert (answer.status_code, "batch runner" in answer.text) == (401, True)
 
 
 async def test_a_form_is_not_taken_compressed(gateway):

@@ -13,12 +13,13 @@ from types import SimpleNamespace
 import pytest
 
 from baton.errors import BatonError
+from baton.gateway.chat import ChatOutput
+from baton.gateway.completions import parse_completion
 from baton.gateway.generation import run_choices
-from baton.gateway.output import ChatOutput
-from baton.gateway.request import ParsedRequest, parse_completion
+from baton.gateway.parsed_request import ParsedRequest
 from baton.v1 import common_pb2, inference_pb2
-from router.dispatch.request_state import RequestState
 from router.generation_service import Caller
+from router.request import RequestState
 from tests.unit.router.scripted_workers import LENGTH, first_token, seen, started
 
 from .conftest import PROMPT
@@ -385,7 +386,7 @@ async def test_prompts_that_come_together_share_what_is_the_same(gateway, more):
     kept, admission = [], gateway.service.admission
 
     async def generate(request, caller, sink, choices, number):
-        tenant = admission.tenants.of(())
+        tenant = admission.tenants.tenant_for(())
         kept.append(await admission.admit(request, 10.0, 32, "id", tenant, choices, number))
         sink.start(inference_pb2.Started())
 

@@ -13,12 +13,13 @@ import pytest
 
 from baton import errors
 from baton.gateway import api, generation
-from baton.gateway.generation import MAX_BODY_BYTES
-from baton.gateway.request import parse_chat, parse_completion
+from baton.gateway.chat import parse_chat
+from baton.gateway.completions import parse_completion
+from baton.gateway.endpoint import MAX_BODY_BYTES
 from baton.net import rpc
 from baton.net.http_errors import failure_of
-from router import generation_service
 from router.admission.tenants import Tenants
+from router.output import sink
 from tests.unit.router.scripted_workers import TIMEOUT_S, seen
 from tests.unit.router.small_tokenizers import byte_tokenizer
 
@@ -140,10 +141,10 @@ async def test_a_bad_field_is_refused_by_name_before_any_work(gateway):
 async def test_an_error_says_what_to_do(gateway):
     parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {}}]
     error = error_of(await gateway.chat(messages=[{"role": "user", "content": parts}]), 400)
-    assert "images are not supported" in error["message"]
+    assert "images, audio and files are not supported" in error["message"]
     for field in ({"functions": [{}]}, {"messages": [{"role": "u", "function_call": {}}]}):
         error = error_of(await gateway.chat(**field), 400)
-        assert "is not supported here: leave it out" in error["message"]
+        assert "is not supported: leave it out" in error["message"]
     error = error_of(await gateway.complete(max_tokens=30), 400)
     assert "max_tokens is 30" in error["message"] and "leaves 29" in error["message"]
     for prompt in (3, None, {}):
@@ -304,7 +305,7 @@ async def test_a_body_is_one_request_to_its_tenant_however_many_choices(gateway_
     assert len((await gateway.complete(n=10)).json()["choices"]) == 10
     assert len((await gateway.complete(prompt=["a", "b"], n=2)).json()["choices"]) == 4
     assert (await gateway.post("/tokenize", {"prompt": "a" * 50})).status_code == 200
-    tenant = gateway.service.admission.tenants.of(None)
+    tenant = gateway.service.admission.tenants.tenant_for(None)
     used = (len(PROMPT) + 10 * 5) + (2 + 4 * 5) + 50
     assert tenant._tokens.level == pytest.approx(1000 - used, abs=20)
     for response in (await gateway.complete(), await gateway.post("/tokenize", {"prompt": "a"})):
@@ -348,7 +349,7 @@ async def test_one_failed_choice_ends_all(gateway_of):
 async def test_prompts_of_one_body_fit_together_or_are_refused_for_good(gateway_of, tmp_path):
     limits = "[default]\ntokens_per_minute = 100"
     gateway = await gateway_of(tenants=tenants(tmp_path, limits))
-    tenant = gateway.service.admission.tenants.of(None)
+    tenant = gateway.service.admission.tenants.tenant_for(None)
     tenant.charge_tokens(40)  # 60 are left: for the first of them, not for all
     asked = {"prompt": ["a" * 20] * 4, "max_tokens": 5}
     assert len((await gateway.complete(**asked)).json()["choices"]) == 4
@@ -378,7 +379,7 @@ async def begun_with_three_choices(gateway, timeout_s=TIMEOUT_S):
 async def test_a_tenants_places_are_taken_for_all_choices_with_the_first(gateway_of, tmp_path):
     limits = "[default]\nmax_running = 4\ntokens_per_minute = 100"
     gateway = await gateway_of(tenants=tenants(tmp_path, limits))
-    tenant = gateway.service.admission.tenants.of(None)
+    tenant = gateway.service.admission.tenants.tenant_for(None)
     call, go_on = await begun_with_three_choices(gateway)
     # It would have kept one of the three from running, and the other way round.
     error_of(await gateway.complete(n=2), 429)
@@ -428,7 +429,7 @@ async def test_a_draining_router_finishes_streams_and_takes_nothing_new(gateway)
 async def test_what_is_echoed_at_once_may_be_longer_than_what_may_be_left_unread(
     gateway_of, tmp_path, monkeypatch, path
 ):
-    monkeypatch.setattr(generation_service, "MAX_UNREAD_BYTES", 500)
+    monkeypatch.setattr(sink, "MAX_UNREAD_BYTES", 500)
     tokenizer = byte_tokenizer(tmp_path, max_position_embeddings=1000)
     gateway = await gateway_of(tokenizer=tokenizer, cluster={"max_context": 1000})
     text = "\n" * 300  # twice as long in JSON
@@ -446,8 +447,8 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
     gateway_of, monkeypatch, end, n
 ):
     if end == "unread":
-        monkeypatch.setattr(generation_service, "UNREAD_S", 0.5)
-    monkeypatch.setattr(generation_service, "MAX_UNREAD_BYTES", 1 << 30)
+        monkeypatch.setattr(sink, "UNREAD_S", 0.5)
+    monkeypatch.setattr(sink, "MAX_UNREAD_BYTES", 1 << 30)
     gateway = await gateway_of(default_timeout_s=3.0 if end == "deadline" else 600.0)
     gateway.decode.runs = [gateway.decode.flood] * n
     body = {"prompt": PROMPT, "n": n, "max_tokens": 5, "stream": True, "return_token_ids": True}

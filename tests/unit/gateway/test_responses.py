@@ -7,12 +7,12 @@ import pydantic
 import pytest
 
 from baton.gateway import generation
-from baton.gateway.output_responses import ItemsOutput
 from baton.gateway.responses import parse_response
-from baton.text.tool_calls import ToolCallDelta
+from baton.gateway.responses_output import ItemsOutput
+from baton.generation.tool_call import ToolCallDelta
 from baton.v1 import common_pb2
-from router.dispatch.request_state import ParsedOutput
-from tests.unit.router.scripted_workers import UNFINISHED
+from router.output.sink import Piece
+from router.output.text_stream import ParsedOutput
 
 from .conftest import CALLS
 
@@ -171,7 +171,7 @@ async def test_a_failure_ends_the_stream_with_what_was_done(says, client_of, mon
     def fail(self, finish):
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr("baton.gateway.output_responses.ItemsOutput.finish", fail)
+    monkeypatch.setattr("baton.gateway.responses_output.ItemsOutput.finish", fail)
     async with client_of(gateway) as client:
         stream = await client.responses.create(model="tiny", input="Hi", tools=TOOLS, stream=True)
         events = [event async for event in stream]
@@ -194,10 +194,10 @@ async def test_a_failure_before_any_output_is_an_error_event(gateway, client_of,
 def test_of_one_step_the_rest_of_a_call_comes_before_text_and_text_before_the_next_call():
     output = ItemsOutput(lambda started: None, lambda kind, **members: None)
     calls = [ToolCallDelta(0, "1", "f", ""), ToolCallDelta(0, "", "", "{")]
-    output.put("", (), (), UNFINISHED, "", ParsedOutput("Hm.", calls))
+    output.put(Piece("", parsed=ParsedOutput("Hm.", calls)))
     calls = [ToolCallDelta(0, "", "", "}"), ToolCallDelta(1, "2", "g", "")]
-    output.put("So:", (), (), UNFINISHED, "", ParsedOutput("", calls))
-    output.put("", (), (), common_pb2.FINISH_REASON_TOOL_CALLS, "", ParsedOutput())
+    output.put(Piece("So:", parsed=ParsedOutput("", calls)))
+    output.put(Piece("", finish_reason=common_pb2.FINISH_REASON_TOOL_CALLS))
     reasoning, first, message, second = output.items
     assert (reasoning.content[0].text, message.content[0].text) == ("Hm.", "So:")
     assert [(call.name, call.arguments) for call in (first, second)] == [("f", "{}"), ("g", "")]

@@ -14,12 +14,14 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from baton.config import ApiConfig, RouterConfig, host_names, origins
 from baton.errors import ConfigError
-from baton.gateway import frontend
-from baton.gateway.output import ChatOutput, CompletionOutput
+from baton.gateway.chat import ChatOutput
+from baton.gateway.completions import CompletionOutput
+from baton.gateway.routes import frontend
 from baton.net import http_server
 from baton.net.http_server import listen
 from baton.v1 import common_pb2
 from router.admission.tenants import Tenants
+from router.output.sink import Piece
 from tests.unit.router.scripted_workers import TIMEOUT_S, seen
 from tests.unit.router.small_tokenizers import byte_tokenizer, ids_only_tokenizer
 
@@ -699,7 +701,7 @@ def test_what_is_no_host_name_is_refused(text):
 
 async def test_a_port_that_is_handed_over_answers_each_client_once_more(gateway_of, monkeypatch):
     """Two connections are idle, one has not asked yet, and one reads a stream that began before."""
-    monkeypatch.setattr(http_server, "LEAVE_S", 0.5)
+    monkeypatch.setattr(http_server, "LEAVE_S", 3.0)
     gateway = await gateway_of()
     where = "127.0.0.1", gateway.port
 
@@ -774,8 +776,8 @@ def test_events_that_differ_in_their_text_alone_are_those_that_are_encoded(kind,
             3, None, with_logprobs=False, with_token_ids=token_ids, event=event, send=sent.append
         )
         for text in TEXTS:
-            output.put(text, [7], (), common_pb2.FINISH_REASON_UNSPECIFIED, "")
-        output.put("end", [7], (), common_pb2.FINISH_REASON_STOP, "")
+            output.put(Piece(text, [7]))
+        output.put(Piece("end", [7], finish_reason=common_pb2.FINISH_REASON_STOP))
         return sent, output
 
     fast, with_fast = events(False)

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
@@ -93,7 +93,6 @@ PARAMS = st.builds(
 )
 
 
-@settings(deadline=None)  # machines are busy
 @given(PARAMS)
 def test_settings_survive_their_message(params):
     """Also zeros, which a message could mistake for "not set"."""

@@ -190,7 +190,7 @@ def test_it_is_one_form_of_a_bounded_size():
         (StructuredOutput(), "exactly one"),
         (StructuredOutput(regex="a", grammar="b"), "exactly one"),
         (StructuredOutput(choice=("a", "")), "empty"),
-        (StructuredOutput(regex="a" * (MAX_STRUCTURED_OUTPUT_CHARS + 1)), "65537 characters"),
+        (StructuredOutput(regex="a" * (MAX_STRUCTURED_OUTPUT_CHARS + 1)), "not 65537"),
     ):
         with pytest.raises(InvalidRequest, match=reason):
             SamplingParams(structured_output=output).validate(VOCAB)

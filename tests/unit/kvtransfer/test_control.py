@@ -31,37 +31,37 @@ async def served(**handle):
         await server.stop(0)
 
 
-async def test_calls_are_answered_in_any_order_each_with_its_trace_and_its_error():
+async def test_calls_are_answered_in_any_order_each_with_its_error():
     slow, seen = asyncio.Event(), []
 
-    async def ready(request, trace):
-        seen.append((request.handoff_id, dict(trace)))
+    async def ready(request):
+        seen.append(request.handoff_id)
         await slow.wait()
         return pb.ReadyResponse(block_ids=[3])
 
-    async def commit(request, trace):
+    async def commit(request):
         raise KvCorrupted("checksum: 1 != 2")
 
-    async def abort(request, trace):
+    async def abort(request):
         raise Overloaded("later", 1.5)
 
     async with served(ready=ready, commit=commit, abort=abort) as (control, _, _):
-        first = asyncio.create_task(control.call(READY, 5.0, {"traceparent": "00-1"}))
+        first = asyncio.create_task(control.call(READY, 5.0))
         with pytest.raises(KvCorrupted, match="1 != 2"):
-            await control.call(COMMIT, WAIT_S, {})
+            await control.call(COMMIT, WAIT_S)
         with pytest.raises(Overloaded) as caught:
-            await control.call(ABORT, WAIT_S, {})
+            await control.call(ABORT, WAIT_S)
         assert caught.value.retry_after_s == 1.5
         slow.set()
         assert (await first).block_ids == [3]
-    assert seen == [("h", {"traceparent": "00-1"})]
+    assert seen == ["h"]
 
 
 def never_answered():
     """(set when the call begins, set when it ends, what handles it)."""
     begun, ended = asyncio.Event(), asyncio.Event()
 
-    async def handle(request, trace):
+    async def handle(request):
         begun.set()
         try:
             await asyncio.Event().wait()
@@ -71,7 +71,7 @@ def never_answered():
     return begun, ended, handle
 
 
-async def committed(request, trace):
+async def committed(request):
     return pb.CommitResponse()
 
 
@@ -79,7 +79,7 @@ async def committed(request, trace):
 async def test_a_call_that_nobody_waits_for_is_cancelled_there_and_the_stream_goes_on(how):
     begun, ended, ready = never_answered()
     async with served(ready=ready, commit=committed) as (control, _, _):
-        call = asyncio.create_task(control.call(READY, 1.0 if how == "in time" else WAIT_S, {}))
+        call = asyncio.create_task(control.call(READY, 1.0 if how == "in time" else WAIT_S))
         await asyncio.wait_for(begun.wait(), WAIT_S)
         stream = control._stream
         if how == "cancelled":
@@ -87,35 +87,35 @@ async def test_a_call_that_nobody_waits_for_is_cancelled_there_and_the_stream_go
         with pytest.raises(DeadlineExceeded if how == "in time" else asyncio.CancelledError):
             await call
         await asyncio.wait_for(ended.wait(), WAIT_S)
-        assert await control.call(COMMIT, WAIT_S, {}) == pb.CommitResponse()
+        assert await control.call(COMMIT, WAIT_S) == pb.CommitResponse()
         assert control._stream is stream and not stream.waiting
 
 
 async def test_a_stream_that_breaks_fails_what_waits_and_the_next_call_opens_another():
     begun, ended, ready = never_answered()
     async with served(ready=ready, commit=committed) as (control, servicer, _):
-        call = asyncio.create_task(control.call(READY, WAIT_S, {}))
+        call = asyncio.create_task(control.call(READY, WAIT_S))
         await asyncio.wait_for(begun.wait(), WAIT_S)
         (answers,) = servicer._streams
         answers.put_nowait(None)
         with pytest.raises(Unavailable, match="has ended"):
             await call
         await asyncio.wait_for(ended.wait(), WAIT_S)
-        await control.call(COMMIT, WAIT_S, {})
+        await control.call(COMMIT, WAIT_S)
         servicer.close_streams()  # the worker leaves
         with pytest.raises(Unavailable):
             while True:
-                await control.call(COMMIT, WAIT_S, {})
+                await control.call(COMMIT, WAIT_S)
     begun_at = time.monotonic()
     gone = Control("127.0.0.1:9")
     with pytest.raises(Unavailable):
-        await gone.call(COMMIT, WAIT_S, {})
+        await gone.call(COMMIT, WAIT_S)
     assert time.monotonic() - begun_at < WAIT_S, "it is refused, and not waited for"
     await gone.close()
 
 
 async def test_a_call_of_no_kind_is_refused_and_one_of_a_used_number_ends_the_stream():
-    async def ready(request, trace):
+    async def ready(request):
         await asyncio.Event().wait()
 
     async with served(ready=ready) as (_, _, address), rpc.channel(address) as channel:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.errors import TransferFailed
-from kvtransfer import copier, rank_links
+from kvtransfer import copier, incoming
 from kvtransfer.copier import GpuCopier
 from kvtransfer.kernels import reference
 from kvtransfer.kernels.blocks import BlockMover
@@ -71,8 +71,9 @@ def test_a_links_digests_take_one_stream(pools, monkeypatch):
     monkeypatch.setattr(
         GpuCopier, "__init__", lambda one, pool: made.append(pool) or original(one, pool)
     )
-    listener = rank_links.listen(MemoryTransport(), pools[:1], 1, 2)
+    transport, pool = MemoryTransport(), pools[0]
+    link = incoming.IncomingLink("p", 1, transport, [pool], [transport.listen(pool)], None, 1.0)
     for _ in range(3):
-        assert listener.digest(slots(8, 3, 1)).value == pools[0].digest(slots(8, 3, 1)).value
-    listener.close()
+        assert link._read_checksum(slots(8, 3, 1)).value == pool.digest(slots(8, 3, 1)).value
+    link.close_ends()
     assert made == [pools[0]]

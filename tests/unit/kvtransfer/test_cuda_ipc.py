@@ -67,9 +67,9 @@ def link(connect):
     [
         ({"bytes": 1 << 40}, "memory: cuMemMap failed with CUDA error 1,"),
         ({"bytes": 128 << 10}, "memory: cuMemMap failed with CUDA error 1,"),
-        ({"bytes": 64}, "memory: 6 blocks do not lie in 64 bytes"),
+        ({"bytes": 64}, "memory: 6 blocks do not fit in 64 bytes"),
         ({"bytes": None, "gpu": "GPU-1"}, "memory on GPU-1: "),
-        ({"blocks": 99999}, "memory: 99999 blocks do not lie"),
+        ({"blocks": 99999}, "memory: 99999 blocks do not fit"),
     ],
 )
 def test_memory_that_is_not_as_the_receiver_says_is_not_written(driver, connect, change, why):

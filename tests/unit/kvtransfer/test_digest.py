@@ -3,15 +3,7 @@
 import pytest
 import torch
 
-from kvtransfer.digest import (
-    FACTOR,
-    KEY_STEP,
-    MULTIPLIER_STEP,
-    STEP,
-    Digest,
-    WordDigest,
-    word_sum,
-)
+from kvtransfer.digest import FACTOR, KEY_STEP, MULTIPLIER_STEP, STEP, Digest, WordDigest, word_sum
 
 MASK, WORD = (1 << 64) - 1, (1 << 32) - 1
 

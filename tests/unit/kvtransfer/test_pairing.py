@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from baton.errors import ConfigError, KvMismatch
+from baton.kv_descriptor import differences
 from baton.v1 import common_pb2
 from kvtransfer import shared_pool
-from kvtransfer.pairing import Ends, apart, choose, differences, fallback
+from kvtransfer.pairing import PairTopology, choose, fallback, separation
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import usable
 from tests.contract.kvtransfer_parts import make_pool
@@ -16,9 +17,9 @@ from tests.contract.kvtransfer_parts import make_pool
 SHM, GLOO = common_pb2.TRANSPORT_SHM, common_pb2.TRANSPORT_GLOO
 NCCL, CUDA_IPC = common_pb2.TRANSPORT_NCCL, common_pb2.TRANSPORT_CUDA_IPC
 ON_GPUS = [CUDA_IPC, NCCL]
-MACHINE, SEPARATE = apart("a/1/0", "b/1/0"), apart("a/1/0", "a/2/0")
-ONE_HOST, APART = Ends(apart("a/1/0", "a/1/0")), Ends(MACHINE)
-NEIGHBOURS = Ends("", gpu="GPU-b", reachable=("GPU-a", "GPU-b"), nccl=(2, 27, 5))
+MACHINE, SEPARATE = separation("a/1/0", "b/1/0"), separation("a/1/0", "a/2/0")
+ONE_HOST, APART = PairTopology(separation("a/1/0", "a/1/0")), PairTopology(MACHINE)
+NEIGHBOURS = PairTopology("", gpu="GPU-b", reachable=("GPU-a", "GPU-b"), nccl=(2, 27, 5))
 SHARED = {"reachable": ("GPU-b", "GPU-a")}  # both compute on one GPU
 
 
@@ -26,7 +27,7 @@ def ends(**changes):
     return dataclasses.replace(NEIGHBOURS, **changes)
 
 
-OTHER_MACHINE, OTHER_HOST = ends(apart=MACHINE), ends(apart=SEPARATE)
+OTHER_MACHINE, OTHER_HOST = ends(separation=MACHINE), ends(separation=SEPARATE)
 NO_PEERS = ends(reachable=("GPU-a",))
 
 

@@ -49,7 +49,7 @@ def test_bytes_are_gathered_in_canonical_order_and_scattered_back(pool):
 @pytest.mark.parametrize("max_bytes, counts", [(1, [4, 4, 3]), (10**9, [11]), (321, [8, 3])])
 def test_parts_are_whole_blocks_within_the_limit(max_bytes, counts):
     pool = KvPool(torch.zeros((6, 1, 2, 1, 4, 5)))  # 160 bytes a block
-    parts = pool.parts(Slots((4, 1, 2), 11), max_bytes)
+    parts = pool.split(Slots((4, 1, 2), 11), max_bytes)
     assert [part.num_tokens for part in parts] == counts
     assert sum((part.block_ids for part in parts), ()) == (4, 1, 2)
 
@@ -99,12 +99,16 @@ def test_a_copy_is_the_same_in_pieces_of_any_size(pool, piece, monkeypatch):
 def test_heads_of_a_pool_are_a_pool_of_their_own(pool, piece, monkeypatch):
     """Copied into another place of other pools, gathered, scattered: the same bytes and digest."""
     monkeypatch.setattr("kvtransfer.pool.CHUNK_BYTES", piece)
-    part, local, remote = pool.part(range(1, 3)), Slots((1, 2, 4, 0), 14), Slots((2, 3, 5, 1), 14)
+    part, local, remote = (
+        pool.with_heads(range(1, 3)),
+        Slots((1, 2, 4, 0), 14),
+        Slots((2, 3, 5, 1), 14),
+    )
     own = KvPool(pool.tensor[:, :, :, 1:3].contiguous())
     other = KvPool(torch.zeros(6, 2, 2, 4, 4, 5, dtype=pool.tensor.dtype))
     expected = own.digest(local).value
     for source in (part, own):
-        for target in (other.part(range(2, 4)), KvPool(torch.zeros_like(own.tensor))):
+        for target in (other.with_heads(range(2, 4)), KvPool(torch.zeros_like(own.tensor))):
             digest = Digest()
             copy_slots(source, local, target, remote, digest)
             assert digest.value == expected == target.digest(remote).value

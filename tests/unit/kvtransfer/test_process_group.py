@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 from baton import rendezvous
 from baton.errors import TransferFailed
 from baton.rendezvous import Rendezvous
+from kvtransfer.deadline import Deadline
 from kvtransfer.pool import Slots
 from kvtransfer.transports import process_group
 from kvtransfer.transports.process_group import NcclTransport, Staging
@@ -48,7 +49,8 @@ class ProcessGroupNCCL:
 @pytest.fixture
 def nccl(monkeypatch):
     fake = types.SimpleNamespace(is_nccl_available=lambda: True, ProcessGroupNCCL=ProcessGroupNCCL)
-    monkeypatch.setattr(process_group, "distributed", fake)
+    for module in (process_group, rendezvous):
+        monkeypatch.setattr(module, "distributed", fake)
     monkeypatch.setattr(process_group, "nccl_version", lambda: (2, 27, 5))
     for name in (*process_group.NCCL_ENVIRONMENT, "NCCL_MULTI_RANK_GPU_ENABLE"):
         monkeypatch.setenv(name, "")
@@ -136,7 +138,7 @@ def test_a_link_whose_abort_fails_is_closed_all_the_same(link, pool, monkeypatch
 
 
 def lend(staging, num_bytes=8, timeout_s=0.0):
-    return staging.lend(num_bytes, torch.device("cpu"), time.monotonic() + timeout_s)
+    return staging.lend(num_bytes, torch.device("cpu"), Deadline(timeout_s))
 
 
 def test_staging_memory_is_lent_again_unless_something_failed():

@@ -126,9 +126,7 @@ def test_a_sender_is_given_the_memory_and_each_end_sees_the_others_process(memor
 
 
 @pytest.mark.parametrize(
-    "first",
-    [(), pytest.param(OWN_PIDS_AND_NETWORK, marks=needs_namespaces)],
-    ids=["same", "other"],
+    "first", [(), pytest.param(OWN_PIDS_AND_NETWORK, marks=needs_namespaces)], ids=["same", "other"]
 )
 def test_a_process_in_other_namespaces_is_given_it_and_its_end_is_seen(first):
     """Where pids mean nothing to each other, and no network is shared."""

@@ -244,9 +244,7 @@ async def test_a_process_stays_whose_successor_does_not_come_up():
     """Nor is anything left of a successor where all are stopped while it starts."""
     async with cluster() as started:
         process = started.processes["decode-0"]
-        why = (
-            rf"decode-0 stays as it was \(pid {process.pid}\).*exited with status 1: the checkpoint"
-        )
+        why = rf"decode-0 continues \(pid {process.pid}\).*exited with status 1: the checkpoint"
         process.argv.append("--fail")
         with pytest.raises(Unavailable, match=why):
             await started.restart("decode-0")

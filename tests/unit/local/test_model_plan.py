@@ -9,10 +9,10 @@ import torch
 
 from baton import cli
 from baton.config import EngineConfig
-from baton.engine.backends import cpu
+from baton.engine.backends.cpu import backend as cpu
 from baton.engine.kv_cache import KvLayout
+from baton.engine.models.loader import load_weights
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.weights.loader import load_weights
 from baton.local import doctor
 from baton.local.model_plan import check_plan, weight_bytes
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -78,12 +78,12 @@ def test_a_plan_says_what_fits_and_what_to_change(tmp_path, free):
     assert f"{layout.bytes_per_token / 1024:g} KiB a token" in found["KV"].text
 
     found = plan(tmp_path, kv_cache_bytes=64 << 10)
-    assert found["KV"].level == "warn" and "the longest has 512" in found["KV"].text
+    assert found["KV"].level == "warn" and "instead of 512" in found["KV"].text
     size = re.match(r"--kv-cache (\d+)GiB", found["KV"].fix)
     assert size and plan(tmp_path, kv_cache_bytes=int(size[1]) * GIB)["KV"].level == "ok"
 
     need = plan(tmp_path, kv_cache_bytes=GIB)["memory"].text
-    assert need.startswith("a worker takes 1.")
+    assert need.startswith("a worker needs 1.")
     free(2 * GIB)
     found = plan(tmp_path, kv_cache_bytes=GIB)
     assert found["memory"].level == "warn" and "of each role" in found["memory"].text

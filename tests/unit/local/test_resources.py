@@ -54,15 +54,15 @@ def test_devices():
         assert devices(engine, 1, 1, gpus) == expected
     ranked = devices(EngineConfig(), 2, 2, 8, (1, 3))
     assert ranked == ["cuda:0", "cuda:1", "cuda:2", "cuda:5"], "no rank shares a GPU"
-    with pytest.raises(ConfigError, match="take 8 GPUs, one a rank, and torch sees 7"):
+    with pytest.raises(ConfigError, match="need 8 GPUs, one a rank, and torch sees 7"):
         devices(EngineConfig(), 2, 2, 7, (1, 3))
-    with pytest.raises(ConfigError, match="--device cuda: torch sees no GPU here"):
+    with pytest.raises(ConfigError, match="--device cuda: torch sees no GPU"):
         devices(EngineConfig(device="cuda"), 1, 1, 0)
 
 
 ON_TWO = [
     "GPUs: prefill-0 on cuda:0, decode-0 on cuda:1, decode-1 on cuda:1",
-    "workers of one GPU divide --gpu-memory 0.9: down to 0.45 each",
+    "workers on one GPU share --gpu-memory 0.9: at least 0.45 each",
 ]
 
 

@@ -10,8 +10,7 @@ from baton.errors import DeadlineExceeded
 from baton.local import ports
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
-from baton.telemetry import tracing
-from baton.telemetry.tracing import span_export
+from baton.telemetry import span_export, tracing
 from tests.waiting import WAIT_S
 
 
@@ -101,6 +100,6 @@ async def test_a_collector_may_be_late_or_never_come(comes, caplog, monkeypatch)
         async with asyncio.timeout(WAIT_S):
             await asyncio.to_thread(exporter.close)
     missing, *back = caplog.messages
-    assert f"no traces reach http://127.0.0.1:{port}" in missing
+    assert f"cannot export traces to http://127.0.0.1:{port}" in missing
     assert "UNAVAILABLE" in missing or "DEADLINE_EXCEEDED" in missing
-    assert back == ([f"traces reach http://127.0.0.1:{port} now"] if comes else [])
+    assert back == ([f"traces are exported to http://127.0.0.1:{port} again"] if comes else [])

@@ -98,13 +98,13 @@ def test_a_link_that_uses_a_slow_fallback_shows_what_was_to_be_expected():
 def test_routers_that_do_not_answer_are_named():
     dead = polled(status(worker("p0")), failure="connection\n refused")
     text = "\n".join(lines(dead, now=15.0))
-    assert "NO ANSWER" in text and "no router answers: what follows is old" in text
+    assert "NO ANSWER" in text and "no router answers: the tables below are old" in text
     assert "router h:1 does not answer for 3 s: connection refused" in text
     assert "p0" in text
     other = polled(status(worker("p1"), incarnation="r1", registry_connected=False))
     text = "\n".join(lines(dead, other, now=15.0))
     assert "router h:1 does not reach the registry" in text
-    assert "what follows is old" not in text
+    assert "the tables below are old" not in text
     assert "p1" in text and "p0" not in text  # of those that answer
     text = "\n".join(lines(polled(address="[::1]:7700")))  # before any answer
     assert "[::1]:7700" in text and "no workers" in text

@@ -113,7 +113,7 @@ async def test_an_error_says_why_there_is_no_trace(receiver, trace):
             ([TRACE, "--target", silent], "the router at r:1 exports no traces"),
             ([TRACE, "--from", closed], f"nothing answers at {closed}"),
             ([TRACE, "--from", f"http://{silent}"], "not a `baton up` that keeps traces: look "),
-            *((argv, f"{receiver.address} keeps no trace of a request yet")
+            *((argv, f"{receiver.address} has no trace of a request yet")
               for argv in ([], ["--last"], ["--slowest", "3"])),
         ):  # fmt: skip
             exit_status, out, error = await trace("--timeout", "0.8", *argv)

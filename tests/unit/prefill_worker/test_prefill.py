@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from baton.v1 import common_pb2, prefill_pb2
-from prefill_worker.worker import MOST_OPENED_TO, peers_to_open
+from prefill_worker.worker import MAX_OPENED_AHEAD, peers_to_open
 from tests.unit.worker.running import (
     PATIENCE_S,
     Paced,
@@ -74,8 +74,8 @@ def test_links_are_opened_to_ready_workers_of_the_same_kv_and_not_in_large_fleet
         assert opened(state=f"WORKER_STATE_{state}") == set()
     assert opened(record("decode-1", kv={"block_size": 32})) == {"decode-0"}
     for role in ("prefill", "decode"):
-        most = [record(f"{role}-{n}") for n in range(MOST_OPENED_TO)]
-        assert len(opened(*most)) == (1 if role == "prefill" else MOST_OPENED_TO)
+        most = [record(f"{role}-{n}") for n in range(MAX_OPENED_AHEAD)]
+        assert len(opened(*most)) == (1 if role == "prefill" else MAX_OPENED_AHEAD)
         assert opened(*most, record(f"{role}-one-more")) == set()
 
 

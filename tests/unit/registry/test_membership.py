@@ -2,7 +2,7 @@
 
 import asyncio
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.registry.membership import Membership, MemberTable
@@ -97,7 +97,6 @@ def apply(store, some):
         getattr(store, verb)(name)
 
 
-@settings(deadline=None)
 @given(before=changes, meanwhile=changes, later=changes, compacted=st.booleans())
 def test_a_listing_and_a_watch_leave_only_the_missing_to_drop(before, meanwhile, later, compacted):
     """A watch that resumes where it broke misses nothing; after compaction it begins later."""

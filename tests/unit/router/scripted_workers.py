@@ -19,11 +19,11 @@ from baton.net.server import bind
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
 from baton.worker.dispatch_service import DispatchService, RouterStream
 from baton.worker.metrics import LoadTracker
-from router.admission.wait_queue import WaitQueue
 from router.dispatch.dispatch import Dispatch
-from router.dispatch.request_state import RequestState, TokenizedRequest
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
+from router.queueing.wait_queue import WaitQueue
+from router.request import RequestState, TokenizedRequest
 from tests.memory_registry import MemoryRegistry
 from tests.waiting import WAIT_S
 

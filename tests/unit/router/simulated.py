@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 
 from baton.errors import Overloaded
 from baton.generation.sampling_params import SamplingParams
-from router.admission.fair_queue import FairQueue, Flow
 from router.admission.feasibility import check
-from router.admission.wait_queue import QueueEntry, WaitQueue
-from router.dispatch.request_state import TokenizedRequest
 from router.fleet.snapshot import AssignedPrompt
-from router.placement import placement
-from router.placement.cost_model import PlacementRequest
+from router.placement import scoring
+from router.queueing.fair_queue import FairQueue
+from router.queueing.wait_queue import WaitQueue
+from router.request import Demand, TenantShare, TokenizedRequest
 
 from . import snapshots
 
@@ -42,7 +41,9 @@ def tokenized(tokens=100, target_s=0.0, timeout_s=600.0, now=NOW, **fields):
 
 def placement_request(request):
     tokens = (*request.prompt, *request.resumed)
-    return PlacementRequest(tokens, request.pending, new_tokens=16)
+    return Demand(
+        tokens, request.pending, max_new_tokens=16, local_prefill_max_tokens=32, max_itl_s=0.05
+    )
 
 
 def poisson(rate, until, size=lambda dice: 100, seed=5):
@@ -56,7 +57,7 @@ def poisson(rate, until, size=lambda dice: 100, seed=5):
 class Job:
     at: float
     tokens: int
-    flow: Flow
+    flow: TenantShare
     computed_by: float = 0.0  # as its worker has it
     predicted: float = 0.0
     refused: float | None = None  # seconds of its retry advice
@@ -93,7 +94,7 @@ class SimulatedFleet:
         """Calls `act` so many seconds after the beginning."""
         heapq.heappush(self._events, (time, next(self._numbers), act, args))
 
-    def send(self, arrivals, flow=Flow("t")):  # noqa: B008 - it is immutable
+    def send(self, arrivals, flow=TenantShare("t")):  # noqa: B008 - it is immutable
         """Requests of a tenant: (when, tokens)."""
         for time, tokens in arrivals:
             self.at(time, self._come, tokens, flow)
@@ -135,20 +136,20 @@ class SimulatedFleet:
             return
 
         async def attempt():
-            pair = placement.pick(self.snapshot(), needs)
+            pair = scoring.pick(self.snapshot(), needs)
             self.running, self.held = self.running + 1, self.held + tokens // 16 + 1
             if pair.decode_prefills:
                 self._later(tokens / self.rate, self._first_token, job)
                 return
             queue = self.queues[int(pair.prefill.incarnation)]
             job.assigned_finish = job.pending.virtual_finish
-            job.computed_by = self.now + job.pending.fair_s
+            job.computed_by = self.now + job.pending.fair_wait_s
             queue.append(job)
             if len(queue) == 1:
                 self._compute(queue)
 
         first_token_by = self.now + (self.target_s or math.inf)
-        entry = QueueEntry(job.pending, tokens, first_token_by)
+        entry = snapshots.queued(job.pending, tokens, first_token_by=first_token_by)
         self._tasks.append(asyncio.create_task(self.wait_queue.place(entry, attempt)))
 
     def _later(self, seconds, act, *args):

@@ -5,7 +5,10 @@ import json
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from baton.config import ApiConfig, RouterConfig, RouterLimits
 from baton.text import load_tokenizer
+from router.admission.admission import Admission
+from router.admission.tenants import Tenants
 
 EOS = "</s>"
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
@@ -37,3 +40,13 @@ def ids_only_tokenizer(directory, **config):
     path = directory / "model.json"
     path.write_text(json.dumps({"vocab_size": 50, **config}))
     return load_tokenizer(path)
+
+
+def admission(tokenizer, tenants=None, **settings):
+    """An Admission of a model "tiny"; `settings` are its arguments, or a router's configuration."""
+    names = ("grammars", "tickets", "sampling_defaults", "prefill_rate")
+    more = {name: settings.pop(name) for name in names if name in settings}
+    api = settings.pop("api", ApiConfig())
+    limits = RouterLimits(**{"default_timeout_s": 60.0, **settings})
+    config = RouterConfig(model_name="tiny", limits=limits, api=api, http_port=1)
+    return Admission(config, tokenizer, tenants or Tenants(), **more)

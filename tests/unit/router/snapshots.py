@@ -4,10 +4,10 @@ import numpy as np
 
 from baton.block_hash import hash_chain
 from baton.v1 import common_pb2, worker_pb2
-from router.admission.fair_queue import FairQueue, Flow
 from router.fleet.kv_index import KvIndex
 from router.fleet.snapshot import AssignedPrompt, Snapshot, WorkerView
-from router.placement.cost_model import PlacementRequest
+from router.queueing.fair_queue import FairQueue
+from router.request import Demand, TenantShare
 
 BLOCK = 4
 _TOKEN_OF_40_000_BYTES = {"num_layers": 10, "num_kv_heads": 4, "head_size": 125}
@@ -50,7 +50,7 @@ def caching(prompt, salt=""):
 
 def pending(virtual_finish, fair_s=0.0, tenant="t"):
     """A prompt with that virtual finish, of a tenant that is alone; in so many seconds."""
-    fair_queue, flow = FairQueue(lambda: 0.0), Flow(tenant)
+    fair_queue, flow = FairQueue(lambda: 0.0), TenantShare(tenant)
     fair_queue.remove(fair_queue.add(flow, virtual_finish - fair_s), computed=True)
     return fair_queue.add(flow, fair_s)
 
@@ -69,9 +69,12 @@ def usable_pairs(snapshot):
     return {(snapshot.prefill[p].incarnation, snapshot.decode[d].incarnation) for p, d in pairs}
 
 
+def queued(pending, tokens, **fields):
+    """A demand in the wait queue, of which only the number of tokens counts."""
+    return Demand(range(tokens), pending, **fields)
+
+
 def needs(prompt=PROMPT, virtual_finish=1.0, **more):
     """A request whose prompt is `prompt`, or so many tokens; decode never computes it by itself."""
     tokens = tuple(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt
-    return PlacementRequest(
-        tokens, pending(virtual_finish), **{"local_prefill_max_tokens": 0, **more}
-    )
+    return Demand(tokens, pending(virtual_finish), **{"max_itl_s": 0.05, **more})

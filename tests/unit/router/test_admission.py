@@ -23,12 +23,15 @@ from baton.generation.sampling_params import (
     MAX_STOP_TOKEN_IDS,
 )
 from baton.v1 import common_pb2, inference_pb2
-from router.admission.admission import MAX_WORKERS, Admission, Choices
+from router.admission.admission import PromptChoices
 from router.admission.chat import MAX_MESSAGES
+from router.admission.prompt_tokenizer import PromptTokenizer
 from router.admission.tenants import Tenants
-from router.admission.text_pool import TextPool
+from router.admission.tokenizer_pool import TokenizerPool
+from router.admission.validation import MAX_WORKERS
 
 from .small_tokenizers import TEMPLATE, byte_tokenizer, ids_only_tokenizer
+from .small_tokenizers import admission as new_admission
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ async def admission_of(tmp_path):
             path.write_text(f"[default]\n{tenant}")
             settings["tenants"] = Tenants(path)
         tokenizer = byte_tokenizer(tmp_path, template=template, max_position_embeddings=max_context)
-        made.append(Admission("tiny", tokenizer, 60.0, **settings))
+        made.append(new_admission(tokenizer, **settings))
         return made[-1]
 
     yield make
@@ -58,7 +61,7 @@ def admission(admission_of):
 
 @pytest.fixture
 def ids_only(tmp_path):
-    return Admission("tiny", ids_only_tokenizer(tmp_path), 60.0)
+    return new_admission(ids_only_tokenizer(tmp_path))
 
 
 def request(text="Hi", ids=None, chat=None, **fields):
@@ -74,14 +77,14 @@ def request(text="Hi", ids=None, chat=None, **fields):
 
 
 async def admit(admission, asked=None, time_left_s=None, max_context=0, **fields):
-    choices, number = fields.pop("choices", Choices()), fields.pop("number", 0)
-    tenant = admission.tenants.of(())
+    choices, number = fields.pop("choices", PromptChoices()), fields.pop("number", 0)
+    tenant = admission.tenants.tenant_for(())
     asked = asked or request(**fields)
     return await admission.admit(asked, time_left_s, max_context, "r1", tenant, choices, number)
 
 
 def enter(admission, admitted, priority=0):
-    return admission.enter(admitted, admission.tenants.of(()), priority, Choices())
+    return admission.enter(admitted, admission.tenants.tenant_for(()), priority, PromptChoices())
 
 
 async def test_a_request_becomes_tokens(admission, admission_of):
@@ -241,7 +244,7 @@ async def test_a_passed_deadline_is_reported_before_anything_else(admission_of):
 async def test_what_will_be_refused_is_not_tokenized(admission_of, monkeypatch):
     admission = admission_of("max_running = 1")
     lease = enter(admission, await admit(admission))
-    monkeypatch.setattr(TextPool, "encode", lambda *_: pytest.fail("it was tokenized"))
+    monkeypatch.setattr(TokenizerPool, "encode", lambda *_: pytest.fail("it was tokenized"))
     monkeypatch.setattr(type(admission.tokenizer), "encode", lambda *_: pytest.fail("tokenized"))
     with lease, pytest.raises(Overloaded):
         await admit(admission)
@@ -255,8 +258,10 @@ async def test_a_short_chat_that_its_template_makes_long_or_slow_holds_no_event_
 ):
     template = "{% for i in range(messages[0].content | int) %}{{ i }} {% endfor %}{{ 'x' }}"
     admission, pooled = admission_of(max_context=1_000_000, template=template), []
-    encode = TextPool.encode
-    monkeypatch.setattr(TextPool, "encode", lambda *args: pooled.append(args[1]) or encode(*args))
+    encode = TokenizerPool.encode
+    monkeypatch.setattr(
+        TokenizerPool, "encode", lambda *args: pooled.append(args[1]) or encode(*args)
+    )
     lengths = []
     for repeated in (3, 2000, 40_000):
         lengths.append(len((await admit(admission, chat=[("user", str(repeated))])).prompt))
@@ -276,9 +281,9 @@ async def test_a_prompt_of_which_the_end_is_kept_may_be_longer_than_the_context(
 async def test_choices_of_a_prompt_share_its_tokens_and_have_seeds_of_their_own(
     admission, monkeypatch
 ):
-    choices, asked = Choices(total=3), request("Hi", sampling={"seed": (1 << 64) - 2})
+    choices, asked = PromptChoices(total=3), request("Hi", sampling={"seed": (1 << 64) - 2})
     first = await admit(admission, asked, choices=choices)
-    monkeypatch.setattr(Admission, "tokenize", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(PromptTokenizer, "tokenize", lambda *_: pytest.fail("tokenized again"))
     others = [await admit(admission, asked, choices=choices, number=i) for i in (1, 2)]
     assert all(other.prompt is first.prompt for other in others)
     assert [other.params.seed for other in others] == [(1 << 64) - 1, 0]
@@ -288,7 +293,7 @@ async def test_open_output_is_cut_to_the_tenants_bucket(admission_of):
     admission = admission_of("tokens_per_minute = 1000", max_context=5000)
     asked = request("x" * 100, sampling={"max_tokens": FILL_CONTEXT})
     for total, most in ((1, 900), (3, 300)):
-        admitted = await admit(admission, asked, choices=Choices(total=total))
+        admitted = await admit(admission, asked, choices=PromptChoices(total=total))
         assert admitted.params.max_tokens == most
     with enter(admission, admitted):
         enter(admission, admitted)  # what the first may use is not held back
@@ -301,7 +306,7 @@ async def test_the_virtual_finish_follows_from_size_rate_and_priority(admission_
     first, second, urgent = (
         enter(admission, admitted, priority).prompt for priority in (0, 0, common_pb2.PRIORITY_HIGH)
     )
-    fair_s = [prompt.fair_s for prompt in (first, urgent, second)]
+    fair_s = [prompt.fair_wait_s for prompt in (first, urgent, second)]
     assert fair_s == pytest.approx([work_s, 2 * work_s, 3 * work_s])
 
 

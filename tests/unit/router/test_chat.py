@@ -9,10 +9,10 @@ from baton.errors import ConfigError, InvalidRequest
 from baton.generation.sampling_params import Reasoning
 from baton.generation.structured_output import GrammarCompiler
 from baton.v1 import common_pb2, inference_pb2
-from router.admission.admission import Admission, Choices
+from router.admission.admission import PromptChoices
 from router.admission.chat import ChatFormats
 
-from .small_tokenizers import byte_tokenizer
+from .small_tokenizers import admission, byte_tokenizer
 
 SHOWN = (
     "{{ [messages, tools, enable_thinking | default(none), add_generation_prompt] | tojson }}"
@@ -34,7 +34,7 @@ async def admission_of(tmp_path):
             tmp_path, added=added, template=template, max_position_embeddings=1 << 20
         )
         grammars = GrammarCompiler(DEMO_MODEL, 4096, {1})
-        made.append(Admission("tiny", tokenizer, 60.0, grammars=grammars, **settings))
+        made.append(admission(tokenizer, grammars=grammars, **settings))
         return made[-1]
 
     yield make
@@ -48,7 +48,7 @@ async def admit(admission, *messages, sampling=None, **chat):
         chat=inference_pb2.Chat(messages=turns, **chat), sampling=sampling
     )
     return await admission.admit(
-        request, None, 0, "r", admission.tenants.of(()), Choices(cut_output=True)
+        request, None, 0, "r", admission.tenants.tenant_for(()), PromptChoices(cut_output=True)
     )
 
 
@@ -175,11 +175,13 @@ async def test_a_bad_chat_is_refused_with_its_field(admission_of, messages, chat
 
 async def test_a_model_without_tools_or_reasoning_says_so(admission_of):
     for template, chat, reason in (
-        ("{{ messages }}", {"tools": TOOLS}, "chat template knows no tools"),
+        ("{{ messages }}", {"tools": TOOLS}, "chat template has no tools"),
         ("{{ tools }}", {"tools": TOOLS}, "--tool-parser"),
         ("{{ messages }}", {"max_thinking_tokens": 1}, "no reasoning of this model is known"),
     ):
         with pytest.raises(InvalidRequest, match=reason):
             await admit(admission_of(template), **chat)
-    formats = ChatFormats.of(admission_of("{{ tools }}", tool_parser="llama3").tokenizer, "llama3")
+    formats = ChatFormats.from_tokenizer(
+        admission_of("{{ tools }}", tool_parser="llama3").tokenizer, "llama3"
+    )
     assert formats.tools.name == "llama3"

@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import DeadlineExceeded, InternalError, TransferFailed
@@ -173,7 +173,6 @@ def test_a_failed_attempt_counts_against_a_worker_or_the_pair(
     assert breakers.all_open().keys() == ({counted} if counted else set())
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.sampled_from(["sent", "succeeded", "failed", "fail", 0.5, 1.0, PROBE_S, LONGEST_S]),

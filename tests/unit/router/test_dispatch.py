@@ -10,8 +10,8 @@ from opentelemetry.trace import INVALID_SPAN
 
 from baton.errors import InternalError, InvalidRequest, Overloaded, TransferFailed, Unavailable
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
-from router.admission import wait_queue
 from router.dispatch.attempt import Attempt
+from router.queueing import wait_queue
 
 from .scripted_workers import (
     LENGTH,
@@ -378,14 +378,16 @@ async def test_small_requests_pass_a_large_one_that_waits_but_not_on_the_worker_
         waiting = asyncio.create_task(cluster.run(large))
         await cluster.until_waiting(1)
         first.tell(blocks_free=50, blocks_held=50, steps=1)  # another change, after a while
-        await seen(lambda: cluster.wait_queue.kept_from(small[0].request.pending) == {"d1"})
+        await seen(
+            lambda: cluster.wait_queue.reserved_for_others(small[0].request.pending) == {"d1"}
+        )
         for state in small:
             assert await cluster.run(state) == (counting(5), LENGTH)
         assert {state.final_route().decode for state in small} == {"d0"}
         kept.tell(blocks_free=80, blocks_held=20)
         assert await waiting == (counting(5), LENGTH)
     assert large.final_route().decode == "d1"
-    assert cluster.wait_queue.kept_from(small[0].request.pending) == frozenset()
+    assert cluster.wait_queue.reserved_for_others(small[0].request.pending) == frozenset()
 
 
 async def test_the_recovery_timeout_stops_when_workers_are_back_though_full(cluster_of):

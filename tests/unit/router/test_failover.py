@@ -17,6 +17,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.v1 import common_pb2
+from router.dispatch.failover import record_failure
 from router.fleet.heartbeat import LivenessConfig
 
 from .scripted_workers import (
@@ -207,7 +208,7 @@ async def test_the_route_tells_of_the_last_attempt_alone(cluster_of):
     first.runs, second.reserves = [pauses(first, 2)], [second.accept_and_start]
     state = await assert_goes_on(cluster, after={102: partial(aborts, cluster, first)})
     assert state.final_route() == common_pb2.Route(decode="d1", attempts=2)
-    assert state.way == "local"
+    assert state.prompt_path == "local"
 
 
 async def silent(cluster, decode, request):
@@ -362,12 +363,12 @@ async def test_a_prompt_that_fails_its_steps_ends_and_its_neighbours_live(cluste
 def test_a_sequence_that_was_beside_the_cause_shares_steps_again():
     state = request_state()
     errors = [(InternalError("a"), 1), (InternalError("b"), 1), (Unavailable("c"), 1)]
-    assert [(state.failed(*one), state.alone) for one in errors] == [
+    assert [(record_failure(state, *one), state.runs_alone) for one in errors] == [
         (False, False), (False, True), (False, True)
     ]  # fmt: skip
     assert state.spec("r-4").alone
-    assert not state.failed(InternalError("after many tokens"), PROVING_TOKENS)
-    assert not state.alone
+    assert not record_failure(state, InternalError("after many tokens"), PROVING_TOKENS)
+    assert not state.runs_alone
 
 
 async def test_an_abandoned_attempt_adds_neither_tokens_nor_numbers(cluster_of):

@@ -9,13 +9,14 @@ from itertools import cycle, islice
 import pytest
 
 from baton.errors import Overloaded
-from router.admission.fair_queue import Flow
-from router.admission.feasibility import DOUBT, SAFETY, check, explain
-from router.admission.wait_queue import RETRY_AFTER_S, QueueEntry, WaitQueue
-from router.placement.placement import rank_all
+from router.admission.feasibility import DOUBT, SAFETY, check, why_refused
+from router.placement.explain import explain
+from router.placement.scoring import rank_all
+from router.queueing.wait_queue import RETRY_AFTER_S, WaitQueue
+from router.request import TenantShare
 
 from .simulated import NOW, RATE, SimulatedFleet, placement_request, poisson, tokenized, worker
-from .snapshots import fleet, needs, pending
+from .snapshots import fleet, needs, pending, queued
 from .snapshots import worker as view
 
 
@@ -58,8 +59,8 @@ def retry_after_s(queue, *prefill, **fields):
 
 BUSY, UNKNOWN = worker("p", queue=1), worker("p", 0)
 EARLY, LATE = pending(NOW - 1, tenant="other"), pending(NOW + 1, tenant="other")
-BEFORE, AFTER, HUGE = QueueEntry(EARLY, 2000), QueueEntry(LATE, 50_000), QueueEntry(EARLY, 10**9)
-OWN = QueueEntry(pending(NOW + 1), 1000, first_token_by=NOW + 1.05)  # of its tenant, and urgent
+BEFORE, AFTER, HUGE = queued(EARLY, 2000), queued(LATE, 50_000), queued(EARLY, 10**9)
+OWN = queued(pending(NOW + 1), 1000, first_token_by=NOW + 1.05)  # of its tenant, and urgent
 
 
 @pytest.mark.parametrize(
@@ -81,8 +82,8 @@ def test_the_prefill_rate_is_that_of_all_ready_workers(workers, rate):
     [
         ([], worker("p", queue=10), {"target_s": 0.2}, None),
         # Without a target only the deadline counts.
-        ([QueueEntry(EARLY, 10_000)], worker("p"), {}, None),
-        ([QueueEntry(EARLY, 10_000)], worker("p"), {"timeout_s": 5.0}, "wanted in 5.00 s"),
+        ([queued(EARLY, 10_000)], worker("p"), {}, None),
+        ([queued(EARLY, 10_000)], worker("p"), {"timeout_s": 5.0}, "wanted in 5.00 s"),
         ([], BUSY, {"tokens": 1000, "target_s": 9.0, "timeout_s": 1.1}, "wanted in 1.10 s"),
         # What is before it in the queue counts, and what is behind does not.
         ([BEFORE, AFTER], worker("p"), {"target_s": 3.0}, None),
@@ -139,7 +140,7 @@ async def test_at_five_times_the_capacity_admitted_requests_meet_their_target(si
     one = SimulatedFleet(fair=True, target_s=target_s, noise=0.15)
     rate = 5 * RATE / (sum(sizes) / len(sizes)) / len(tenants)
     for seed, tenant in enumerate(tenants):
-        one.send(poisson(rate, until, lambda _: dice.choice(sizes), seed), Flow(tenant))
+        one.send(poisson(rate, until, lambda _: dice.choice(sizes), seed), TenantShare(tenant))
     await one.run()
     accepted = [job for job in one.jobs if job.refused is None]
     ttft = sorted(job.ttft for job in accepted)
@@ -156,7 +157,7 @@ async def test_at_five_times_the_capacity_admitted_requests_meet_their_target(si
 @pytest.mark.parametrize("weight", [1.0, 3.0])
 async def test_a_flood_gets_its_share_as_soon_as_another_tenant_comes_and_waits(weight):
     """One sends five times what the fleet computes, later the other twice its own share."""
-    flood, other = Flow("flood"), Flow("other", weight)
+    flood, other = TenantShare("flood"), TenantShare("other", weight)
     share, came, until = 1 / (1 + weight), 10, 40
     one = SimulatedFleet(fair=True)
     one.send(poisson(5 * RATE / 200, until, lambda dice: 200), flood)
@@ -234,9 +235,10 @@ PROMPT = tuple(islice(cycle(range(20)), 20))
 
 def explained(snapshot, queue, local=0, **fields):
     request = replace(tokenized(20, **fields), prompt=PROMPT)
-    more = {"cache_salt": "s", "new_tokens": 7, "local_prefill_max_tokens": local}
+    more = {"cache_salt": "s", "max_new_tokens": 7, "local_prefill_max_tokens": local}
     needed = needs(PROMPT, request.pending.virtual_finish, **more)
-    return explain(request, needed, snapshot, queue, NOW), rank_all(snapshot, needed)
+    refused = why_refused(request, needed, snapshot, queue, NOW)
+    return explain(snapshot, needed, refused), rank_all(snapshot, needed)
 
 
 async def test_explain_lists_every_pair_with_what_placement_computed(queue_of):
@@ -253,7 +255,7 @@ async def test_explain_lists_every_pair_with_what_placement_computed(queue_of):
     assert (best.queue_tokens, best.prefill_cached_tokens, best.decode_cached_tokens) == (60, 16, 8)
     assert left_out.refused == stalled.refused == "p0 is STALLED"
     assert (response.refused, response.decode_prefills) == ("", False)
-    assert (response.prompt_tokens, response.tenant, response.queued) == (20, "t", 0)
+    assert (response.prompt_tokens, response.tenant) == (20, "t")
 
 
 async def test_explain_says_what_keeps_a_request_from_running(queue_of):

@@ -17,36 +17,36 @@ def routers(clock):
 
 def test_a_ticket_is_good_at_another_router_for_its_tenant_and_prompt_only(routers):
     one, other = routers
-    ticket = one.give("a", PROMPT, "a/", 10.0)
-    with other.taken(ticket, "a") as good:
+    ticket = one.issue("a", PROMPT, "a/", 10.0)
+    with other.use(ticket, "a") as good:
         assert good and other.is_for(ticket, list(PROMPT), "a/")
         assert not other.is_for(ticket, [1, 2, 3, 4], "a/")
         assert not other.is_for(ticket, PROMPT, "a/salt")
-    with other.taken(ticket, "b") as good:
+    with other.use(ticket, "b") as good:
         assert not good
-    with ResumeTickets().taken(ticket, "a") as good:
+    with ResumeTickets().use(ticket, "a") as good:
         assert not good, "of another cluster"
 
 
 def test_a_ticket_is_good_for_one_request_at_a_time(routers):
-    ticket = routers[0].give("a", PROMPT, "", 10.0)
-    with routers[1].taken(ticket, "a") as good, routers[1].taken(ticket, "a") as again:
+    ticket = routers[0].issue("a", PROMPT, "", 10.0)
+    with routers[1].use(ticket, "a") as good, routers[1].use(ticket, "a") as again:
         assert (good, again) == (True, False)
-    with routers[1].taken(ticket, "a") as good:
+    with routers[1].use(ticket, "a") as good:
         assert good
 
 
 def test_a_ticket_ends_soon_after_its_request_would_have(routers, clock):
-    ticket = routers[0].give("a", PROMPT, "", 10.0)
+    ticket = routers[0].issue("a", PROMPT, "", 10.0)
     for later_s, expected in ((65.0, True), (10.0, False)):
         clock.now += later_s
-        with routers[1].taken(ticket, "a") as good:
+        with routers[1].use(ticket, "a") as good:
             assert good == expected
 
 
 @pytest.mark.parametrize("change", ["cut", "longer", "each byte", "empty"])
 def test_nobody_makes_a_ticket(routers, change):
-    ticket = routers[0].give("a", PROMPT, "", 10.0)
+    ticket = routers[0].issue("a", PROMPT, "", 10.0)
     forged = {
         "cut": [ticket[:at] for at in range(len(ticket))],
         "longer": [ticket + b"\0"],
@@ -56,5 +56,5 @@ def test_nobody_makes_a_ticket(routers, change):
         "empty": [b""],
     }
     for one in forged[change]:
-        with routers[1].taken(one, "a") as good:
+        with routers[1].use(one, "a") as good:
             assert not good

@@ -24,11 +24,11 @@ from baton.local.span_store import SpanStore
 from baton.net import rpc, tls
 from baton.net.server import Health
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
-from router import generation_service
 from router.admission.admission import Admission
 from router.admission.tenants import Tenants
 from router.generation_service import GenerationService
-from router.service import FleetServicer, InferenceServicer, authorize
+from router.grpc_service import FleetServicer, InferenceServicer, authorize
+from router.output import sink
 from tests.tracing import Traces
 
 from .scripted_workers import (
@@ -41,7 +41,7 @@ from .scripted_workers import (
     started,
     token,
 )
-from .small_tokenizers import byte_tokenizer
+from .small_tokenizers import admission, byte_tokenizer
 
 PROMPT = (1, 2, 3)
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
@@ -62,11 +62,12 @@ class Router:
         self, cluster, tokenizer, default_timeout_s=TIMEOUT_S, tenants=None, trace_content=0
     ):
         tenants = tenants or Tenants()
-        self.admission = Admission("tiny", tokenizer, default_timeout_s, tenants=tenants)
+        self.admission = admission(
+            tokenizer, tenants, default_timeout_s=default_timeout_s, trace_content=trace_content
+        )
         self.cluster, self.decode = cluster, (*cluster.decodes, None)[0]
         self.service = GenerationService(
             self.admission, cluster.wait_queue, cluster.dispatch, cluster.fleet, cluster.tracer,
-            trace_content,
         )  # fmt: skip
         self._server = rpc.server(partial(authorize, tenants))
 
@@ -358,8 +359,8 @@ async def test_a_caller_that_does_not_read_holds_nothing_and_gets_the_reason(
     router_of, monkeypatch, end, code, said
 ):
     if end == "seconds":
-        monkeypatch.setattr(generation_service, "UNREAD_S", 0.5)
-    monkeypatch.setattr(generation_service, "MAX_UNREAD_BYTES", 1 << (16 if end == "bytes" else 30))
+        monkeypatch.setattr(sink, "UNREAD_S", 0.5)
+    monkeypatch.setattr(sink, "MAX_UNREAD_BYTES", 1 << (16 if end == "bytes" else 30))
     router = await router_of(default_timeout_s=0.5 if end == "deadline" else 600.0)
     decode = router.decode
     decode.runs = [partial(decode.flood, tokens=4, top=200)]
@@ -380,8 +381,8 @@ async def test_a_caller_that_does_not_read_holds_nothing_and_gets_the_reason(
 def test_a_caller_has_its_time_from_the_first_output_on(monkeypatch):
     """Whatever waits before it: the message that says that the request has started, or headers."""
     clock = iter((1000.0, 1009.0, 1018.0, 1019.5))
-    monkeypatch.setattr(generation_service, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    unread = generation_service.Unread()
+    monkeypatch.setattr(sink, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    unread = sink.UnreadLimit()
     unread.add(100, 50)
     unread.add(140, 50)  # some was read
     unread.add(190, 50)  # nothing was, for 9 s
@@ -461,7 +462,7 @@ async def test_refusals_are_a_line_now_and_then_and_a_count_each(router_of, capl
     said = [one.getMessage() for one in caplog.records if "ended with" in one.getMessage()]
     assert [text for text in said if "INVALID_ARGUMENT" in text] == said[:1]
     assert [text for text in said if "NOT_FOUND" in text] == said[1:]
-    assert all("such since the last line" in text for text in said) and len(said) == 2
+    assert all("more since the last line" in text for text in said) and len(said) == 2
     assert router.service.stats.counts.refused == 40
 
 

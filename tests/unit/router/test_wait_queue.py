@@ -7,20 +7,19 @@ import random
 import pytest
 
 from baton.errors import Overloaded, Unavailable
-from router.admission import wait_queue as wait_queue_module
-from router.admission.fair_queue import Flow
-from router.admission.wait_queue import (
-    MOST_REFUSED,
-    MOST_TRYING,
+from router.queueing import wait_queue as wait_queue_module
+from router.queueing.wait_queue import (
+    MAX_REFUSED,
+    MAX_TRYING,
     PASSING_S,
     RETRY_AFTER_S,
     NoWorker,
-    QueueEntry,
     WaitQueue,
 )
+from router.request import TenantShare
 from tests.waiting import WAIT_S
 
-from .snapshots import pending
+from .snapshots import pending, queued
 
 
 class Room:
@@ -32,7 +31,17 @@ class Room:
         self.tried, self.placed, self.tasks = [], [], []
         self.queue = WaitQueue(capacity, lambda: self.changed, clock=clock)
 
-    async def place(self, finish, tokens=1, name=None, *, accepted=False, tenant="t", **fields):
+    async def place(
+        self,
+        finish,
+        tokens=1,
+        name=None,
+        *,
+        accepted=False,
+        tenant="t",
+        reserve_workers=lambda names: names,
+        **fields,
+    ):
         name = name or finish
 
         async def attempt():
@@ -44,12 +53,12 @@ class Room:
             self.placed.append(name)
             return name
 
-        entry = QueueEntry(pending(finish, tenant=tenant), tokens, **fields)
-        return await self.queue.place(entry, attempt, accepted=accepted)
+        demand = queued(pending(finish, tenant=tenant), tokens, **fields)
+        return await self.queue.place(demand, attempt, reserve_workers, accepted=accepted)
 
     async def attempt(self, finish, attempt):
         """A request with an attempt of its own."""
-        return await self.queue.place(QueueEntry(pending(finish), 1), attempt)
+        return await self.queue.place(queued(pending(finish), 1), attempt)
 
     async def add(self, placing):
         """Starts a request."""
@@ -115,15 +124,15 @@ async def test_entries_that_no_worker_could_serve_keep_nobody_from_room(room, cl
         tries.append(1)
         raise NoWorker("no prefill worker")
 
-    for _ in range(3 * MOST_REFUSED):
-        entry = QueueEntry(pending(0.0), 1, decodes=False)
+    for _ in range(3 * MAX_REFUSED):
+        entry = queued(pending(0.0), 1, decodes=False)
         await room.add(room.queue.place(entry, finds_no_worker))
     await room.add(room.place(5.0, tokens=9))
     clock.now += 10 * PASSING_S
     await room.give(0)
     tries.clear()
     assert await room.give(9) == [5.0]
-    assert len(tries) == MOST_REFUSED
+    assert len(tries) == MAX_REFUSED
     assert await room.add(room.place(6.0, tokens=0)) and room.placed[-1] == 6.0
 
 
@@ -152,8 +161,8 @@ async def test_a_tenant_fills_no_more_of_the_queue_than_its_share(room_of):
     flood = [await room.add(room.place(at, tenant="flood", name=at)) for at in range(8)]
     more = [await room.add(room.place(9 + at, tenant="flood", accepted=True)) for at in range(2)]
     with pytest.raises(Overloaded, match="8 requests are waiting already"):
-        room.queue.check_room(Flow("flood"))
-    room.queue.check_room(Flow("light"))
+        room.queue.check_room(TenantShare("flood"))
+    room.queue.check_room(TenantShare("light"))
     light = [await room.add(room.place(20.0, tenant="light", name=f"l{at}")) for at in range(5)]
     late = await room.add(room.place(20.0, tenant="light"))
     assert [one.done() for one in (*flood, *more)] == [False] * 3 + [True] * 5 + [False] * 2
@@ -162,7 +171,7 @@ async def test_a_tenant_fills_no_more_of_the_queue_than_its_share(room_of):
             one.result()
         assert displaced.value.retry_after_s > 0
     assert late.done() and isinstance(late.exception(), Overloaded), "it has its half"
-    room.queue.check_room(Flow("heavy", weight=2.0))
+    room.queue.check_room(TenantShare("heavy", weight=2.0))
     assert room.queue.depth == 10 and not any(one.done() for one in light)
     assert len(await room.give(100)) == 10
 
@@ -203,20 +212,20 @@ async def test_large_requests_on_full_workers_stop_no_placement_and_are_placed(c
     def place(finish, blocks, name):
         prompt = pending(finish)
 
-        def earmark(kept):
-            return kept or frozenset({max(range(20), key=free.__getitem__)})
+        def reserve_workers(reserved):
+            return reserved or frozenset({max(range(20), key=free.__getitem__)})
 
         async def attempt():
-            kept = queue.kept_from(prompt)
-            worker = max(set(range(20)) - kept, key=free.__getitem__)
+            reserved = queue.reserved_for_others(prompt)
+            worker = max(set(range(20)) - reserved, key=free.__getitem__)
             if free[worker] < blocks:
                 raise Overloaded("no room")
             free[worker] -= blocks
             ends.append((clock.now - begun + dice.uniform(0, 15), worker, blocks))
             placed.append(name)
 
-        entry = QueueEntry(prompt, blocks, earmark=earmark)
-        tasks.append(asyncio.create_task(queue.place(entry, attempt)))
+        placing = queue.place(queued(prompt, blocks), attempt, reserve_workers)
+        tasks.append(asyncio.create_task(placing))
 
     begun, by_second = clock.now, []
     for number in range(large):
@@ -250,7 +259,7 @@ async def test_large_requests_on_full_workers_stop_no_placement_and_are_placed(c
 
 
 async def test_a_request_that_never_has_room_stops_no_other(room):
-    await room.add(room.place(1.0, tokens=100, name="huge", earmark=lambda kept: None))
+    await room.add(room.place(1.0, tokens=100, name="huge", reserve_workers=lambda names: None))
     room.clock.now += PASSING_S + 0.1
     await room.give(0)
     await room.add(room.place(2.0, tokens=1, name="small"))
@@ -281,11 +290,11 @@ async def test_one_change_costs_a_bounded_number_of_tries(room):
         await room.add(room.place(finish, tokens=10, name=str(finish)))
     room.tried.clear()
     await room.give(0)
-    assert room.tried == [str(finish) for finish in range(MOST_REFUSED)]
+    assert room.tried == [str(finish) for finish in range(MAX_REFUSED)]
 
 
 @pytest.mark.parametrize(
-    ("slow_s", "at_once"), [(60.0, 1), (wait_queue_module.SLOW_TRY_S, MOST_TRYING)]
+    ("slow_s", "at_once"), [(60.0, 1), (wait_queue_module.SLOW_TRY_S, MAX_TRYING)]
 )
 async def test_tries_run_one_at_a_time_or_up_to_a_bound_while_workers_answer_slowly(
     room, monkeypatch, slow_s, at_once
@@ -306,7 +315,7 @@ async def test_tries_run_one_at_a_time_or_up_to_a_bound_while_workers_answer_slo
 
         return attempt
 
-    for finish in range(2 * MOST_TRYING):
+    for finish in range(2 * MAX_TRYING):
         await room.add(room.attempt(float(finish), trying(finish)))
     room.change(1000)
     async with asyncio.timeout(WAIT_S):
@@ -315,7 +324,7 @@ async def test_tries_run_one_at_a_time_or_up_to_a_bound_while_workers_answer_slo
         assert asked == list(range(at_once))
         answer.set()
         await asyncio.gather(*room.tasks)
-    assert placed == sorted(placed) and len(placed) == 2 * MOST_TRYING
+    assert placed == sorted(placed) and len(placed) == 2 * MAX_TRYING
 
 
 async def test_a_try_that_hangs_neither_holds_up_others_nor_misses_a_change(room, monkeypatch):
@@ -397,7 +406,7 @@ async def test_slack_is_the_least_of_later_targets_unless_the_tenant_is_new(room
     for finish, tenant, left_s in ((1, "a", 9.0), (2, "b", 4.0), (3, "a", 7.0), (4, "a", 3.9)):
         by = room.clock.now + left_s
         await room.add(room.place(finish, 100, tenant=tenant, first_token_by=by))
-    slack_s = room.queue.slack_s
+    slack_s = room.queue.ttft_slack_s
     first, last, other, new = (
         pending(finish, tenant=tenant)
         for finish, tenant in ((0, "a"), (3.5, "a"), (0, "b"), (0, "c"))

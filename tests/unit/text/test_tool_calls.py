@@ -8,12 +8,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton.config import DEMO_MODEL, TOOL_PARSERS
 from baton.generation.structured_output import JSON_OPTIONS, LIMITS
+from baton.generation.tool_call import ToolCallDelta
 from baton.text.tool_calls import (
     HERMES,
     LLAMA3,
     MISTRAL,
     MISTRAL_ARGS,
-    ToolCallDelta,
     ToolParser,
     tool_format,
 )

@@ -20,6 +20,7 @@ from baton.telemetry.tracing import Telemetry
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from baton.worker import node
+from decode_worker.handoff import State
 from decode_worker.worker import DecodeWorker
 from kvtransfer import shared_pool
 from kvtransfer.control import Control
@@ -83,9 +84,9 @@ class Worker:
             if self._area is not None:
                 self._area.close()
 
-    def load(self, elsewhere):
-        assert not elsewhere.ranks
-        loaded, pools = node._load(self.config, elsewhere)
+    def load(self, remote_ranks):
+        assert not remote_ranks.connections
+        loaded, pools = node._load(self.config, remote_ranks)
         self._area = pools[0].area
         return loaded, pools
 
@@ -140,6 +141,8 @@ class Worker:
 
     async def clean(self):
         """Whether no block is held or quarantined, once all that runs has ended."""
+        if self.config.role == "decode":
+            self.node._handoffs.check()
         await asyncio.wait_for(self.node.idle(), PATIENCE_S)
         load = await self.blocks()
         return load.blocks_held == load.blocks_quarantined == 0
@@ -260,9 +263,12 @@ class Router:
     async def cancel(self, *handoff_ids):
         """Returns once their blocks are freed, or quarantined."""
         self.stream.outgoing.cancel.extend(handoff_ids)
-        reservations = self._worker.node._reservations
+        handoffs = self._worker.node._handoffs
+        live = lambda one: one is not None and one.state is not State.QUARANTINED  # noqa: E731
         await until(
-            lambda: not (reservations._entries.keys() & set(handoff_ids) or reservations._endings)
+            lambda: (
+                not handoffs._tasks and not any(map(live, map(handoffs._handoffs.get, handoff_ids)))
+            )
         )
 
     async def event(self, handoff_id):
@@ -394,10 +400,10 @@ async def granted(decode, router, name="a", pid=0):
     names = {"handoff_id": name, "reservation_token": reserved.reservation_token}
     names["incarnation"] = "writer"
     decode.knows_prefill("writer")
-    offer = await decode.handoff.call(offer_of(decode, "writer"), PATIENCE_S, {})
+    offer = await decode.handoff.call(offer_of(decode, "writer"), PATIENCE_S)
     await asyncio.to_thread(join, offer.endpoint, pid or os.getpid())
     ready = handoff_pb2.ReadyRequest(**names, epoch=offer.epoch, num_tokens=20)
-    await decode.handoff.call(ready, PATIENCE_S, {})
+    await decode.handoff.call(ready, PATIENCE_S)
     return names
 
 

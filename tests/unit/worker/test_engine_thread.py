@@ -52,10 +52,10 @@ def test_stop_drops_what_runs_and_answers_every_caller(bench):
             asked.result(0)
 
 
-@pytest.mark.parametrize("fails", ["publish", "plan"])
+@pytest.mark.parametrize("fails", ["publish", "schedule"])
 def test_a_thread_that_fails_is_logged_and_answers_every_caller(bench, caplog, fails):
     engine = bench.engine
-    broken = (engine, "_publish_report") if fails == "publish" else (engine._scheduler, "plan")
+    broken = (engine, "_publish_report") if fails == "publish" else (engine._scheduler, "schedule")
     engine.submit(lambda: setattr(*broken, None))
     engine.add(endless("a"))
     with pytest.raises(InternalError, match="not callable"):
@@ -93,7 +93,7 @@ def test_it_hashes_no_prompt(bench, loaded, monkeypatch):
     asked = common_pb2.SequenceSpec(
         handoff_id="a", token_ids=[5] * 200, prompt_tokens=200, sampling=sampling
     )
-    sequence = sequence_of(asked, ModelLimits.of(loaded))
+    sequence = sequence_of(asked, ModelLimits.from_loaded(loaded))
     engine.reserve(sequence).result(WAIT_S)
     engine.resume("a", 200, 7).result(WAIT_S)
     assert len(engine._blocks._by_hash) == 12

@@ -9,8 +9,8 @@ from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
 from baton.engine.block_manager import CacheChanges
-from baton.engine.loop import Load, Progress, StepReport
 from baton.engine.runner import StepRunner
+from baton.engine.step_report import Load, SequenceProgress, StepReport
 from baton.errors import Stale
 from baton.v1 import common_pb2, worker_pb2
 from baton.worker.metrics import (
@@ -26,7 +26,7 @@ LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0, 2000.0, 120)
 
 def step(num_tokens, *sampled, ended_ns=5_000_000):
     """A step whose sequences have sampled a token or not."""
-    progress = [Progress(str(n), 1, (7,) if one else ()) for n, one in enumerate(sampled)]
+    progress = [SequenceProgress(str(n), 1, (7,) if one else ()) for n, one in enumerate(sampled)]
     return StepReport(0, ended_ns, num_tokens, progress, LOAD)
 
 
@@ -34,7 +34,7 @@ DRAFTED = StepReport(
     0,
     5_000_000,
     6,
-    [Progress("a", 9, (7, 8, 9)), Progress("b", 1, (7,))],
+    [SequenceProgress("a", 9, (7, 8, 9)), SequenceProgress("b", 1, (7,))],
     LOAD,
     num_proposed=4,
     num_accepted=2,
@@ -214,11 +214,15 @@ def test_a_load_has_the_time_of_decode_steps_whatever_their_batch():
 
 def test_tokens_are_counted_since_start_and_drafts_only_if_right():
     tracker = LoadTracker()
-    sampled = [Progress("a", 5, (0,)), Progress("b", 5), Progress("c", 5, (9,))]
+    sampled = [
+        SequenceProgress("a", 5, (0,)),
+        SequenceProgress("b", 5),
+        SequenceProgress("c", 5, (9,)),
+    ]
     for tokens, progress in ((100, []), (3, sampled), (1, sampled[:1]), (0, [])):
         tracker.update(StepReport(0, 1, tokens, progress, LOAD))
     assert (tracker.load.tokens_computed, tracker.load.tokens_generated) == (104, 3)
-    tracker, sampled = LoadTracker(), [Progress(name, 5, (1, 2, 3)) for name in "abcdefgh"]
+    tracker, sampled = LoadTracker(), [SequenceProgress(name, 5, (1, 2, 3)) for name in "abcdefgh"]
     tracker.update(StepReport(0, 10_000_000, 40, sampled, LOAD, num_proposed=32, num_accepted=16))
     assert (tracker.load.tokens_computed, tracker.load.tokens_generated) == (24, 24)
     assert tracker.load.step_ms == 10

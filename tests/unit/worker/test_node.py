@@ -94,10 +94,10 @@ async def test_sigterm_while_loading_never_becomes_ready(directory, store):
     worker, seen = Worker("decode", directory, store), []
     loading, go_on, load = threading.Event(), threading.Event(), worker.load
 
-    def slow(elsewhere):
+    def slow(remote_ranks):
         loading.set()
         assert go_on.wait(PATIENCE_S)
-        return load(elsewhere)
+        return load(remote_ranks)
 
     worker.load = slow
     watching = asyncio.create_task(states(store, seen))

@@ -21,7 +21,7 @@ def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, rol
     """What only decode steps use is captured where they run."""
     calls = []
 
-    def load(config, allocate, elsewhere):
+    def load(config, allocate, remote_ranks):
         calls.append((config.graphs, config.overlap, config.prefill_only))
         pool = (
             allocate(2 * 64, torch.device("cpu")).tensor.view(torch.float32).view(2, 1, 2, 1, 4, 2)

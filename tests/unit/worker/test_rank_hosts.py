@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from baton.config import DEMO_MODEL, EngineConfig, WorkerConfig
-from baton.engine.backends.cpu import CpuBackend
+from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.ranks import RankWork
-from baton.engine.shard import Shard
+from baton.engine.models.shard import Shard
+from baton.engine.rank_executor import RankWork
 from baton.errors import ConfigError
 from baton.rendezvous import Place
 from baton.v1.common_pb2 import RankHost
 from baton.worker import rank_hosts
-from baton.worker.rank_server import of_this_host
+from baton.worker.remote_rank import rank_work
 
 CONFIG = WorkerConfig(
     "decode", EngineConfig(tp=4, tp_backend="gloo", cpus=(0, 1), device="cpu", model="demo"),
@@ -32,7 +32,7 @@ def test_a_rank_takes_its_hosts_settings_and_all_others_from_the_first_process()
         CpuBackend(first), Path("/elsewhere"), config, torch.bfloat16, shard, place, "10.0.0.1",
         2.5, 10,
     )  # fmt: skip
-    found = of_this_host(work.elsewhere, CONFIG, 1)
+    found = rank_work(work.on_another_host(shard), CONFIG, 1)
     assert (found.config, found.dtype, found.shard) == (
         config,
         torch.bfloat16,

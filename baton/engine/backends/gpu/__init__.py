@@ -1,4 +1,3 @@
-"""The engine on an NVIDIA GPU: the forward pass over Triton's kernels, and what drives it.
+"""The engine's backend for NVIDIA GPUs: forward pass by Triton kernels, CUDA graphs, sampling.
 
-Imported where a GPU computes, and by tests, which run the kernels in Triton's interpreter.
-"""
+Imported on workers with a GPU, and by tests, which run the kernels in Triton's interpreter."""

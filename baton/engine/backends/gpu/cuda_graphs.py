@@ -30,6 +30,7 @@ from baton.config import EngineConfig
 from baton.cuda import CudaDriver
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.batch import StepBatch
+from baton.engine.rank_executor import ReplayStep
 from baton.engine.sampling.sampler import NUM_SETTINGS
 
 if TYPE_CHECKING:  # it imports triton, which may not be installed
@@ -172,11 +173,6 @@ def shapes_of(settings: EngineConfig, max_context: int) -> list[StepShape]:
     return shapes[::-1]
 
 
-def count_graphs(settings: EngineConfig, max_context: int) -> int:
-    """Number of captured steps; 0 without `--graphs`."""
-    return len(shapes_of(settings, max_context))
-
-
 class StepGraphs:
     """Computes padded steps on any rank: by CUDA graphs once captured, kernel by kernel before.
 
@@ -239,7 +235,7 @@ class StepGraphs:
 
         Called on the stream. Other ranks receive the inputs from the first.
         """
-        with self._model.together("replay", *shape):
+        with self._model.on_all_ranks(ReplayStep(shape)):
             replay = self._captured.get(shape)
             return replay() if replay else self._compute(shape)
 
@@ -290,9 +286,9 @@ class StepGraphs:
         tokens, context_lens, tables = inputs.token_ids, inputs.context_lens, inputs.block_tables
         if shape.chunk_rows:
             rows = (tokens, context_lens, inputs.query_lens, tables, inputs.logit_rows)
-            logits = model.own.step(StepBatch(*rows, shape.decodes), self._pool)
+            logits = model.local_shard.step(StepBatch(*rows, shape.decodes), self._pool)
         else:
-            logits = model.own.decode(tokens, context_lens, tables, self._pool)
+            logits = model.local_shard.decode(tokens, context_lens, tables, self._pool)
         self._sample(inputs, logits)
         return logits
 

@@ -1,9 +1,9 @@
-"""Sampling on the device: what `baton.engine.sampling.sampler` does.
+"""Sampling on the device, with the semantics of `baton.engine.sampling.sampler`.
 
-What a row samples depends on its logits, its settings, its seed and position, and, where it has
-penalties, a grammar and the like, on its tokens. Captured steps sample all rows as if they had none
-of these, within their graphs; rows that have some are sampled once more, behind the step, when the
-host knows their tokens. Log-probabilities come behind the step, too.
+A sampled token depends on logits, settings, seed and position and, with penalties or a grammar, on
+the tokens before. CUDA graphs sample all rows without the latter; rows with penalties or a grammar
+are sampled again after the graph, when the host has their tokens. Log-probabilities are computed
+after the graph, too.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ if TYPE_CHECKING:
 
 
 class SamplingGraphs(StepGraphs):
-    """Steps of the rank that samples: each begins with the tokens that the one before has sampled,
-    if it is to go on with them, and ends with its own.
+    """CUDA graphs of the first rank: they load tokens sampled by the previous step, and sample.
 
-    tokens: int64 on the device, those of the last step, by its rows of logits.
-    """
+    tokens: int64 on the device, the sampled tokens of the last step by rows of logits."""
 
     def __init__(
         self, model: GpuModel, pool: Tensor, stream: Stream, settings: EngineConfig,
@@ -61,14 +59,14 @@ class SamplingGraphs(StepGraphs):
 
 
 class Scores:
-    """Log-probabilities of some rows of a step, for one launch at a time."""
+    """Computes log-probabilities of some rows of a step, for one launch at a time."""
 
     def __init__(self, stream: Stream, vocab_size: int) -> None:
         self._stream, self._vocab_size = stream, vocab_size
         self._wanted: list[int] = []
 
     def prepare(self, rows: Rows[int], wanted: list[int]) -> None:
-        """rows: of the logits · wanted: how many likely tokens each asks for."""
+        """rows: rows of the logits · wanted: number of likeliest tokens for each."""
         self._wanted = wanted
         self._likely = min(max(wanted, default=0), self._vocab_size)
         shape = len(wanted), 1 + self._likely
@@ -78,14 +76,14 @@ class Scores:
         self._ids = self._stream.pinned(size, torch.int64).view(shape)
 
     def compute(self, logits: Tensor, tokens: Tensor) -> None:
-        """To be called on the stream, once; of the logits as they are, and their tokens."""
+        """Computes them from unchanged logits and sampled tokens. Called once, on the stream."""
         rows = self._rows.to(self._stream.device, non_blocking=True)
         scores, ids = score(logits, rows, tokens, self._likely)
         self._scores.copy_(scores, non_blocking=True)
         self._ids.copy_(ids, non_blocking=True)
 
     def found(self, token_ids: Rows[int]) -> list[TokenLogprobs]:
-        """Of each row, which sampled that token; once the launch has ended."""
+        """Log-probabilities of each row, given its sampled token; after the launch has ended."""
         parts = zip(token_ids, self._scores.tolist(), self._ids.tolist(), self._wanted, strict=True)
         return [
             token_logprobs(token, scores[0], ids[1:], scores[1:], wanted)
@@ -94,14 +92,14 @@ class Scores:
 
 
 def pinned_copy(stream: Stream, values: np.ndarray) -> Tensor:
-    """These numbers in memory that copies to the device need not wait for."""
+    """A copy in pinned memory, from which copies to the device do not block."""
     given = torch.from_numpy(values)
     return stream.pinned(given.numel(), given.dtype).view(given.shape).copy_(given)
 
 
 @dataclass
 class _Launch:
-    """One launch's inputs, in pinned memory until it has ended.
+    """Inputs of one launch, kept in pinned memory until it has ended.
 
     integers, floats: the arguments of `penalties.adjust`, concatenated · num_adjusted, num_tokens:
     rows and tokens in them · scored: rows that want log-probabilities.
@@ -121,10 +119,9 @@ class _Launch:
 
 
 class DeviceSampler:
-    """Samples for one launch at a time.
+    """Samples on the device, for one launch at a time.
 
-    tokens: int64 `[rows]` on the device, once the launch has run; as many as it ever had.
-    """
+    tokens: int64 on the device, the sampled tokens in its first rows."""
 
     def __init__(self, stream: Stream, sampler: Sampler, max_rows: int) -> None:
         self._stream, self._sampler = stream, sampler
@@ -136,7 +133,7 @@ class DeviceSampler:
         self._host_tokens = self._stream.pinned(rows, torch.int64)
 
     def prepare(self, rows: Rows[SampleRow]) -> None:
-        """Prepares to sample one token for each row, on the host."""
+        """Prepares the inputs of sampling a token for each row, on the host."""
         if len(rows) > len(self.tokens):
             self._make_room(len(rows))
         masks = None
@@ -172,10 +169,9 @@ class DeviceSampler:
         return pinned_copy(self._stream, values)
 
     def sample(self, logits: Tensor) -> Tensor:
-        """Samples from logits float32 `[rows, vocab_size]`, and changes them: int64 `[rows]`.
+        """Samples from logits float32 `[rows, vocab_size]`, which it changes: int64 `[rows]`.
 
-        Copies them to the host, too. To be called on the stream, once.
-        """
+        Also copies the tokens to the host. Called once, on the stream."""
         launch, tokens = self._launch, self.tokens[: len(logits)]
         on_device = self._on_device
         if launch.masks is not None:
@@ -203,10 +199,9 @@ class DeviceSampler:
         return host.to(self._stream.device, non_blocking=True)
 
     def sampled(self) -> Sampled:
-        """What the launch sampled, once it has ended.
+        """Tokens and log-probabilities, after the launch has ended.
 
-        A row whose logits are not numbers has a token beyond the vocabulary: see `checked`.
-        """
+        A row with NaN logits has a token beyond the vocabulary."""
         launch = self._launch
         tokens = self._host_tokens[: len(launch.rows)].tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)

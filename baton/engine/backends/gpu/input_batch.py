@@ -1,7 +1,7 @@
-"""What captured steps need of their sequences: arrays with a row for each, kept between launches.
+"""Persistent inputs of CUDA graphs: arrays with a row for each running sequence.
 
-(After vLLM's `InputBatch`.) A sequence keeps its row while it runs: a launch gathers the rows, and
-looks closer only at sequences that are new or have got blocks.
+As vLLM's `InputBatch`: a sequence keeps its row while it runs, and a launch gathers the rows. Only
+new sequences, and those with new blocks, are written.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ HostInputs: TypeAlias = StepInputs[npt.NDArray[np.int32]]
 
 
 class InputBatch:
-    """The rows of one engine's running sequences. Engine thread only."""
+    """Rows of the running sequences. Used by the engine thread only."""
 
     def __init__(self, max_batch: int, width: int) -> None:
-        """width: blocks of the longest sequence."""
-        # Twice as many as can run at once, so that rows need not be given up one by one.
+        """width: maximum number of blocks of a sequence."""
+        # Twice as many as run at once, so that rows are released in groups.
         count = 2 * max_batch
         self._tables = np.zeros((count, width), np.int32)
         self._num_blocks = np.zeros(count, np.int64)  # of each table
         self._settings = np.zeros((count, NUM_SETTINGS), np.float64)
         self._seeds = np.zeros(count, np.int64)
-        self._held: list[list[int]] = [[] for _ in range(count)]  # the lists that tables follow
+        self._held: list[list[int]] = [
+            [] for _ in range(count)
+        ]  # block lists that tables were written from
         self._free = list(range(count))
         self._row_of: dict[Sequence, int] = {}
-        # Whether a row is always sampled with its tokens known; if not, up to which position it is.
+        # Whether sampling always depends on the row's tokens; if not, up to which position it does.
         self._adjusted = np.zeros(count, np.bool_)
         self._adjusted_until = np.zeros(count, np.int64)
         self._sequences: list[Sequence] = []  # of the last launch, in its order
@@ -45,57 +47,53 @@ class InputBatch:
         self._blocks: list[list[int]] = []
 
     def sources(self, sequences: list[Sequence], before: Rows[Sequence | None]) -> Ints:
-        """Which row of the launch before samples each one's last token, or KNOWN."""
+        """The previous launch's row that samples each sequence's last token, or KNOWN."""
         if sequences == before:
             return np.arange(len(sequences))
-        places = {sequence: place for place, sequence in enumerate(before)}
-        return np.array([places.get(one, KNOWN) for one in sequences], np.int64)
+        rows_before = {sequence: place for place, sequence in enumerate(before)}
+        return np.array([rows_before.get(one, KNOWN) for one in sequences], np.int64)
 
     def write(
-        self,
-        work: list[ScheduledSequence],
-        shape: StepShape,
-        sources: Ints,
-        into: HostInputs,
-    ) -> Ints:
-        """Writes a launch's inputs; which of the works that sample are to be sampled with their
-        tokens known.
+        self, work: list[ScheduledSequence], shape: StepShape, sources: Ints, into: HostInputs,
+    ) -> Ints:  # fmt: skip
+        """Writes a launch's inputs; returns the indexes, among sequences that sample, of deferred
+        ones.
 
         sources: of the decode rows, which come first.
         """
         count, sequences = len(work), [item.sequence for item in work]
-        self._follow(sequences)
+        self._update(sequences)
         rows, starts = self._rows, np.array([item.start for item in work])
-        singles, ends, samples = len(sources), starts + 1, np.ones(count, np.bool_)
+        num_decodes, ends, samples = len(sources), starts + 1, np.ones(count, np.bool_)
         at: slice | Ints = slice(0, count)
         into.context_lens.fill(PADDING)
         into.positions.fill(0)
         into.token_ids.fill(0)
-        into.block_tables[singles:] = 0
+        into.block_tables[num_decodes:] = 0
         if shape.chunk_rows:
             at = np.arange(count)
-            at[singles:] += shape.decodes - singles
+            at[num_decodes:] += shape.decodes - num_decodes
             ends = starts + [item.count for item in work]
             samples = np.array([item.samples for item in work])
-            self._write_chunks(work[singles:], shape, into)
-            into.logit_rows[:singles] = at[:singles]
+            self._write_chunks(work[num_decodes:], shape, into)
+            into.logit_rows[:num_decodes] = at[:num_decodes]
         into.context_lens[at] = starts
         into.positions[at] = np.where(samples, ends, 0)
-        into.sources[:singles] = sources
-        into.sources[singles:] = KNOWN
+        into.sources[:num_decodes] = sources
+        into.sources[num_decodes:] = KNOWN
         for place in (sources == KNOWN).nonzero()[0]:
             into.token_ids[place] = sequences[place].tokens[work[place].start]
         into.seeds[at] = self._seeds[rows]
         into.settings[at] = self._settings[rows]
         into.block_tables[at] = self._tables[rows, : into.block_tables.shape[1]]
-        apart = self._adjusted[rows] | (ends <= self._adjusted_until[rows])
-        return apart[samples].nonzero()[0]
+        deferred = self._adjusted[rows] | (ends <= self._adjusted_until[rows])
+        return deferred[samples].nonzero()[0]
 
     def _write_chunks(
         self, chunks: list[ScheduledSequence], shape: StepShape, into: HostInputs
     ) -> None:
-        """Writes tokens and lengths; behind those of chunks come sequences without a row, and one
-        that has all rows of padding."""
+        """Writes tokens and lengths of chunks, then of empty sequences, and of one with all padding
+        rows."""
         into.query_lens.fill(0)
         into.query_lens[: shape.decodes] = 1
         into.logit_rows.fill(0)
@@ -106,10 +104,10 @@ class InputBatch:
             into.query_lens[place], into.logit_rows[place] = item.count, end - 1
         into.query_lens[-1] = shape.rows - end
 
-    def _follow(self, sequences: list[Sequence]) -> None:
-        """Has the rows of these sequences be what they are now."""
+    def _update(self, sequences: list[Sequence]) -> None:
+        """Updates the rows of these sequences."""
         if sequences != self._sequences:
-            self._take(sequences)
+            self._assign_rows(sequences)
         blocks = [one.block_ids for one in sequences]
         num_blocks = np.array(list(map(len, blocks)))
         if all(map(is_, blocks, self._blocks)):
@@ -120,9 +118,9 @@ class InputBatch:
             self._write_table(self._rows[place], blocks[place])
         self._blocks = blocks
 
-    def _take(self, sequences: list[Sequence]) -> None:
-        """Gives each sequence a row; those of sequences that are gone, or else do not run now,
-        are free."""
+    def _assign_rows(self, sequences: list[Sequence]) -> None:
+        """Assigns a row to each sequence; releases those of dropped and, if needed, other
+        sequences."""
         kept = set(sequences)
         gone = [one for one in self._row_of if one.dropped]
         if len(self._free) + len(gone) < len(sequences):
@@ -149,7 +147,7 @@ class InputBatch:
         self._tables[row] = 0
 
     def _write_table(self, row: int, blocks: list[int]) -> None:
-        """A list of blocks only grows: what is there of the same one stays."""
+        """Writes a block table. Lists of blocks only grow, so entries of the same list are kept."""
         table, first = self._tables[row], int(self._num_blocks[row])
         if self._held[row] is not blocks:
             self._held[row], first = blocks, 0

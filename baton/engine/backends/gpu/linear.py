@@ -1,10 +1,10 @@
-"""Weights on a GPU: how each format multiplies, and what of a layer it does on the way.
+"""Weights on a GPU: the product of each format, and the operations of a layer fused into it.
 
-Where a tensor lies on a CPU, a weight computes as `baton.engine.weights.weight` does, which is the
-reference. Products of few rows use `kernels/triton/skinny_matmul.py`, which can fuse a norm, a gate
-or the residual addition; products of more rows use cuBLAS, with separate kernels for the rest.
+Tensors on a CPU are multiplied by the reference, `baton.engine.quantization`. Products of few rows
+use `kernels/triton/skinny_matmul.py`, with norm, gate or residual addition fused; products of more
+rows use cuBLAS, with separate kernels around it.
 
-What 8-bit products ask of shapes and GPUs is what torch's `_int_mm` and `_scaled_mm` check before
+Shapes and GPUs of 8-bit products are limited as torch's `_int_mm` and `_scaled_mm` check before
 they call cuBLAS or CUTLASS (aten/src/ATen/native/cuda/Blas.cpp and ScaledBlas.cpp of torch 2.11).
 """
 
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from baton.engine.kernels.activation import Activation
+from baton.engine.kernels.torch.rows import Norm, RowOps
 from baton.engine.kernels.triton.activation import act_mul
 from baton.engine.kernels.triton.group_scaled_linear import group_scaled_linear
 from baton.engine.kernels.triton.group_scaled_packing import PackedWeight, pack
@@ -29,68 +31,98 @@ from baton.engine.kernels.triton.row_quantization import (
     quantize_rows,
     scale_sums,
 )
-from baton.engine.kernels.triton.skinny_matmul import is_ours, new_counters, skinny_matmul
-from baton.engine.models.decoder import Hidden
-from baton.engine.models.model_config import Activation
-from baton.engine.weights.weight import (
-    DenseWeight,
-    Fp8Weight,
-    GroupScaledWeight,
-    Int8Weight,
-    RowScaledWeight,
-    Weight,
-    quantized,
+from baton.engine.kernels.triton.skinny_matmul import (
+    new_counters,
+    skinny_matmul,
+    uses_skinny_matmul,
 )
+from baton.engine.quantization.fp8 import Fp8Weight
+from baton.engine.quantization.group_scaled import GroupScaledWeight
+from baton.engine.quantization.int8 import Int8Weight, RowScaledWeight
+from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight, ResidualStream
+from baton.engine.quantization.methods import quantize_weight
 from baton.errors import CheckpointError
 
 MULTIPLE = {"int8": 8, "fp8": 16}  # of inputs and outputs
 
 
 class Gate(NamedTuple):
-    """Rows `[rows, 2 * size]` that are still to be gated, by whoever takes them."""
+    """Rows `[rows, 2 * size]` whose gate the weight that reads them computes.
 
-    gate_up: Tensor
-    activation: Activation
-
-
-class GpuWeight(Weight):
-    """A weight that takes a layer's other operations along, where its product can.
-
-    What is written here does them one by one, for any format.
+    So that weight can get the gated rows in the type that its product takes.
     """
 
-    def takes(self, size: int) -> torch.dtype | None:
-        """The type of rows of that size that products take as `QuantizedRows`, if they do."""
+    gate_up: Tensor
+    act: Activation
+
+
+class TritonRowOps(RowOps):
+    """Norm and gate by Triton kernels; the norm adds x to the residual in place."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, *norm)
+
+    def act_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
+        gated: Tensor = act_mul(gate_up, act)
+        return gated
+
+
+TRITON_ROW_OPS = TritonRowOps()
+
+
+class GpuWeight(LinearWeight):
+    """A weight whose product includes norm, gate or residual addition if a kernel fuses them.
+
+    This class computes them one by one, for any format."""
+
+    ops = TRITON_ROW_OPS
+
+    def product(
+        self, x: Any, bias: Tensor | None = None, *, norm: Norm | None = None,
+        act: Activation | None = None, residual: ResidualStream | None = None,
+    ) -> Any:  # fmt: skip
+        x = self._read(x, norm)
+        if residual is not None and residual.pending is None and self._is_skinny(x):
+            residual.rows = self._skinny_product(x, bias, residual=residual.rows)
+            return None
+        if act is not None and self._is_skinny(x, has_gate=True):
+            return self._skinny_product(x, bias, act=act)
+        y = self.apply(x, bias)
+        if residual is not None:
+            residual.add(y)
+        return y if act is None else Gate(y, act)
+
+    def _read(self, x: Any, norm: Norm | None) -> Rows:
+        """The normed or gated rows, in the type that this weight's product takes."""
+        if norm is not None:
+            return self._normed(x, norm)
+        if isinstance(x, Gate):
+            return act_mul(x.gate_up, x.act, to=self.rows_dtype(x.gate_up.shape[1] // 2))
+        return x
+
+    def _normed(self, stream: ResidualStream, norm: Norm) -> Rows:
+        first, residual = stream.rows, None
+        if stream.pending is not None:
+            first, residual = stream.pending, stream.rows
+        to = self.rows_dtype(stream.rows.shape[1])
+        normed, stream.rows = add_rms_norm(first, residual, *norm, to=to)
+        stream.pending = None
+        return normed
+
+    def rows_dtype(self, size: int) -> torch.dtype | None:
+        """The type to quantise rows of that size to before a product; None: they stay."""
         return None
 
-    def gated(self, x: Any) -> Rows:
-        """Rows that this weight can be applied to, of a tensor or a `Gate`."""
-        if not isinstance(x, Gate):
-            return x
-        return act_mul(x.gate_up, x.activation, to=self.takes(x.gate_up.shape[1] // 2))
+    def _is_skinny(self, x: Rows, has_norm: bool = False, has_gate: bool = False) -> bool:
+        """Whether these rows are multiplied by `skinny_matmul`."""
+        return False
 
-    def normed_product(
-        self, hidden: Hidden, norm: Tensor, eps: float, bias: Tensor | None,
-        activation: Activation | None = None,
-    ) -> tuple[Any, Hidden]:  # fmt: skip
-        """The product of the stream's norm, and the stream, all added.
-
-        activation: the product is `[rows, 2 * size]`, gate first, and the gated half is wanted: for
-        another weight's `added_product`, as a tensor or as a `Gate`.
-        """
-        stream, added = hidden
-        first, residual = (stream, None) if added is None else (added, stream)
-        normed, stream = add_rms_norm(first, residual, norm, eps, to=self.takes(stream.shape[1]))
-        return self.gate_product(normed, bias, activation), Hidden(stream)
-
-    def gate_product(self, x: Rows, bias: Tensor | None, activation: Activation | None) -> Any:
-        """`apply`; with an activation as in `normed_product`."""
-        product = self.apply(x, bias)
-        return product if activation is None else Gate(product, activation)
-
-    def added_product(self, hidden: Hidden, x: Any, bias: Tensor | None) -> Hidden:
-        """The stream with the product added, or to be added. x: a tensor or a `Gate`."""
-        return Hidden(hidden.stream, self.apply(self.gated(x), bias))
+    def _skinny_product(
+        self, x: Rows, bias: Tensor | None, act: Activation | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`skinny_matmul`; with a residual, the sum."""
+        raise NotImplementedError
 
     @cached_property
     def _counters(self) -> Tensor:
@@ -102,46 +134,61 @@ class GpuWeight(Weight):
 
 
 @dataclass(frozen=True)
-class GpuDenseWeight(DenseWeight, GpuWeight):
-    """A matrix as it is: by cuBLAS, or by our product where that measured faster."""
+class GpuReferenceWeight(GpuWeight):
+    """A weight of a format that no kernel supports, multiplied by torch."""
+
+    weight: LinearWeight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not self._is_ours(x):
-            return super().apply(x, bias)
-        return skinny_matmul(x, self.tensor, self._counters, bias, dtype=x.dtype)
+        return self.weight.apply(x, bias)
 
-    def normed_product(
-        self, hidden: Hidden, norm: Tensor, eps: float, bias: Tensor | None,
-        activation: Activation | None = None,
-    ) -> tuple[Any, Hidden]:  # fmt: skip
-        if not self._is_ours(hidden.stream, has_norm=True, has_gate=activation is not None):
-            return super().normed_product(hidden, norm, eps, bias, activation)
-        stream = hidden.stream if hidden.added is None else hidden.stream.add_(hidden.added)
-        product = skinny_matmul(
-            stream, self.tensor, self._counters, bias, dtype=stream.dtype, norm=self._wide(norm),
-            eps=eps, activation=activation,
+
+def unwrapped(weight: LinearWeight) -> LinearWeight:
+    """The weight that a `GpuReferenceWeight` holds, which kernels for experts pack themselves."""
+    return weight.weight if isinstance(weight, GpuReferenceWeight) else weight
+
+
+@dataclass(frozen=True)
+class GpuDenseWeight(DenseWeight, GpuWeight):
+    """An unquantised matrix, multiplied by cuBLAS, or by `skinny_matmul` where that is faster."""
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._skinny_product(x, bias) if self._is_skinny(x) else super().apply(x, bias)
+
+    def product(
+        self, x: Any, bias: Tensor | None = None, *, norm: Norm | None = None,
+        act: Activation | None = None, residual: ResidualStream | None = None,
+    ) -> Any:  # fmt: skip
+        has_gate = act is not None
+        if norm is not None and self._is_skinny(x.rows, has_norm=True, has_gate=has_gate):
+            stream = x.read_in_place()
+            return self._skinny_product(stream, bias, act, norm=norm)
+        return GpuWeight.product(self, x, bias, norm=norm, act=act, residual=residual)
+
+    def _is_skinny(self, x: Tensor, has_norm: bool = False, has_gate: bool = False) -> bool:
+        # float32 rows have no tensor cores.
+        return x.dtype != torch.float32 and uses_skinny_matmul(x, self.tensor, has_norm, has_gate)
+
+    def _skinny_product(
+        self, x: Tensor, bias: Tensor | None, act: Activation | None = None,
+        residual: Tensor | None = None, norm: Norm | None = None,
+    ) -> Tensor:  # fmt: skip
+        weight, eps = (None, 0.0) if norm is None else (self._wide(norm.weight), norm.eps)
+        return skinny_matmul(
+            x, self.tensor, self._counters, bias, dtype=x.dtype, norm=weight, eps=eps,
+            activation=act, residual=residual,
         )  # fmt: skip
-        return product, Hidden(stream)
-
-    def gate_product(self, x: Rows, bias: Tensor | None, activation: Activation | None) -> Any:
-        if activation is None or not self._is_ours(x, has_gate=True):
-            return super().gate_product(x, bias, activation)
-        args = (x, self.tensor, self._counters, bias)
-        return skinny_matmul(*args, dtype=x.dtype, activation=activation)
-
-    def added_product(self, hidden: Hidden, x: Any, bias: Tensor | None) -> Hidden:
-        x = self.gated(x)
-        if hidden.added is not None or not self._is_ours(x):
-            return Hidden(hidden.stream, self.apply(x, bias))
-        args = (x, self.tensor, self._counters, bias)
-        return Hidden(skinny_matmul(*args, dtype=x.dtype, residual=hidden.stream))
-
-    def _is_ours(self, x: Tensor, has_norm: bool = False, has_gate: bool = False) -> bool:
-        """Whether a product with these rows is ours; those of float32 have no tensor cores."""
-        return x.dtype != torch.float32 and is_ours(x, self.tensor, has_norm, has_gate)
 
     def _wide(self, norm: Tensor) -> Tensor:
-        """The norm in front in float32: a thread loads it ahead only by 32 bits at a time."""
+        """The norm's weight in float32: only loads of 32 bits are pipelined."""
         held = self._norms.get(id(norm))
         if held is None:
             held = self._norms[id(norm)] = norm, norm.float()
@@ -153,72 +200,66 @@ class GpuDenseWeight(DenseWeight, GpuWeight):
 
 
 class _EightBitWeight(RowScaledWeight, GpuWeight):
-    """W8A8: quantises rows, or takes them from a norm or a gate that has done so."""
+    """W8A8: quantises rows, unless the norm or gate before it has done so."""
 
-    def takes(self, size: int) -> torch.dtype | None:
-        return self.DTYPE if size <= LARGEST_WHOLE else None
+    product = GpuWeight.product
 
     def apply(self, x: Rows, bias: Tensor | None = None) -> Tensor:
         """x may be quantised already. Never waits for the device."""
-        x = self._rows(x)
-        if self._is_ours(x):
-            return self._ours(x, bias)
-        by = self._by_library if x.values.is_cuda else self.scaled
+        x = self._quantized(x)
+        if self._is_skinny(x):
+            return self._skinny_product(x, bias)
+        by = self._library_product if x.values.is_cuda else self.apply_quantized
         return by(x.values, x.scales, bias, x.dtype)
 
-    def gate_product(self, x: Rows, bias: Tensor | None, activation: Activation | None) -> Any:
-        x = self._rows(x)
-        if activation is None or not self._is_ours(x, has_gate=True):
-            return super().gate_product(x, bias, activation)
-        return self._ours(x, bias, activation=activation)
+    def _read(self, x: Any, norm: Norm | None) -> QuantizedRows:
+        return self._quantized(super()._read(x, norm))
 
-    def added_product(self, hidden: Hidden, x: Any, bias: Tensor | None) -> Hidden:
-        x = self._rows(self.gated(x))
-        if hidden.added is not None or not self._is_ours(x):
-            return Hidden(hidden.stream, self.apply(x, bias))
-        return Hidden(self._ours(x, bias, residual=hidden.stream))
+    def rows_dtype(self, size: int) -> torch.dtype | None:
+        return self.DTYPE if size <= LARGEST_WHOLE else None
 
-    def _rows(self, x: Rows) -> QuantizedRows:
+    def _quantized(self, x: Rows) -> QuantizedRows:
         if isinstance(x, QuantizedRows):
             return x
         return QuantizedRows(*quantize_rows(x, self.DTYPE), x.dtype)
 
-    def _is_ours(self, x: QuantizedRows, has_gate: bool = False) -> bool:
-        """Whether a product with these rows is ours."""
-        return is_ours(x.values, self.values, has_gate=has_gate)
+    def _is_skinny(self, x: QuantizedRows, has_norm: bool = False, has_gate: bool = False) -> bool:
+        return uses_skinny_matmul(x.values, self.values, has_gate=has_gate)
 
-    def _ours(
-        self, x: QuantizedRows, bias: Tensor | None, activation: Activation | None = None,
+    def _skinny_product(
+        self, x: QuantizedRows, bias: Tensor | None, act: Activation | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         return skinny_matmul(
             x.values, self.values, self._counters, bias, dtype=x.dtype,
-            scales=(x.scales, self.scales), activation=activation, residual=residual,
+            scales=(x.scales, self.scales), activation=act, residual=residual,
         )  # fmt: skip
 
     @abstractmethod
-    def _by_library(
+    def _library_product(
         self, x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """As `scaled`, faster."""
+        """`apply_quantized` by cuBLAS or CUTLASS."""
 
 
 class GpuInt8Weight(_EightBitWeight, Int8Weight):
-    """W8A8 in int8: the sums are whole numbers and exact, by either kernel."""
+    """W8A8 in int8; sums are integers, and exact with either kernel."""
 
-    def _by_library(
+    def _library_product(
         self, x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         return scale_sums(torch._int_mm(x, self.values.T), scales, self.scales, bias, dtype)
 
 
 class GpuFp8Weight(_EightBitWeight, Fp8Weight):
-    """W8A8 in fp8: sums are taken in the tensor cores' own, faster precision."""
+    """W8A8 in fp8, with the fast accumulation of tensor cores."""
 
-    def _by_library(
+    def _library_product(
         self, x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        fused = None if dtype == torch.float32 else bias  # float32 results take no bias there
+        fused = (
+            None if dtype == torch.float32 else bias
+        )  # `_scaled_mm` adds no bias to float32 results
         out = torch._scaled_mm(
             x,
             self.values.T,
@@ -232,14 +273,14 @@ class GpuFp8Weight(_EightBitWeight, Fp8Weight):
 
 
 class GpuGroupScaledWeight(PackedWeight, GpuWeight):
-    """A group-quantised weight; activations stay as they are."""
+    """A group-quantised weight; activations are not quantised."""
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Never waits for the device."""
         return group_scaled_linear(x if self.order is None else x[:, self.order], self, bias)
 
 
-_ON_GPU: dict[type[Weight], type[Weight]] = {
+_ON_GPU: dict[type[LinearWeight], type[LinearWeight]] = {
     DenseWeight: GpuDenseWeight,
     Int8Weight: GpuInt8Weight,
     Fp8Weight: GpuFp8Weight,
@@ -247,22 +288,23 @@ _ON_GPU: dict[type[Weight], type[Weight]] = {
 
 
 def prepare(
-    weight: Weight, is_output: bool, quantization: str, dtype: torch.dtype = torch.bfloat16
-) -> Weight:
-    """A weight as the GPU's model is to apply it to activations of dtype; dense ones, which have
-    theirs, are quantised.
+    weight: LinearWeight, is_output: bool, quantization: str, dtype: torch.dtype = torch.bfloat16
+) -> LinearWeight:
+    """Prepares a weight for the GPU's model: quantises dense weights, and packs group-quantised
+    ones.
 
-    A matrix whose sizes 8-bit products refuse stays as it is (an output layer over an odd
-    vocabulary, at most), and one whose inputs are no whole groups of int4. Group-quantised ones are
-    packed, but for groups that kernels do not take.
+    dtype: of the activations; a dense weight has its own. A matrix is not quantised if 8-bit
+    products do not support its sizes (an output layer with an odd vocabulary), or if its inputs are
+    not a multiple of an int4 group. Groups that kernels do not support are not packed.
 
-    Raises CheckpointError for a matrix of an 8-bit checkpoint that --tp has cut to such sizes.
+    Raises CheckpointError for a matrix of an 8-bit checkpoint that --tp splits into unsupported
+    sizes.
     """
     kind = "int8" if quantization == "int4" and is_output else quantization
     if isinstance(weight, DenseWeight):
         dtype = weight.tensor.dtype
         if not any(size % MULTIPLE.get(kind, 1) for size in weight.shape):
-            weight = quantized(weight, kind)
+            weight = quantize_weight(weight, kind)
     elif isinstance(weight, RowScaledWeight):
         multiple = MULTIPLE["int8" if isinstance(weight, Int8Weight) else "fp8"]
         if any(size % multiple for size in weight.shape):
@@ -273,5 +315,7 @@ def prepare(
             )
     if isinstance(weight, GroupScaledWeight):
         packed = pack(weight, dtype) if weight.values.is_cuda else None
-        return weight if packed is None else GpuGroupScaledWeight(**vars(packed))
+        if packed is None:
+            return GpuReferenceWeight(weight)
+        return GpuGroupScaledWeight(**vars(packed))
     return _ON_GPU.get(type(weight), type(weight))(**vars(weight))

@@ -1,6 +1,6 @@
-"""A GPU's memory, shared out: what weights, activations and graphs leave belongs to the KV cache.
+"""Memory budget of a GPU: the KV cache gets what weights, activations and graphs leave.
 
-Pure arithmetic over sizes in bytes, and the text that explains it.
+Arithmetic over sizes in bytes, and the text that explains it.
 
     |0                                                          total|
     | weights | activations | graphs |      KV       | spare | others |
@@ -18,26 +18,25 @@ from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.model_config import ModelConfig
 from baton.errors import ConfigError
 
-# What a process takes beside its plan: kernels loaded late, transfers' buffers, fragmentation.
+# Unplanned memory of a process: kernels loaded late, buffers of transfers, fragmentation.
 SPARE_BYTES = 256 << 20
 
-# More blocks are of no use. Each costs the scheduler some memory, and a router that joins gets the
-# hashes of all cached ones in one message of limited size: `baton.net.rpc.MAX_MESSAGE_BYTES`.
+# More blocks are of no use: each costs the scheduler memory, and a router that connects gets the
+# hashes of all cached blocks in one message of at most `baton.net.rpc.MAX_MESSAGE_BYTES`.
 MOST_BLOCKS = 1 << 20
 
-# A captured graph keeps its kernels' arguments on the device; all share cuBLAS's scratch memory.
-# Guesses to be on the safe side; what captured graphs really keep is logged.
+# A graph keeps its kernels' arguments on the device; all graphs share cuBLAS's workspace. These are
+# generous estimates; the memory of captured graphs is logged.
 _GRAPH_BYTES_PER_LAYER = 128 << 10
 _GRAPHS_SCRATCH_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
-class Usage:
-    """What holds a GPU's memory, in bytes, once all but the KV cache is known.
+class MemoryProfile:
+    """Memory of a GPU before the KV cache is allocated, in bytes.
 
-    total: of the GPU · free: now that the weights are there, and nothing else of this engine ·
-    weights · activations: the most that a step needs beside weights and KV · graphs: what is
-    reserved for captured steps.
+    total: of the GPU · free: after weights were loaded · weights · activations: peak of a step
+    beside weights and KV · graphs: reserved for CUDA graphs.
     """
 
     total: int
@@ -48,24 +47,25 @@ class Usage:
 
     @property
     def others(self) -> int:
-        """What other processes hold, and CUDA itself."""
+        """Memory of other processes and of CUDA itself."""
         return self.total - self.free - self.weights
 
     @property
-    def own(self) -> int:
-        """What this engine needs beside its KV cache."""
+    def non_kv(self) -> int:
+        """Memory that this engine needs beside its KV cache."""
         return self.weights + self.activations + self.graphs
 
     @property
-    def most(self) -> int:
-        """What a KV cache could take if nothing were spared."""
+    def kv_available(self) -> int:
+        """Memory that a KV cache can use at most."""
         return self.free - self.activations - self.graphs
 
 
 def graphs_reserve(largest_bytes: int, graphs: int, layers: int) -> int:
-    """Bytes to reserve for captured steps. graphs: their number · largest_bytes: of the largest.
+    """Bytes to reserve for CUDA graphs.
 
-    All graphs share one pool, which the largest fills.
+    largest_bytes: memory of the largest captured step, which all graphs share · graphs: number of
+    graphs.
     """
     if not graphs:
         return 0
@@ -73,28 +73,24 @@ def graphs_reserve(largest_bytes: int, graphs: int, layers: int) -> int:
 
 
 def kv_layout(
-    usage: Usage,
-    settings: EngineConfig,
-    config: ModelConfig,
-    dtype: torch.dtype,
+    usage: MemoryProfile, settings: EngineConfig, config: ModelConfig, dtype: torch.dtype,
     asked: KvLayout | None,
-) -> KvLayout:
-    """The KV pool that is asked for, or one of what `--gpu-memory` leaves.
+) -> KvLayout:  # fmt: skip
+    """The KV pool that is asked for, or the largest within `--gpu-memory`.
 
-    Raises ConfigError, with hints, when that is not there.
-    """
+    Raises ConfigError, with remedies, if memory is short."""
     if asked is not None:
-        if asked.num_bytes > usage.most:
+        if asked.num_bytes > usage.kv_available:
             option = "--kv-blocks" if settings.kv_blocks else "--kv-cache"
             raise ConfigError(
                 f"{option} asks for {_gib(asked.num_bytes)} and the GPU has "
-                f"{_gib(max(0, usage.most))} left for KV; "
+                f"{_gib(max(0, usage.kv_available))} left for KV; "
                 f"{advice(settings, usage, option)}"
             )
         return asked
     one = plan_layout(config, dtype, settings.block_size, 1, 0)
     share = int(usage.total * settings.gpu_memory)
-    left = min(share - usage.own, usage.most - SPARE_BYTES)  # or less, where others leave less
+    left = min(share - usage.non_kv, usage.kv_available - SPARE_BYTES)  # less if others leave less
     if left < one.num_bytes:
         raise ConfigError(
             f"no GPU memory is left for KV: --gpu-memory {settings.gpu_memory:g} of "
@@ -107,9 +103,9 @@ def kv_layout(
 
 
 def summary(
-    name: str, usage: Usage, layout: KvLayout, settings: EngineConfig, max_context: int
+    name: str, usage: MemoryProfile, layout: KvLayout, settings: EngineConfig, max_context: int
 ) -> str:
-    """All of it for people, in several lines; `build.load` logs the blocks of KV."""
+    """The budget as text of several lines; `build.load` logs the number of KV blocks."""
     weights = "" if settings.quantization == "none" else settings.quantization
     steps = f"up to {settings.chunk_tokens} prompt tokens, {settings.max_batch} sequences a step"
     rows = (
@@ -118,7 +114,7 @@ def summary(
         ("graphs", usage.graphs, "reserved"),
         ("KV", layout.num_bytes, ""),
         ("others", usage.others, "other processes, and CUDA itself"),
-        ("free", max(0, usage.most - layout.num_bytes), ""),
+        ("free", max(0, usage.kv_available - layout.num_bytes), ""),
     )
     lengths = [*(length for length in (1024, 4096, 8192) if length < max_context), max_context]
     fits = ((layout.num_blocks // -(-length // layout.block_size), length) for length in lengths)
@@ -131,16 +127,16 @@ def summary(
     return "\n".join(lines)
 
 
-def taken(layout: KvLayout, settings: EngineConfig) -> ConfigError:
-    """The error for a pool that fitted the budget, and whose memory another process took."""
+def lost(layout: KvLayout, settings: EngineConfig) -> ConfigError:
+    """The error for a pool within the budget whose memory another process has allocated since."""
     return ConfigError(
-        f"{_gib(layout.num_bytes)} for KV were free and are not any more: another process took GPU "
-        f"memory meanwhile; try a --gpu-memory below {settings.gpu_memory:g} for each"
+        f"{_gib(layout.num_bytes)} for KV are no longer free: another process has allocated GPU "
+        f"memory; try a --gpu-memory below {settings.gpu_memory:g} for each"
     )
 
 
-def advice(settings: EngineConfig, usage: Usage | None, smaller: str = "") -> str:
-    """What would leave more, the likeliest first; usage None: nothing is known of it."""
+def advice(settings: EngineConfig, usage: MemoryProfile | None, smaller: str = "") -> str:
+    """Remedies for a lack of memory, the likeliest first; usage None: nothing is measured."""
     hints = [f"a smaller {smaller}"] if smaller else []
     if usage is not None and usage.others > usage.total * (1 - settings.gpu_memory):
         hints.append(

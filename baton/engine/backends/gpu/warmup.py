@@ -1,10 +1,8 @@
-"""Steps before any request is served: the largest, to measure memory, one of each shape, and one
-that takes log-probabilities of a decode row.
+"""Warm-up and profile run: steps before requests are served, to compile kernels and measure memory.
 
-A kernel is compiled on its first launch with new tiles, warps or parts of a row, which takes
-seconds. All of these follow from a step's shapes, by powers of two: from the rows of its chunks,
-and from how many sequences decode. What these steps compute means nothing: all their blocks are
-the pool's first, which must be free.
+A kernel is compiled on its first launch with new tile sizes, which takes seconds. Tile sizes follow
+from powers of two of a step's sizes: the rows of its chunks, and its number of decode rows. Results
+of these steps are meaningless: all blocks are the pool's first, which must be free.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from baton.engine.scheduler import SCORED_ROWS, ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.generation.sampling_params import SamplingParams
 
-# Of all settings these take the most memory and launch the most kernels.
+# The settings that use the most memory and kernels.
 _RANKED = SamplingParams(
     temperature=1.0,
     top_k=64,
@@ -36,7 +34,7 @@ _GREEDY = SamplingParams()
 
 
 def largest_step(runner: StepRunner, settings: EngineConfig, max_context: int) -> None:
-    """A full batch with all the budget that a step has, at the end of full contexts."""
+    """Runs a full batch with a step's whole token budget, at the end of full contexts."""
     pool = runner.pool
     rest = settings.chunk_tokens
     proposed = min(settings.speculate, rest // settings.max_batch, max_context - 2)
@@ -56,7 +54,7 @@ def largest_step(runner: StepRunner, settings: EngineConfig, max_context: int) -
 def largest_captured(
     model: StepModel, pool: Tensor, settings: EngineConfig, max_context: int
 ) -> None:
-    """A step of the largest shape that is captured, with full contexts."""
+    """Runs a step of the largest captured shape, with full contexts."""
     shapes = shapes_of(settings, max_context) or [StepShape(settings.max_batch, 0, 1)]
     work = [_work(max_context, 1, pool)] * shapes[0].decodes
     work += _chunks(shapes[0].chunk_rows, max_context, pool)
@@ -65,13 +63,9 @@ def largest_captured(
 
 
 def step_shapes(settings: EngineConfig, max_context: int) -> Iterator[tuple[int, int, int]]:
-    """Steps that between them launch whatever an engine's steps can.
-
-    Each of so many decode rows and a chunk of so many, over tables of so many blocks.
-    """
+    """Steps that launch every kernel variant: (decode rows, rows of a chunk, table width)."""
     most = min(settings.chunk_tokens + settings.max_batch, max_context)
-    # Where a measured configuration reaches no further, others may hold for rows without a power of
-    # two among them.
+    # Beyond the reach of a measured configuration, another one may apply between powers of two.
     for rows in sorted({*_doublings(2, most), *_doublings(3, most)}):
         yield 0, rows, -(-rows // settings.block_size)
     for rows in _doublings(1, settings.max_batch):
@@ -81,7 +75,7 @@ def step_shapes(settings: EngineConfig, max_context: int) -> Iterator[tuple[int,
 
 @torch.inference_mode()
 def warm_up(model: StepModel, pool: Tensor, settings: EngineConfig, max_context: int) -> None:
-    """Runs a step of each shape; the last row of each sequence samples."""
+    """Runs a step of each shape; the last row of each sequence is sampled."""
     for num_decodes, chunk, width in step_shapes(settings, max_context):
         end = min(width * settings.block_size, max_context)
         rows = [1] * num_decodes + [chunk] * bool(chunk)
@@ -89,23 +83,21 @@ def warm_up(model: StepModel, pool: Tensor, settings: EngineConfig, max_context:
 
 
 def scored_decode(runner: StepRunner) -> None:
-    """A decode row that wants log-probabilities: its logits are of the model's type, where those
-    of all other steps are float32.
-    """
+    """Runs a decode row with log-probabilities, whose logits have the model's type, not float32."""
     runner.run(ScheduledStep([_work(1, 1, runner.pool, params=SamplingParams(logprobs=1))]))
 
 
 def _work(
     end: int, count: int, pool: Tensor, proposed: int = 0, params: SamplingParams = _GREEDY
 ) -> ScheduledSequence:
-    """The last `count` tokens of a context of `end`, some of them proposed."""
+    """Schedules the last `count` tokens of a context of `end`, some of them proposed."""
     blocks = [0] * -(-end // pool.shape[4])
     sequence = Sequence("", [0] * (end - proposed), 1, params, block_ids=blocks)
     return ScheduledSequence(sequence, end - count, count, (0,) * proposed)
 
 
 def _chunks(rows: int, max_context: int, pool: Tensor) -> list[ScheduledSequence]:
-    """So many rows, of as many sequences as they need."""
+    """Chunks of `rows` rows in total, of as few sequences as possible."""
     longest = max_context - 1
     counts = [min(longest, rows - done) for done in range(0, rows, longest)]
     return [_work(max_context, count, pool) for count in counts]
@@ -116,7 +108,7 @@ def _step(model: StepModel, pool: Tensor, work: list[ScheduledSequence]) -> None
 
 
 def _doublings(first: int, last: int) -> Iterator[int]:
-    """first, twice that, and so on up to last, and last itself; nothing if it is less."""
+    """first, doubled up to last, then last; empty if last is less than first."""
     while first < last:
         yield first
         first *= 2

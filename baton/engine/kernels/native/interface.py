@@ -1,6 +1,6 @@
 """The C interface of `src/`: its structures, field for field, and its functions.
 
-Addresses are of tensors that lie one row after the other; nothing keeps them in memory.
+Addresses are of contiguous tensors, which the structures do not keep alive.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def _fields(*kinds: tuple[str, Any]) -> list[tuple[str, Any]]:
-    """A structure's fields, from names and their kind."""
+    """A structure's fields, from pairs of names and their type."""
     return [(name, kind) for names, kind in kinds for name in names.split()]
 
 
@@ -20,12 +20,12 @@ class Linear(Structure):
 
     _fields_ = _fields(
         ("packed scales offsets zeros order bias", c_void_p),
-        ("inputs outputs group numbers", c_int32),
+        ("inputs outputs group format", c_int32),
     )
 
 
 class Norm(Structure):
-    """A norm's weight, or null; a wide one is float32 whatever the activations are."""
+    """A norm's weight, or null; a wide one is float32, whatever the type of activations."""
 
     _fields_ = _fields(("weight", c_void_p), ("wide", c_int32))
 
@@ -40,13 +40,13 @@ class Pool(Structure):
 
 
 class Span(Structure):
-    """Rows of one sequence, and its blocks."""
+    """The rows of a sequence, and its block table."""
 
     _fields_ = _fields(("first_row count context", c_int32), ("table", c_void_p))
 
 
 class AttentionShape(Structure):
-    """Attention and rotation in one layer."""
+    """Attention and rotary embedding of a layer."""
 
     _fields_ = _fields(
         ("heads layer window", c_int32),
@@ -59,7 +59,7 @@ class AttentionShape(Structure):
 
 
 class Expert(Structure):
-    """One of a mixture."""
+    """One expert of a mixture."""
 
     _fields_ = _fields(("gate_up down", Linear))
 
@@ -77,18 +77,18 @@ class Layer(Structure):
 
 
 class Embedding(Structure):
-    """Of the tokens from `first` on."""
+    """The embeddings of `count` tokens from `first` on."""
 
     _fields_ = _fields(("table", c_void_p), ("first count", c_int32))
 
 
 class Ranks(Structure):
-    """One rank of several; `exchange` is null where there is one only."""
+    """This rank; `exchange` is null where there is one rank only."""
 
     _fields_ = _fields(("exchange", c_void_p), ("rank count", c_int32))
 
 
-class WholeModel(Structure):
+class Model(Structure):
     """All weights and settings of a model."""
 
     _fields_ = _fields(
@@ -104,7 +104,7 @@ class WholeModel(Structure):
 
 
 class Step(Structure):
-    """What one step computes and where it writes."""
+    """Inputs and outputs of a step."""
 
     _fields_ = _fields(
         ("token_ids context_lens query_lens block_tables logit_rows", c_void_p),
@@ -114,8 +114,8 @@ class Step(Structure):
     )
 
 
-_OF_ROWS = (c_void_p, POINTER(Span), c_int32, POINTER(AttentionShape), POINTER(Pool))
-# Of each function: what it returns, and what it takes behind the number of threads.
+_ROW_ARGUMENTS = (c_void_p, POINTER(Span), c_int32, POINTER(AttentionShape), POINTER(Pool))
+# Arguments of each function after the number of threads.
 _ON_THREADS: dict[str, tuple[Any, ...]] = {
     "linear": (c_void_p, c_int32, POINTER(Linear), c_void_p, c_bool, c_void_p),
     "add_rms_norm": (
@@ -123,20 +123,20 @@ _ON_THREADS: dict[str, tuple[Any, ...]] = {
         *(c_float, c_int32, c_int32, c_void_p),
     ),
     "act_mul": (c_void_p, c_int32, c_int32, c_int32, c_void_p),
-    "rotate": _OF_ROWS,
-    "attend": (*_OF_ROWS, c_void_p),
-    "step": (POINTER(WholeModel), POINTER(Step)),
+    "rotate": _ROW_ARGUMENTS,
+    "attend": (*_ROW_ARGUMENTS, c_void_p),
+    "step": (POINTER(Model), POINTER(Step)),
 }
-_SIZES = {"linear_scratch": Linear, "workspace": WholeModel}
+_SIZES = {"linear_scratch": Linear, "workspace": Model}
 
 
 def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """A library whose functions know their arguments."""
+    """Declares the argument types of a library's functions."""
     for name, arguments in _ON_THREADS.items():
         function = getattr(kernels, f"baton_{name}")
         function.argtypes, function.restype = (c_int32, *arguments), None
     kernels.baton_step.restype = c_bool
-    for name, of in _SIZES.items():
+    for name, structure in _SIZES.items():
         function = getattr(kernels, f"baton_{name}")
-        function.argtypes, function.restype = (POINTER(of), c_int32), c_size_t
+        function.argtypes, function.restype = (POINTER(structure), c_int32), c_size_t
     return kernels

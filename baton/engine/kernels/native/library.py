@@ -1,11 +1,11 @@
 """Compiles the C++ of `src/` on first use and loads it.
 
-There is one library for each kind of CPU in `TARGETS` and each type of activations in `DEFINES`, so
-that a first start compiles only what it will run. It lies in the user's cache folder under a key
-made of the sources and the compiler's options; an installation may bring libraries built before, in
-`built/` (`python -m baton.engine.kernels.native.library` makes them), and then needs no compiler.
+There is one library for each CPU in `TARGETS` and each type of activations in `DEFINES`, so that a
+first start compiles only what it runs. Libraries are kept in the user's cache folder, by a hash of
+sources and compiler options. An installation may have them in `built/`
+(`python -m baton.engine.kernels.native.library` builds them), and then needs no compiler.
 
-The variable BATON_CPU names a target to use in place of the best: to time or test an older CPU's.
+The variable BATON_CPU overrides the choice of the target, to time or test that of an older CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# Also because the library must use torch's libgomp, which therefore has to be loaded first.
+# Loads torch's libgomp, which the library must use, first.
 import torch
 
 from baton.engine.kernels.native.interface import declare
@@ -46,12 +46,12 @@ FLAGS = (
 )
 DEFINES = {torch.float32: (), torch.bfloat16: ("-DBATON_BF16",)}  # by the type of activations
 BUILD_TIMEOUT_S = 300.0
-LOCK_TIMEOUT_S = 120.0  # to wait for another process that builds the same
+LOCK_TIMEOUT_S = 120.0  # of waiting for another process that builds the same library
 
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of CPU: its flags in /proc/cpuinfo, and the compiler's options for it."""
+    """A kind of CPU. cpu: flags in /proc/cpuinfo · flags: compiler options."""
 
     name: str
     cpu: frozenset[str]
@@ -79,14 +79,14 @@ CPU_VARIABLE = "BATON_CPU"
 
 
 class BuildFailed(Exception):
-    """There is no native library here; the message says why."""
+    """No native library can be loaded or built; the message gives the reason."""
 
 
 @functools.cache
 def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL | None:
-    """The library for activations of `dtype`, or None, with one warning, where there is none.
+    """The library for activations of `dtype`; None, with one warning, if there is none.
 
-    Raises ConfigError for a BATON_CPU that this CPU is not.
+    Raises ConfigError for a BATON_CPU that this machine cannot run.
     """
     try:
         return load_target(best_target(), dtype)
@@ -96,7 +96,7 @@ def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL | None:
 
 
 def require(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
-    """The library for activations of `dtype`. Raises ConfigError saying why there is none."""
+    """The library for activations of `dtype`. Raises ConfigError if there is none."""
     try:
         return load_target(best_target(), dtype)
     except BuildFailed as error:
@@ -107,9 +107,9 @@ def require(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
 
 
 def best_target() -> Target:
-    """The kind of CPU that BATON_CPU names, else the first that this one is.
+    """The target that BATON_CPU names, else the first that this CPU can run.
 
-    Raises BuildFailed when it is none of them, and ConfigError when it is not the named one.
+    Raises BuildFailed if it can run none, and ConfigError if it cannot run the named one.
     """
     have = _cpu_flags()
     usable = {target.name: target for target in TARGETS if target.cpu <= have}
@@ -128,7 +128,7 @@ def best_target() -> Target:
 
 @functools.cache
 def load_target(target: Target, dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
-    """The library for a kind of CPU, built if need be. Raises BuildFailed."""
+    """The library for a target, built if necessary. Raises BuildFailed."""
     path = _built(target, dtype)
     try:
         return declare(ctypes.CDLL(str(path)))
@@ -137,7 +137,7 @@ def load_target(target: Target, dtype: torch.dtype = torch.float32) -> ctypes.CD
 
 
 def build_all() -> list[Path]:
-    """Builds for all CPUs of this machine's kind into `built/`: to install without a compiler."""
+    """Builds all targets of this machine's architecture into `built/`."""
     BUILT.mkdir(exist_ok=True)
     paths = []
     here = [target for target in TARGETS if target.machine == platform.machine()]
@@ -162,9 +162,9 @@ def _built(target: Target, dtype: torch.dtype) -> Path:
 
 
 def _compile(target: Target, dtype: torch.dtype, path: Path) -> None:
-    """Compiles the sources side by side, one compiler for each, and links them."""
+    """Compiles the sources in parallel, and links them."""
     started = time.monotonic()
-    # Warnings, because a local cluster's processes show nothing less.
+    # Warnings, because processes of a local cluster show no info messages.
     log.warning("compiling native CPU kernels (%s): this happens once, takes seconds", path.stem)
     compiler = shutil.which(COMPILER)
     if compiler is None:
@@ -201,7 +201,7 @@ def _run(*command: str) -> None:
 
 
 def _file_name(target: Target, dtype: torch.dtype) -> str:
-    """Changes with everything that the library's code depends on."""
+    """The library's file name, with a hash of all that its code depends on."""
     options = (COMPILER, *FLAGS, *target.flags, *DEFINES[dtype])
     digest = hashlib.sha256(" ".join(options).encode())
     for path in sorted(SOURCES.iterdir()):
@@ -211,7 +211,7 @@ def _file_name(target: Target, dtype: torch.dtype) -> str:
 
 
 def _cpu_flags() -> set[str]:
-    """What this CPU can do, as Linux reports it."""
+    """This CPU's flags in /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError as error:
@@ -222,7 +222,7 @@ def _cpu_flags() -> set[str]:
 
 
 def _cache_folder() -> Path:
-    """The user's cache, or a folder of this user's own where there is none to write to."""
+    """The user's cache folder, or a private temporary folder if that cannot be written to."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     for folder in (
         Path(root) / "baton" / "native",
@@ -239,9 +239,9 @@ def _cache_folder() -> Path:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """One process at a time, so that workers which start together build once.
+    """Lets one process build at a time, so that workers that start together build once.
 
-    After the timeout it is built anyway, as the other process may hang: building twice is harmless.
+    After LOCK_TIMEOUT_S it builds anyway: the other may hang, and building twice is harmless.
     """
     with (folder / "lock").open("w") as file:
         held = threading.Event()
@@ -252,10 +252,12 @@ def _lock(folder: Path) -> Iterator[None]:
 
         threading.Thread(target=wait, name="build-lock", daemon=True).start()
         if not held.wait(LOCK_TIMEOUT_S):
-            log.warning("another process compiled for %.0f s: doing it, too", LOCK_TIMEOUT_S)
+            log.warning(
+                "another process has been compiling for %.0f s: compiling here, too", LOCK_TIMEOUT_S
+            )
         yield
 
 
-if __name__ == "__main__":  # for every kind of CPU, into the installation, as an image does
+if __name__ == "__main__":  # for all targets, as image builds do
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     build_all()

@@ -1,9 +1,8 @@
-"""Weights in the order in which the native products read them.
+"""Weights in the order in which native products read them.
 
-A product takes the outputs in panels of 64 columns. Along the depth, as many neighbours as fit
-into 32 bits form a group, and a panel stores group after group:
-`[panels][groups][64][group]`, depth and columns padded with zeros. Mirrors `src/kernels.h`; where a
-word has its eight values of 4 bits or four of fp8, `src/group_scaled.cpp` tells.
+Outputs are divided into panels of 64 columns. As many neighbours along the depth as fit into 32
+bits form a group: `[panels][groups][64][group]`, depth and columns padded with zeros. Mirrors
+`src/kernels.h`; the order of 4-bit and fp8 values in a word is that of `src/group_scaled.cpp`.
 """
 
 from __future__ import annotations
@@ -16,32 +15,30 @@ from torch import Tensor
 
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.interface import Linear
-from baton.engine.weights.weight import (
-    DenseWeight,
-    FourBitWeight,
-    Fp8BlockWeight,
-    Int4Weight,
-    Int8Weight,
-    Mxfp4Weight,
-    Weight,
-)
+from baton.engine.kernels.native.rows import NATIVE_ROW_OPS
+from baton.engine.quantization.fp8 import Fp8BlockWeight
+from baton.engine.quantization.group_scaled import FourBitWeight
+from baton.engine.quantization.int4 import Int4Weight
+from baton.engine.quantization.int8 import Int8Weight
+from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
+from baton.engine.quantization.mxfp4 import Mxfp4Weight
 
 PANEL = 64
-NUMBERS = ("int4", "fp8", "mxfp4")  # of groups that share a scale, in the order of `Numbers` there
+GROUP_FORMATS = ("int4", "fp8", "mxfp4")  # of group-scaled weights, in the order of `GroupFormat`
 ACTIVATION_OFFSET = 128  # added to int8 activations, which the product takes as unsigned bytes
 
-# A large weight is packed so many panels at a time, so that no second copy of it comes into being.
+# Panels packed at a time, so that no second copy of a large weight exists.
 PANELS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class PackedWeight(Weight):
+class PackedWeight(LinearWeight):
     """A matrix `[out, in]` as native products read it.
 
-    int8 ones have a float32 scale for each output, and what the activations' offset adds to each
-    output's sum, int32 `[out]`, for the product to take off. Those with a group, whose `numbers`
-    are one of `NUMBERS`, have float32 scales `[panels][in / group][64]`; int4 ones also 8 less the
-    zero points unless all are 8, in the same order, and int32 `order` `[in]`.
+    int8: scales float32 `[out]` · offsets: int32 `[out]`, by which `ACTIVATION_OFFSET` increases an
+    output's sum. Group-scaled: scales float32 `[panels][in / group][64]` · zeros: int4's 8 less
+    zero points in the same order, or None where all are 8 · order: int4's int32 `[in]` · format: an
+    index of `GROUP_FORMATS`.
     """
 
     packed: Tensor
@@ -52,15 +49,17 @@ class PackedWeight(Weight):
     zeros: Tensor | None = None
     order: Tensor | None = None
     group: int = 0
-    numbers: int = 0
+    format: int = 0
+
+    ops = NATIVE_ROW_OPS
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.outputs, self.inputs
 
     @classmethod
-    def of(cls, weight: Weight) -> PackedWeight:
-        """A weight, packed unless it is. Native code has no fp8 but in blocks."""
+    def from_weight(cls, weight: LinearWeight) -> PackedWeight:
+        """Packs a weight, unless it is packed. Raises TypeError for W8A8 fp8, which is GPUs'."""
         match weight:
             case PackedWeight():
                 return weight
@@ -70,13 +69,13 @@ class PackedWeight(Weight):
                 offsets = values.sum(1, dtype=torch.int32) * ACTIVATION_OFFSET
                 return cls(pack(values), *weight.shape, scales, offsets)
             case Fp8BlockWeight(values, scales):
-                numbers = NUMBERS.index("fp8")
+                kind = GROUP_FORMATS.index("fp8")
                 packed = pack_fp8(values)
-                return cls(packed, *weight.shape, pack(scales), group=weight.group, numbers=numbers)
+                return cls(packed, *weight.shape, pack(scales), group=weight.group, format=kind)
             case Mxfp4Weight(_, scales):
-                numbers = NUMBERS.index("mxfp4")
+                kind = GROUP_FORMATS.index("mxfp4")
                 packed = pack_4_bits(weight)
-                return cls(packed, *weight.shape, pack(scales), group=weight.group, numbers=numbers)
+                return cls(packed, *weight.shape, pack(scales), group=weight.group, format=kind)
             case Int4Weight(_, scales, zeros, order):
                 return cls(
                     pack_4_bits(weight),
@@ -89,7 +88,7 @@ class PackedWeight(Weight):
         raise TypeError(f"native code has no {type(weight).__name__}")
 
     def linear(self, bias: Tensor | None = None) -> Linear:
-        """For native code, which points at these tensors and does not keep them."""
+        """The structure for native code; it does not keep these tensors alive."""
         made = Linear.from_buffer_copy(self._without_bias)
         made.bias = address(bias)
         return made
@@ -97,7 +96,7 @@ class PackedWeight(Weight):
     @cached_property
     def _without_bias(self) -> Linear:
         tensors = (self.packed, self.scales, self.offsets, self.zeros, self.order, None)
-        sizes = (self.inputs, self.outputs, self.group, self.numbers)
+        sizes = (self.inputs, self.outputs, self.group, self.format)
         return Linear(*map(address, tensors), *sizes)
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -113,7 +112,7 @@ class PackedWeight(Weight):
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """For native code, which reads rows one after the other."""
+    """The address of a contiguous tensor."""
     if tensor is None:
         return None
     assert tensor.is_contiguous(), "rows lie one after the other"
@@ -151,6 +150,6 @@ def pack_4_bits(weight: FourBitWeight) -> Tensor:
 
 
 def pack_fp8(values: Tensor) -> Tensor:
-    """Values `[out, in]`, whole words → int8 `[panels, in / 4, 64, 4]`."""
+    """Values `[out, in]`, inputs a multiple of 4 → int8 `[panels, in / 4, 64, 4]`."""
     words = values.view(torch.int8).unflatten(1, (-1, 4))
     return pack(words[..., [0, 2, 1, 3]].flatten(1))

@@ -1,13 +1,12 @@
-"""Paged attention in plain torch: the reference that faster kernels are checked against.
+"""Paged attention in plain torch: the reference of faster kernels.
 
 The KV pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`, K at 0
-and V at 1 of the third axis; or int8 or fp8 rows with their scales (`quantize.pack_rows`).
+and V at 1 of the third axis; or int8 or fp8 rows with their scales (`row_quantization.pack_rows`).
 
-In float32 on the CPU a query's result is the same to the bit whatever shares its batch or chunk:
-products run over at least `MIN_QUERIES` query rows and over a key count from a fixed ladder
-(`padded_keys`), `KEY_STEP` keys at a time, where the BLAS library's order of additions no longer
-depends on either. The pool
-holds finite numbers only, so that padded and invisible keys, with a weight of 0, add 0.
+In float32 on the CPU a query's result is the same to the bit in any batch or chunk: products run
+over at least `MIN_QUERIES` query rows and a key count of `padded_keys`, `KEY_STEP` keys at a time,
+where the BLAS library's order of additions depends on neither. The pool holds finite numbers only,
+so that padded and invisible keys, with a weight of 0, add 0.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.kernels.torch.linear import is_exact
-from baton.engine.weights.quantize import (
+from baton.engine.kernels.torch.row_quantization import (
     is_quantized,
     quantized_bytes,
     split_rows,
@@ -32,10 +31,10 @@ from baton.engine.weights.quantize import (
 MIN_QUERIES = 8
 SHORT_KEYS, KEY_STEP = 128, 512
 
-# A prefill segment's float32 scores are computed for so many (head, query, key) at once: 128 MiB.
+# Float32 scores of a prefill segment, over (head, query, key), computed at a time: 128 MiB.
 SCORES_AT_ONCE = 1 << 25
 
-# On a CPU, decode rows are taken in groups whose gathered K stays in the cache until it is used.
+# On a CPU, decode rows are processed in groups whose gathered K stays in the cache.
 GATHER_BYTES = 1 << 20
 
 
@@ -55,7 +54,7 @@ class PrefillSegment:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Where each row of a step reads and writes KV. Single-token (decode) rows come first.
+    """Where each row of a step reads and writes KV. Decode rows come first.
 
     slots: int64 `[rows]`, block_id * block_size + offset of each row's own K and V ·
     num_decode: number of decode rows · decode_tables: int64 `[num_decode, blocks]`, padded with
@@ -93,16 +92,17 @@ def write_kv(pool: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> N
 
 
 def _storage(rows: Tensor) -> Tensor:
-    """Quantised rows as bytes of int8, which all operations know; others as they are."""
+    """Quantised rows viewed as int8, which all operations support; others unchanged."""
     return rows.view(torch.int8) if is_quantized(rows.dtype) else rows
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a layer's queries score keys: products times `scale`, softcapped, within a window.
+    """A layer's attention scores.
 
-    window: tokens that a row sees, itself included; None: all · softcap: see `softcapped` · sinks:
-    float32 `[heads]`, a further score of each head's softmax, whose value is 0.
+    scale: of products of queries and keys · window: number of tokens that a row attends to, itself
+    included; None: all · softcap: see `softcapped` · sinks: float32 `[heads]`, a further score of
+    each head's softmax, whose value is 0.
     """
 
     scale: float
@@ -117,7 +117,7 @@ def softcapped(x: Tensor, cap: float) -> Tensor:
 
 
 def attend(q: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scoring: Scoring) -> Tensor:
-    """Attention of every row over its sequence, whose KV is in the pool already.
+    """Attention of every row over its sequence, whose KV has been written to the pool.
 
     q `[rows, heads, head_size]` → `[rows, heads * head_size]`.
     """
@@ -133,7 +133,7 @@ def attend(q: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scoring: 
 def _attend_decode(
     q: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scoring: Scoring
 ) -> Tensor:
-    """One query a sequence, several sequences at once: `[num_decode, heads, head_size]`."""
+    """Attention of decode rows: `[num_decode, heads, head_size]`."""
     lengths, block_tables = batch.decode_lengths, batch.decode_tables
     step = len(q)
     if q.device.type == "cpu":
@@ -151,7 +151,7 @@ def _attend_decode(
 def _attend_segment(
     q: Tensor, pool: Tensor, layer: int, segment: PrefillSegment, scoring: Scoring
 ) -> Tensor:
-    """Many queries of one sequence: `[num_rows, heads, head_size]`."""
+    """Attention of several rows of a sequence: `[num_rows, heads, head_size]`."""
     k, v = _gather(pool, layer, segment.block_ids[None], q)
     keys = k.shape[2]
     positions = torch.arange(segment.context, segment.context + len(q), device=q.device)
@@ -171,17 +171,16 @@ def _attend_segment(
 
 
 def _gather(pool: Tensor, layer: int, block_tables: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of a layer in the order of `[sequences, blocks]`, contiguous and of q's type.
+    """Contiguous K and V of a layer, each `[sequences, kv_heads, keys, head_size]` of q's type.
 
-    Each `[sequences, kv_heads, keys, head_size]`, keys padded by block 0 where q's results must be
-    exact.
+    block_tables: `[sequences, blocks]`. Keys are padded with block 0 where `is_exact`.
     """
     _, num_layers, _, kv_heads, block_size, row_size = pool.shape
     keys = block_tables.shape[1] * block_size
     if is_exact(q):
         keys = padded_keys(keys)
         block_tables = F.pad(block_tables, (0, -(-keys // block_size) - block_tables.shape[1]))
-    # One pool row is one head's K or V of one block: a copy of many such rows, and no transposing.
+    # A pool row is a head's K or V of a block, so that copying rows needs no transposition.
     heads = torch.arange(kv_heads, device=pool.device)[:, None]
     rows = (block_tables[:, None] * num_layers + layer) * 2 * kv_heads + heads
     flat = _storage(pool).view(-1, block_size * row_size)
@@ -194,7 +193,7 @@ def _gather(pool: Tensor, layer: int, block_tables: Tensor, q: Tensor) -> tuple[
 
 
 def _visible(positions: Tensor, keys: int, window: int | None) -> Tensor:
-    """Which of the first `keys` tokens the queries at `positions` see: bool `[..., keys]`."""
+    """Which of the first `keys` tokens are visible at `positions`: bool `[..., keys]`."""
     #  0 ....... position - window | position - window + 1 ........ position | position + 1 ...
     #  too old                     | visible, `window` tokens                | not yet there
     key = torch.arange(keys, device=positions.device)
@@ -231,7 +230,7 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -
     if scoring.sinks is not None:
         weights = weights[..., :keys].contiguous()
     values = v.reshape(groups, keys, head_size)
-    # A library adds up a deep product in pieces whose lengths follow from the depth: these do not.
+    # BLAS adds deep products in pieces whose lengths depend on the depth; these lengths do not.
     step = KEY_STEP if is_exact(q) else keys
     pairs = zip(weights.split(step, dim=2), values.split(step, dim=1), strict=True)
     out = reduce(torch.add, starmap(torch.bmm, pairs))
@@ -239,9 +238,7 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -
 
 
 def place(batch: StepBatch, block_size: int) -> tuple[Tensor, AttentionBatch]:
-    """A batch's rows over blocks of `block_size` tokens: positions, int64 `[rows]`, and where each
-    reads and writes KV.
-    """
+    """The positions of a batch's rows, int64 `[rows]`, and where they read and write KV."""
     context_lens, query_lens, tables = (
         x.long() for x in (batch.context_lens, batch.query_lens, batch.block_tables)
     )
@@ -257,7 +254,7 @@ def place(batch: StepBatch, block_size: int) -> tuple[Tensor, AttentionBatch]:
     decodes, width = batch.num_decodes, tables.shape[1]
     segments = []
     if decodes < len(query_lens):
-        if decodes:  # a chunk's table may be far wider than theirs
+        if decodes:  # a chunk's table may be far wider than those of decode rows
             width = int(context_lens[:decodes].max()) // block_size + 1
         chunks = (x[decodes:].tolist() for x in (begins, query_lens, context_lens))
         for table, begin, count, context in zip(tables[decodes:], *chunks, strict=True):

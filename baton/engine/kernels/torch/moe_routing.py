@@ -1,4 +1,4 @@
-"""Which experts rows take, in plain torch: the reference of the routing kernel."""
+"""MoE routing in plain torch: the reference of the routing kernels."""
 
 from __future__ import annotations
 

@@ -9,16 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.torch.linear import act_mul as reference_act_mul
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Trial,
-    dtype_of,
-    product_of,
-)
-from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
+from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from baton.engine.kernels.torch import row_quantization
+from baton.engine.kernels.torch.rows import act_mul as reference_act_mul
+from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
+from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.row_quantization import (
     LARGEST_WHOLE,
     TUNED_ROWS,
@@ -28,16 +23,14 @@ from baton.engine.kernels.triton.row_quantization import (
     parts_of,
     store_row,
 )
-from baton.engine.kernels.triton.tuning import choose
-from baton.engine.models.model_config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
-from baton.engine.weights import quantize
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of, product_of
 
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit
 def gated(gate, up, GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr):
-    """`activation(gate) * up`, of their type and rounded where torch rounds."""
+    """`activation(gate) * up`, in their type and rounded as torch rounds."""
     element = gate.dtype
     gate = gate.to(tl.float32)
     factor = up.to(tl.float32)
@@ -49,7 +42,7 @@ def gated(gate, up, GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr):
         slope = ALPHA * gate
     if GELU:  # by tanh: (1 + tanh(y)) / 2 is the sigmoid of 2y
         slope = gate * (1.5957691216 + 0.0713548163 * gate * gate)
-    # torch multiplies in a second step.
+    # torch rounds before the multiplication.
     act = (gate / (1.0 + tl.exp(-slope))).to(element).to(tl.float32)
     return (act * factor).to(element)
 
@@ -60,7 +53,7 @@ def _act_mul_kernel(
     FP8: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -71,22 +64,20 @@ def _act_mul_kernel(
 
 
 def act_mul(
-    gate_up: Tensor,
-    activation: Activation = "silu",
-    config: Config | None = None,
+    gate_up: Tensor, activation: Activation = "silu", config: Config | None = None,
     to: torch.dtype | None = None,
-) -> Rows:
+) -> Rows:  # fmt: skip
     """`activation(gate) * up` of gate_up `[rows, 2 * size]`, gate first → `[rows, size]`.
 
-    config: of the launch; None is that of `tuning` · to: int8 or float8_e4m3fn gives rows of up to
-    `LARGEST_WHOLE` as `quantize_rows` would, with its configuration.
+    config: None is the one in effect · to: int8 or float8_e4m3fn quantises rows of up to
+    `LARGEST_WHOLE` elements as `quantize_rows` does, with its configuration.
     """
     rows, width = gate_up.shape
     size = width // 2
     key = {"rows": rows, "size": size}
     config = config or choose("quantize_rows" if to else "act_mul", key, gate_up.device)
     if to:
-        assert size <= LARGEST_WHOLE, "a row is one program's"
+        assert size <= LARGEST_WHOLE, "the row is too long for one program"
         config = {**config, "BLOCK": triton.next_power_of_2(size)}
     assert gate_up.stride(1) == 1 and width == 2 * size
     out, scales = empty_rows(gate_up, size, to)
@@ -94,7 +85,7 @@ def act_mul(
     launch(
         _act_mul_kernel, grid, gate_up, out, scales, size, gate_up.stride(0),
         GELU=activation == "gelu_tanh", SWIGLU_OAI=activation == "swigluoai",
-        FP8=to == quantize.FP8, **config,
+        FP8=to == row_quantization.FP8, **config,
     )  # fmt: skip
     return as_rows(out, scales, to, gate_up)
 
@@ -111,7 +102,7 @@ def _act_mul_trial(shape: Key, device: torch.device) -> Trial:
         return Trial(
             {"rows": rows, "size": size},
             lambda config: parts_of(act_mul(gate_up, activation, config, to)),
-            lambda: quantize.quantize_rows(parts_of(act_mul(gate_up, activation))[0], to),
+            lambda: row_quantization.quantize_rows(parts_of(act_mul(gate_up, activation))[0], to),
             tolerance=0.0,
         )
     return Trial(

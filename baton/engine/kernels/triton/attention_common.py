@@ -1,16 +1,12 @@
-"""What the attention kernels share: a sequence's keys, read through its block table.
-
-A pool is `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`, K at 0 and V at 1; rows
-are of the queries' type, or one byte an element with their float32 scales behind those of the whole
-block (`baton.engine.weights.quantize.split_rows`). Offsets into it pass 2**31 and are int64.
-
-Elements of eight bits are loaded in pairs, as int16, because GPUs bring 16 bits from shared memory
-into the order of a product in one instruction and have none for 8. Products are then of even and of
-odd elements: scores are the sum of both, and V's are two halves of the result.
-
-Softmax is online (Milakov and Gimelshein 2018): a state of the largest score, the sum of weights
-and the weighted sum of V, all float32 and in powers of two, which are one instruction.
-"""
+"""Parts of both attention kernels: an online softmax over keys read through a block table. A pool
+is `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`, K at 0 and V at 1. Rows have
+the queries' type, or one byte an element, with the float32 scales behind all rows of the block
+(`kernels.torch.row_quantization.split_rows`). Offsets exceed 2**31 and are int64. 8-bit elements
+are loaded in pairs, as int16: GPUs have an instruction (ldmatrix) that arranges 16-bit elements
+from shared memory for a product, and none for 8 bits. Products are then computed for even and odd
+elements: scores are the sum of both, and the weighted V has two halves. Softmax is online (Milakov
+and Gimelshein 2018): its state is the largest score, the sum of weights and the weighted sum of V,
+all in float32 and in powers of two, which are one instruction."""
 
 from __future__ import annotations
 
@@ -24,22 +20,22 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import AttentionBatch, PrefillSegment, Scoring, attend
-from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized, unpack_rows
+from baton.engine.kernels.torch.row_quantization import FP8, SCALE_BYTES, is_quantized, unpack_rows
 
 LOG2_E = math.log2(math.e)
 _LOG2_E = tl.constexpr(LOG2_E)
 
-# Stands for no score yet. Finite, so that a row that sees no key so far has weights of 0 and not
-# the exponential of infinity less infinity.
+# The largest score before the first one. Finite, so that a row that has seen no key gets weights of
+# 0 and not NaN, the exponential of infinity minus infinity.
 LOWEST = tl.constexpr(-1e30)
 
 TRITON_TYPES = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
 }  # fmt: skip
 
-# Two pairs of eight-bit elements $2 as bfloat16, the even ones in $0 and the odd ones in $1.
-# Triton's conversions take two to three times as many instructions.
-# int8 is 128 plus its low 7 bits, which bfloat16 has as bits, less 128 or, below 0, less 256.
+# Converts two pairs of 8-bit elements ($2) to bfloat16, even ones in $0 and odd ones in $1.
+# Triton's conversions take two to three times as many instructions. An int8 is 128 plus its low 7
+# bits, which are bits of a bfloat16, minus 128 or, if negative, minus 256.
 INT8_TO_BF16 = """{
     .reg .b32 odd, low, top, one;
     mov.b32 one, 0x3f803f80;
@@ -51,8 +47,8 @@ INT8_TO_BF16 = """{
     lop3.b32 top, odd, 0x00800080, 0xc300c300, 0xea;
     fma.rn.bf16x2 $1, low, one, top;
 }"""
-# e4m3's bits are those of bfloat16 with another bias of the exponent: times 2 ** 120. (NaN becomes
-# 480: it is never written.)
+# e4m3 has the bits of bfloat16 with another exponent bias: times 2 ** 120. (NaN, which is never
+# written, becomes 480.)
 FP8_TO_BF16 = """{
     .reg .b32 moved, sign, factor, zero;
     mov.b32 factor, 0x7b807b80;
@@ -69,14 +65,13 @@ FP8_TO_BF16 = """{
 }"""
 _INT8_TO_BF16, _FP8_TO_BF16 = tl.constexpr(INT8_TO_BF16), tl.constexpr(FP8_TO_BF16)
 
-# The window of a model without one: no context is as long.
+# The window of a model without one, which no context reaches.
 NO_WINDOW = 2**31 - 1
 
 
 def pool_sizes(q: Tensor, pool: Tensor) -> tuple[dict[str, Any], dict[str, int | str]]:
-    """What a kernel's code depends on in a pool and queries q `[rows, heads, head_size]` of it, as
-    the kernels name it; and what its best sizes do, heads as tiles hold them. Not to be changed.
-    """
+    """The kernels' constants for a pool and queries `[rows, heads, head_size]`, and the key of
+    their configurations. The caller must not change them."""
     return _pool_sizes(q.shape[1:], q.dtype, pool.shape[3:], pool.dtype, q.device.type)
 
 
@@ -93,12 +88,11 @@ def _pool_sizes(
     assert head_size % 16 == 0 and block_size % 16 == 0, "the backend takes no other models"
     k_type = v_type = TRITON_TYPES[query_type]
     if quantized and query_type == torch.float16:
-        # A weight times a row's scale may be less than float16 has; all eight-bit values are
-        # bfloat16 as well.
+        # A weight times a row's scale may underflow float16; bfloat16 represents all 8-bit values.
         v_type = tl.bfloat16
-    if device_type == "cpu":  # the interpreter keeps bfloat16 as whole numbers: no products
+    if device_type == "cpu":  # the interpreter cannot multiply bfloat16
         k_type, v_type = (tl.float32 if of == tl.bfloat16 else of for of in (k_type, v_type))
-    # Products add up 16 elements at least, and of eight-bit rows every second one.
+    # A product needs a depth of at least 16; for 8-bit rows it covers every second element.
     padded = max(32 if quantized else 16, int(triton.next_power_of_2(head_size)))
     key: dict[str, int | str] = {
         "head_size": padded, "query_bytes": query_type.itemsize, "kv_bytes": row_type.itemsize,
@@ -111,13 +105,13 @@ def _pool_sizes(
     }, key  # fmt: skip
 
 
-def elements(pool: Tensor) -> Tensor:
-    """A pool as kernels read it: elements of eight bits in pairs, as int16."""
+def stored_elements(pool: Tensor) -> Tensor:
+    """A pool as kernels read it: 8-bit elements in pairs, as int16."""
     return pool.view(torch.int16) if is_quantized(pool.dtype) else pool
 
 
-def scored(scoring: Scoring) -> tuple[float, float | None, Tensor | None]:
-    """How kernels are given it, but for the window: scale and softcap for powers of two, sinks."""
+def score_arguments(scoring: Scoring) -> tuple[float, float | None, Tensor | None]:
+    """Kernel arguments for a scoring: scale and softcap for powers of two, and sinks."""
     softcap = scoring.softcap * LOG2_E if scoring.softcap else None
     return scoring.scale * LOG2_E, softcap, scoring.sinks
 
@@ -126,9 +120,8 @@ def attention_reference(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
     query_lens: Tensor, scoring: Scoring,
 ) -> Tensor:  # fmt: skip
-    """As `prefill_attention`, by the engine's attention in torch: in float64, whatever lies where
-    none may read.
-    """
+    """`prefill_attention` by the engine's attention in torch, in float64; memory that no row may
+    read can hold NaN."""
     values = unpack_rows(pool, torch.float32) if is_quantized(pool.dtype) else pool
     segments, row = [], 0
     for table, context, count in zip(
@@ -145,8 +138,8 @@ def attention_reference(
 
 
 @triton.jit
-def first_state(sinks, heads, wanted):
-    """What rows of these heads begin with: total and largest. A sink has a weight and no value."""
+def initial_state(sinks, heads, wanted):
+    """Initial total and largest score of rows of these heads. A sink adds a weight and no value."""
     if sinks is None:
         total = tl.zeros(heads.shape, dtype=tl.float32)
         largest = tl.full(heads.shape, LOWEST, dtype=tl.float32)
@@ -158,10 +151,8 @@ def first_state(sinks, heads, wanted):
 
 @triton.jit
 def load_rows(base, rows, SIZE: tl.constexpr, PAD: tl.constexpr):
-    """Elements of KV rows, or pairs of them, `[keys, PAD]`; 0 behind a head's end.
-
-    base: of one layer, part and head · rows: int64 `[keys]`, elements from there.
-    """
+    """Elements of KV rows, or pairs of elements, `[keys, PAD]`; 0 beyond the head size. base:
+    pointer to one layer, K or V, and head · rows: int64 `[keys]`, offsets in elements."""
     columns = tl.arange(0, PAD)
     at = base + rows[:, None] + columns[None, :]
     return tl.load(at) if SIZE == PAD else tl.load(at, mask=(columns < SIZE)[None, :], other=0)
@@ -171,14 +162,15 @@ def load_rows(base, rows, SIZE: tl.constexpr, PAD: tl.constexpr):
 def load_scales(base, blocks, slots, BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr):
     """Scales of KV rows, float32 `[keys]`.
 
-    base: as `load_rows` takes it · blocks: int64 `[keys]`, elements from there · slots: `[keys]`.
+    base: as in `load_rows` · blocks: int64 `[keys]`, offsets of blocks in elements · slots:
+    `[keys]`.
     """
     return tl.load((base + blocks + BLOCK_SIZE * SIZE).to(tl.pointer_type(tl.float32)) + slots)
 
 
 @triton.jit
 def unpack(pairs, FP8: tl.constexpr, TYPE: tl.constexpr):
-    """The even and the odd ones of eight-bit elements that were loaded in pairs, as TYPE."""
+    """Even and odd elements of pairs of 8-bit elements, as TYPE."""
     if TYPE == tl.bfloat16:  # noqa: SIM300
         even, odd = tl.inline_asm_elementwise(
             _FP8_TO_BF16 if FP8 else _INT8_TO_BF16, "=&r,=&r,r", [pairs],
@@ -197,7 +189,7 @@ def unpack(pairs, FP8: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def within(keys, least, most):
-    """Positions of keys, moved to the nearest in least .. most - 1; least None is 0."""
+    """Positions of keys, clamped to least .. most - 1; least None is 0."""
     lowest = 0 if least is None else least
     return tl.maximum(tl.minimum(keys, most - 1), lowest)
 
@@ -206,9 +198,8 @@ def within(keys, least, most):
 def load_blocks(
     block_table, at, least, most, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PARTLY: tl.constexpr
 ):
-    """The blocks of a tile's keys from position `at` on, int32 `[TILE]`, as `attend_range` reads
-    them; if not PARTLY, 0 from `most` on.
-    """
+    """Blocks of the TILE keys from position `at`, int32 `[TILE]`, for `attend_range`; if not
+    PARTLY, 0 from `most` on."""
     keys = at + tl.arange(0, TILE)
     if PARTLY:
         blocks = tl.load(block_table + within(keys, least, most) // BLOCK_SIZE)
@@ -221,10 +212,8 @@ def load_blocks(
 
 
 @triton.jit
-def halves(x, QUANTIZED: tl.constexpr):
-    """x `[rows, HEAD_PAD]` as `attend_range` takes it: its even and odd columns over eight-bit KV,
-    else itself twice.
-    """
+def split_even_odd(x, QUANTIZED: tl.constexpr):
+    """Even and odd columns of x `[rows, HEAD_PAD]` for 8-bit KV; otherwise x twice."""
     even, odd = x, x
     if QUANTIZED:
         even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
@@ -232,8 +221,8 @@ def halves(x, QUANTIZED: tl.constexpr):
 
 
 @triton.jit
-def joined(even, odd, QUANTIZED: tl.constexpr):
-    """What `halves` was given."""
+def join_even_odd(even, odd, QUANTIZED: tl.constexpr):
+    """The inverse of `split_even_odd`."""
     return tl.interleave(even, odd) if QUANTIZED else even
 
 
@@ -245,31 +234,29 @@ def attend_range(
     V_TYPE: tl.constexpr, TILE: tl.constexpr, PARTLY: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Adds a range of a sequence's keys to the softmax of rows of queries.
+    """Adds a range of a sequence's keys to the softmax state of query rows, and returns the state.
+    q, q_odd: queries `[rows, HEAD_PAD]` after `split_even_odd` · weighted, weighted_odd: weighted
+    sum of V in float32, split likewise · total, largest: float32 `[rows]` · k_base, v_base:
+    pointers to one layer and head in block 0 · block_table: int32, the sequence's · begin, end: the
+    range; begin is a multiple of TILE · positions: int32 `[rows]`, of the queries · scale, softcap:
+    for powers of two; softcap may be None.
 
-    q, q_odd: `halves` of queries `[rows, HEAD_PAD]` · weighted and weighted_odd, such halves in
-    float32, total and largest, float32 `[rows]`: the state, returned as it is then · k_base,
-    v_base: of one layer and head in block 0 · block_table: int32, the sequence's · begin, end: the
-    range; begin is a multiple of TILE · positions: int32 `[rows]`, of the queries · scale: of
-    scores, for powers of two, and softcap, or None.
-
-    PARTLY: keys before `least`, unless that is None, and from `most` on are neither read nor seen;
-    else all of the range's tiles are · CAUSAL: a row sees no key behind its position · WINDOWED:
-    nor one that is `window` or more before it.
+    PARTLY: keys before `least` (if not None) and from `most` on are masked and not read; otherwise
+    the tiles are full · CAUSAL: a row sees no key after its position · WINDOWED: nor one `window`
+    or more positions before it.
     """
     key = tl.arange(0, TILE)
     SIZE: tl.constexpr = HEAD_SIZE // 2 if QUANTIZED else HEAD_SIZE
     PAD: tl.constexpr = HEAD_PAD // 2 if QUANTIZED else HEAD_PAD
-    # The blocks of a tile are loaded one tile ahead: its loads of K and V depend on them, and are
-    # kept under way over several iterations only if they wait for no load of their own.
+    # Block numbers are loaded one tile ahead: loads of K and V depend on them, and are pipelined
+    # over several iterations only if they do not wait for a load in the same iteration.
     blocks = load_blocks(block_table, begin, least, most, TILE, BLOCK_SIZE, PARTLY)
     for at in tl.range(begin, end, TILE):
         keys = at + key
         visible = None
         if PARTLY:
-            # In place of a key that is not to be read, another one is: what lies there may be NaN,
-            # which a weight of 0 would not take away, and a mask on every load takes half as many
-            # registers again.
+            # A masked key is replaced by another key: its memory may hold NaN, which a weight of 0
+            # does not remove, and a mask on every load takes half as many registers again.
             slots = within(keys, least, most) % BLOCK_SIZE
             visible = (keys < most)[None, :]
             if least is not None:
@@ -287,10 +274,10 @@ def attend_range(
 
         k = load_rows(k_base, rows, SIZE, PAD)
         if QUANTIZED:
-            # A scale is the same for a key's whole row, and so can come behind the product: exact,
-            # and one multiplication for a score instead of one for each element. On Blackwell
-            # products of float32 with what was narrower are tf32 in spite of "ieee"
-            # (triton#10176); they round less than eight-bit KV did.
+            # A scale applies to a key's whole row, so it can multiply the score: exact, and one
+            # multiplication a score, not one an element. On Blackwell, products of float32 with
+            # widened types are tf32 in spite of "ieee" (triton#10176), which rounds less than 8-bit
+            # KV does.
             k_even, k_odd = unpack(k, FP8, q.dtype)
             scores = tl.dot(q, tl.trans(k_even), input_precision="ieee")
             scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee")
@@ -302,20 +289,20 @@ def attend_range(
         if PARTLY:
             scores = tl.where(visible, scores, float("-inf"))
 
-        above = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.exp2(scores - above[:, None])
-        faded = tl.exp2(largest - above)
-        total = total * faded + tl.sum(weights, 1)
-        largest = above
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_largest[:, None])
+        decay = tl.exp2(largest - new_largest)
+        total = total * decay + tl.sum(weights, 1)
+        largest = new_largest
 
         v = load_rows(v_base, rows, SIZE, PAD)
-        weighted *= faded[:, None]
+        weighted *= decay[:, None]
         if QUANTIZED:
             weights *= load_scales(v_base, begins, slots, BLOCK_SIZE, SIZE)[None, :]
             weights = weights.to(V_TYPE)
             v_even, v_odd = unpack(v, FP8, V_TYPE)
             weighted = tl.dot(weights, v_even, weighted, input_precision="ieee")
-            weighted_odd *= faded[:, None]
+            weighted_odd *= decay[:, None]
             weighted_odd = tl.dot(weights, v_odd, weighted_odd, input_precision="ieee")
         else:
             weighted = tl.dot(weights.to(V_TYPE), v.to(V_TYPE), weighted, input_precision="ieee")

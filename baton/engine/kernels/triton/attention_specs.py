@@ -1,4 +1,4 @@
-"""Both attention kernels as they are compiled without a GPU, compared and tuned on one."""
+"""Specs of decode and prefill attention: trials, cases, and candidates for tuning."""
 
 from __future__ import annotations
 
@@ -11,9 +11,21 @@ import triton
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import Scoring, write_kv
+from baton.engine.kernels.torch.row_quantization import (
+    FP8,
+    SCALE_BYTES,
+    is_quantized,
+    pack_rows,
+    split_rows,
+    unpack_rows,
+)
+from baton.engine.kernels.torch.rows import rms_norm, rotate
 from baton.engine.kernels.triton.attention_common import attention_reference, pool_sizes
 from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
-from baton.engine.kernels.triton.kernel_spec import (
+from baton.engine.kernels.triton.launch import tile_rows
+from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
+from baton.engine.kernels.triton.rope_kv import Rotation
+from baton.engine.kernels.triton.specs import (
     Config,
     KernelSpec,
     Key,
@@ -22,27 +34,15 @@ from baton.engine.kernels.triton.kernel_spec import (
     product_of,
     text_of,
 )
-from baton.engine.kernels.triton.launch import tile_rows
-from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
-from baton.engine.kernels.triton.rope_kv import Rotation
-from baton.engine.models.decoder import rms_norm, rotate
-from baton.engine.weights.quantize import (
-    FP8,
-    SCALE_BYTES,
-    is_quantized,
-    pack_rows,
-    split_rows,
-    unpack_rows,
-)
 
-_DRAWN_AT_ONCE = 1 << 28  # elements, which are float32 while they are drawn
+_DRAWN_AT_ONCE = 1 << 28  # random elements in float32 at a time
 
 
 def random_pool(
     num_blocks: int, layers: int, kv_heads: int, head_size: int, kv: torch.dtype,
     device: torch.device, block_size: int = 16,
 ) -> Tensor:  # fmt: skip
-    """A pool whose every row is drawn, and quantised as writing it would."""
+    """A pool of random rows, quantised as the write kernel does."""
     quantized = is_quantized(kv)
     row_size = head_size + (SCALE_BYTES if quantized else 0)
     shape = (num_blocks, layers, 2, kv_heads, block_size, row_size)
@@ -59,11 +59,11 @@ def random_pool(
 def draw(
     shape: Key, device: torch.device, seen: list[range], rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, a pool with KV of sequences, and their block tables, in random order.
+    """Random queries, a pool with KV of sequences, and their block tables in random order.
 
-    seen: positions of each sequence that queries see · rows: queries. Of the shape: "dtype", "kv",
-    "head_size", "group" (heads of a KV head), "kv_heads", "layers" and "block_size". With "ragged"
-    everything that no query sees is NaN.
+    shape: "dtype", "kv", "head_size", "group" (heads that share a KV head), "kv_heads", "layers"
+    and "block_size"; with "ragged", KV that no query sees is NaN · seen: visible positions of each
+    sequence · rows: number of queries.
     """
     sizes: Key = {"head_size": 128, "group": 4, "kv_heads": 8, "layers": 1, "block_size": 16}
     head_size, group, kv_heads, layers, block_size = (
@@ -85,7 +85,7 @@ def draw(
 
 
 def _poison(pool: Tensor, block_tables: Tensor, seen: list[range]) -> None:
-    """Makes what is not seen NaN: in quantised rows the scale, and every number of fp8."""
+    """Sets unseen KV to NaN: in quantised rows the scale, and every fp8 number."""
     block_size = pool.shape[4]
     hidden = torch.ones(pool.shape[0], block_size, dtype=torch.bool)
     for table, span in zip(block_tables, seen, strict=True):
@@ -102,7 +102,7 @@ def _poison(pool: Tensor, block_tables: Tensor, seen: list[range]) -> None:
 
 
 def _ragged(shape: Key, count: int, most: int) -> list[int]:
-    """Lengths: `most` each, or with "ragged" between 0 and most, drawn from it as a seed."""
+    """Lengths: `most` each; with "ragged", which is the seed, random ones between 0 and most."""
     if "ragged" not in shape:
         return [most] * count
     dice = random.Random(int(shape["ragged"]) + count)  # noqa: S311 - lengths of a test
@@ -110,14 +110,14 @@ def _ragged(shape: Key, count: int, most: int) -> list[int]:
 
 
 def decode_trial(shape: Key, device: torch.device) -> Trial:
-    """Rows that see "context" tokens each, 64 of 4,096 by default: a batch that fills a GPU."""
+    """Decode rows with "context" tokens each; by default 64 rows of 4,096, which fill a GPU."""
     count = int(shape.get("batch", 64))
     lengths = _ragged(shape, count, int(shape.get("context", 4096)))
     return _trial(shape, device, [length - 1 for length in lengths], [1] * count, decodes=True)
 
 
 def prefill_trial(shape: Key, device: torch.device) -> Trial:
-    """Chunks of "tokens" tokens after "context" others, of "batch" sequences."""
+    """Chunks of "tokens" tokens after "context" tokens, in "batch" sequences."""
     count = int(shape["batch"])
     before, tokens = (_ragged(shape, count, int(shape[name])) for name in ("context", "tokens"))
     return _trial(shape, device, before, tokens, decodes=False)
@@ -126,7 +126,7 @@ def prefill_trial(shape: Key, device: torch.device) -> Trial:
 def _trial(
     shape: Key, device: torch.device, before: list[int], tokens: list[int], *, decodes: bool
 ) -> Trial:
-    """Sequences of so many tokens, after so many others; -1 is a padding row."""
+    """A trial for sequences of `tokens` tokens after contexts `before`; -1 is padding."""
     window, programs = int(shape.get("window", 0)) or None, int(shape.get("programs", 0))
     seen = [
         range(max(0, a + 1 - window) if window else 0, a + b) if b else range(0)
@@ -153,7 +153,7 @@ def _trial(
 
         def run(config: Config | None) -> tuple[Tensor]:
             name = text_of(config or {})
-            if name not in plans:  # one serves all layers of a step
+            if name not in plans:  # as one plan serves all layers of a step
                 plans[name] = plan_decode(q, pool, seq_lens, window, programs, config)
             out = torch.empty_like(q)
             decode_attention(*first, plans[name], scoring, out)
@@ -186,7 +186,7 @@ def _rope_trial(
     shape: Key, q: Tensor, pool: Tensor, block_tables: Tensor, context_lens: Tensor,
     scoring: Scoring, programs: int,
 ) -> Trial:  # fmt: skip
-    """Decode rows whose K and V are written in the same launch; with "norms" heads are normed."""
+    """Decode rows whose K and V are written by the same launch; with "norms", heads are normed."""
     rows, heads, head_size = q.shape
     layer, kv_heads, block_size = pool.shape[1] - 1, *pool.shape[3:5]
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, device=q.device).to(q.dtype)
@@ -199,7 +199,7 @@ def _rope_trial(
     _, key = pool_sizes(q, pool)
 
     def places() -> tuple[Tensor, Tensor]:
-        """Of the rows that are not padding: their positions, and their slots."""
+        """Positions and slots of the rows that are not padding."""
         at = context_lens[context_lens >= 0].long()
         tables = block_tables[context_lens >= 0]
         blocks = tables.gather(1, at[:, None] // block_size)[:, 0].long()
@@ -227,7 +227,7 @@ def _rope_trial(
         live, (_, slots) = context_lens >= 0, places()
         write_kv(given, layer, slots, k[live], v[live])
         lens = context_lens.clamp_min(0), live.int()
-        # Of padding rows the reference has none.
+        # The reference has no padding rows.
         found = torch.zeros_like(q)
         found[live] = attention_reference(q[live], given, layer, block_tables, *lens, scoring)
         return found, written(given)
@@ -235,7 +235,7 @@ def _rope_trial(
     return Trial(key, run, reference, tolerance={torch.int8: 0.02, FP8: 0.08}.get(pool.dtype))
 
 
-_FP8: Key = {"kv": "fp8", "least": 89}  # what the kernels load needs sm_89
+_FP8: Key = {"kv": "fp8", "least": 89}  # loading fp8 needs sm_89
 _WINDOW: Key = {"window": 40}
 _SIZES: Key = {"kv_heads": 8, "layers": 2}
 _HEADS: tuple[Key, ...] = (
@@ -248,7 +248,7 @@ _HEADS: tuple[Key, ...] = (
     {"head_size": 256, "group": 2, "softcap": 2},
 )  # fmt: skip
 
-_TURNED: tuple[Key, ...] = (
+_ROPE_CASES: tuple[Key, ...] = (
     {"programs": 5}, {"kv": "int8", "norms": 1, "programs": 3}, {**_FP8, **_WINDOW, "programs": 2},
     {"dtype": "fp16", "head_size": 64, "norms": 1}, {"dtype": "fp32", "head_size": 80, "group": 1},
     {"kv": "int8", "head_size": 96, "group": 3, "programs": 9},
@@ -257,7 +257,7 @@ _TURNED: tuple[Key, ...] = (
 
 
 def _prefill_cases() -> list[Key]:
-    """Chunks that fill large tiles, every second kind of heads with a window; and short ones."""
+    """Chunks that fill large tiles, with a window for every second kind of heads; short chunks."""
     long = [
         {**heads, **(_WINDOW if at % 2 else {}), "tokens": 16 if "fp32" in heads.values() else 70}
         for at, heads in enumerate(_HEADS)
@@ -270,7 +270,7 @@ def _prefill_cases() -> list[Key]:
 
 
 def _configs(**sizes: tuple[int, ...]) -> Callable[[Key], list[Config]]:
-    """Those whose tiles of K and V in flight fit a multiprocessor's shared memory."""
+    """Configurations whose tiles of K and V in flight fit a multiprocessor's shared memory."""
 
     def fitting(key: Key) -> list[Config]:
         row_bytes = int(triton.next_power_of_2(int(key["head_size"]))) * int(key["kv_bytes"])
@@ -283,7 +283,7 @@ def _configs(**sizes: tuple[int, ...]) -> Callable[[Key], list[Config]]:
     return fitting
 
 
-# The shapes of models as they are served: those of Llama 3, Qwen 2.5 and 3, and Gemma.
+# Shapes of served models: Llama 3, Qwen 2.5 and 3, Gemma.
 _SHAPES: list[Key] = [
     {"head_size": head_size, "kv": kv} for head_size in (64, 128, 256) for kv in ("bf16", "int8")
 ]
@@ -305,7 +305,7 @@ SPECS = (
         decode_trial,
         cases=[
             {**heads, **_SIZES, "rope": 1, "batch": 4, "context": 150, "ragged": at}
-            for at, heads in enumerate(_TURNED)
+            for at, heads in enumerate(_ROPE_CASES)
         ],
     ),
     KernelSpec(
@@ -313,7 +313,8 @@ SPECS = (
         prefill_trial,
         cases=_prefill_cases(),
         configs=_configs(num_warps=(4, 8), num_stages=(1, 2, 3, 4)),
-        # Short chunks with long contexts, and chunks of 2,048 tokens that fill the largest tiles.
+        # Short chunks after long contexts, and chunks of 2,048 tokens, which fill the largest
+        # tiles.
         shapes=[
             {**shape, "batch": batch, "context": context, "tokens": tokens}
             for shape in _SHAPES

@@ -23,32 +23,31 @@ from baton.engine.kernels.triton.attention_common import (
     LOWEST,
     NO_WINDOW,
     attend_range,
-    elements,
-    first_state,
-    halves,
-    joined,
+    initial_state,
+    join_even_odd,
     pool_sizes,
-    scored,
+    score_arguments,
+    split_even_odd,
+    stored_elements,
 )
-from baton.engine.kernels.triton.kernel_spec import Config
-from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
-from baton.engine.kernels.triton.rope_kv import Rotation, load_angles, put, turned
-from baton.engine.kernels.triton.tuning import choose
+from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
+from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.rope_kv import Rotation, load_angles, rotate_heads, store_kv
+from baton.engine.kernels.triton.specs import Config
 
-# Up to so many decode rows launches overlap. With more rows, programs that come while the kernel in
-# front still runs are spread over the processors unevenly: 8 rows take 4 % longer on an H200.
+# Launches overlap the kernel in front up to this number of decode rows. With more rows, programs
+# that start early are spread unevenly over the multiprocessors: 8 rows take 4 % longer on an H200.
 EARLY_ROWS = 1
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Which tiles of keys each program takes; the same for all KV heads and layers of a window.
+    """Split of all keys over programs, valid for all KV heads and all layers with one window. The
+    tiles of keys of all rows, at least one a row, are numbered consecutively and split into equal
+    shares, one a program.
 
-    The tiles of all rows lie one after the other, at least one for each row, and are cut into equal
-    shares: one for each program.
-
-    seq_lens: int32 `[rows]` · ends: int32 `[rows]`, where a row's tiles end · firsts: int32
-    `[programs]`, the row with a program's first tile · config: of `decode_attention`.
+    seq_lens: int32 `[rows]` · ends: int32 `[rows]`, end of each row's tiles · firsts: int32
+    `[programs]`, the row of each program's first tile · config: of `decode_attention`.
     """
 
     seq_lens: Tensor
@@ -62,12 +61,12 @@ def plan_decode(
     q: Tensor, pool: Tensor, seq_lens: Tensor, window: int | None, programs: int = 0,
     config: Config | None = None,
 ) -> DecodePlan:  # fmt: skip
-    """Shares the keys of decode rows out, without waiting for the device.
+    """Splits the keys of decode rows over programs, without waiting for the device.
 
-    q, pool: as `decode_attention` takes them; of q only the shape and type count · seq_lens: int32
-    `[rows]`, tokens of each sequence, the row's own included; 0 is a padding row · window: of the
-    layers that it is for · programs: of a KV head; 0 is as many as the GPU runs at once · config:
-    None is the one in effect.
+    q, pool: arguments of `decode_attention`; only shape and type of q matter · seq_lens: int32
+    `[rows]`, tokens of each sequence including the row's; 0 for a padding row · window: of the
+    layers that use the plan · programs: number for each KV head; 0 is as many as the GPU runs at
+    once · config: None is the one in effect.
     """
     sizes, key = pool_sizes(q, pool)
     config = config or choose("decode_attention", key, q.device)
@@ -88,13 +87,13 @@ def decode_attention(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, plan: DecodePlan, scoring: Scoring,
     out: Tensor, rotation: Rotation | None = None,
 ) -> None:  # fmt: skip
-    """Writes the attention of each row of q over its own sequence, whose KV is in the pool already.
+    """Writes the attention of each row of q over its sequence, whose KV is in the pool. Does not
+    wait for the device.
 
     q: `[rows, heads, head_size]`, contiguous · block_tables: int32 `[rows, width]`, the blocks of
-    each sequence; what lies behind those of its tokens is not read · plan: for these rows and the
-    window of scoring · out: like q; zeros for padding rows · rotation: q is then `[rows, (heads + 2
-    * kv_heads) * head_size]`, as `rope_and_write` takes it, and the last token's K and V are
-    written first. Waits for nothing on the device.
+    each sequence; entries beyond its tokens are not read · plan: of these rows and scoring's window
+    · out: like q; zeros for padding rows · rotation: if given, q is `[rows, (heads + 2 * kv_heads)
+    * head_size]` as for `rope_and_write`, and K and V of the last token are written first.
     """
     window, config, programs = plan.window, plan.config, len(plan.firsts)
     rows, heads, head_size = out.shape
@@ -104,20 +103,21 @@ def decode_attention(
     assert q.stride(1) == 1 if rotation else q.is_contiguous() and out.shape == q.shape
     sizes, _ = pool_sizes(out, pool)
     kv_heads = sizes["KV_HEADS"]
-    # The weighted sums of parts of rows, and behind all of them their log-sum-exps. A program has
-    # two at most: the end of a row that others began, and the beginning of one that others end.
+    # Weighted sums of partial rows, followed by their log-sum-exps. A program has at most two
+    # partial rows: the end of a row that another one began, and the beginning of one that another
+    # one ends.
     size = 2 * programs * heads * (head_size + 1)
     parts = torch.empty(size, dtype=torch.float32, device=q.device)
     places = (parts, plan.seq_lens, plan.ends)
-    # Tensor cores take tiles of 16 rows at least.
+    # Tensor cores need tiles of at least 16 rows.
     group_pad = max(16, int(triton.next_power_of_2(heads // kv_heads)))
     options = {name: config[name] for name in ("num_warps", "num_stages", "TILE")}
     started = launch if rows <= EARLY_ROWS else launch_alone
-    pool = elements(pool)
+    pool = stored_elements(pool)
     started(
         decode_kernel, (programs, kv_heads), q, pool, block_tables, out, *places, plan.firsts,
         *(rotation or (None,) * 4 + (0.0,)), rows, layer, q.stride(0), block_tables.stride(0),
-        pool.stride(0), *scored(scoring), window or NO_WINDOW, WINDOWED=window is not None,
+        pool.stride(0), *score_arguments(scoring), window or NO_WINDOW, WINDOWED=window is not None,
         GROUP_PAD=group_pad, **sizes, **options,
     )  # fmt: skip
     started(
@@ -127,13 +127,13 @@ def decode_attention(
 
 
 def launch_alone(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-    """As `launch`, but behind the end of the kernel in front."""
+    """Launches a kernel that starts when the kernel in front has ended."""
     kernel[grid](*args, PDL=False, **kwargs)
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for the interpreter."""
+    """Number of multiprocessors of a GPU; 1 for the interpreter."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -141,10 +141,10 @@ def processors(device: torch.device) -> int:
 
 @triton.jit
 def tiles_of_row(seq_len, window, TILE: tl.constexpr):
-    """The first key that a row sees, the edge of the tile that it lies in, and how many tiles."""
+    """A row's first visible key, the beginning of that key's tile, and its number of tiles."""
     first = tl.maximum(seq_len - window, 0)
     base = first // TILE * TILE
-    # A padding row has one, too: its program writes zeros.
+    # A padding row has one tile, whose program writes zeros.
     return first, base, tl.maximum(tl.cdiv(seq_len - base, TILE), 1)
 
 
@@ -155,7 +155,7 @@ def plan_kernel(
     seq_lens, ends, firsts, rows, window, programs, TILE: tl.constexpr, ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """What `DecodePlan` holds, of PROGRAMS of its programs. Grid `[programs / PROGRAMS]`."""
+    """Computes a `DecodePlan` for PROGRAMS of its programs. Grid `[programs / PROGRAMS]`."""
     row = tl.arange(0, ROWS)
     _, _, tiles = tiles_of_row(tl.load(seq_lens + row, mask=row < rows, other=0), window, TILE)
     tiles = tl.where(row < rows, tiles, 0)
@@ -180,13 +180,13 @@ def decode_kernel(
     K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WINDOWED: tl.constexpr, GROUP_PAD: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One share of one KV head: the results of whole rows, and parts of those that others share.
+    """Attention over one share of keys for one KV head: results of whole rows, and of partial rows.
 
-    Grid `[programs, kv_heads]`. parts: float32 `[2 * programs, heads, head_size]` and
-    `[2 * programs, heads]` behind it; first the ends of rows by program, then the beginnings.
+    Grid `[programs, kv_heads]`. parts: float32 `[2 * programs, heads, head_size]` followed by `[2 *
+    programs, heads]`; ends of rows first, by program, then beginnings.
     """
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     total_tiles = tl.load(ends + rows - 1)
@@ -212,7 +212,7 @@ def decode_kernel(
         until = tl.minimum(stop, row_end)
         begin = base + (at - row_begin) * TILE
         end = tl.minimum(base + (until - row_begin) * TILE, seq_len)
-        place = -1  # of a part; a whole row has none
+        place = -1  # index in `parts`; none for a whole row
         if until - at < tiles:
             place = program
             if at == row_begin:
@@ -226,17 +226,17 @@ def decode_kernel(
         if cos is None:
             q = tl.load(own + head[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0)
         else:
-            # A padding row is turned like the first, and nobody reads it.
+            # A padding row is rotated as position 0; its result is not read.
             position = tl.maximum(seq_len - 1, 0)
             cosines, sines = load_angles(cos, sin, position, dims, HEAD_SIZE)
-            q = turned(
+            q = rotate_heads(
                 own + head * HEAD_SIZE, head < GROUP, dims, q_weights, cosines, sines, eps,
                 HEAD_SIZE,
             )  # fmt: skip
             if (until == row_end) & (seq_len > 0):
                 one = tl.arange(0, 1)
                 of_kv = q_rows + row.to(tl.int64) * row_stride + (HEADS + kv_head + one) * HEAD_SIZE
-                k = turned(of_kv, one == 0, dims, k_weights, cosines, sines, eps, HEAD_SIZE)
+                k = rotate_heads(of_kv, one == 0, dims, k_weights, cosines, sines, eps, HEAD_SIZE)
                 of_kv += KV_HEADS * HEAD_SIZE
                 v = tl.load(
                     of_kv[:, None] + dims[None, :], mask=(dims < HEAD_SIZE)[None, :], other=0.0
@@ -244,24 +244,26 @@ def decode_kernel(
                 block = tl.load(block_table + position // BLOCK_SIZE).to(tl.int64)
                 into = k_base + block * block_stride + one
                 slot = position % BLOCK_SIZE
-                put(into, one == 0, slot, dims, k, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8)
-                put(into + PART, one == 0, slot, dims, v, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8)
+                store_kv(into, one == 0, slot, dims, k, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8)
+                store_kv(
+                    into + PART, one == 0, slot, dims, v, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8
+                )
                 tl.debug_barrier()  # other threads of the program read it
 
-        q, q_odd = halves(q.to(K_TYPE), QUANTIZED)
-        weighted, odd = halves(tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32), QUANTIZED)
-        total, largest = first_state(sinks, kv_head * GROUP + head, head < GROUP)
-        if sinks is not None and at > row_begin:  # only a row's beginning has it
-            total, largest = first_state(None, head, head < GROUP)
-        # Only the first and the last tile can have keys to leave out, but looking costs no time
-        # next to the memory, and one loop keeps loads under way from the first tile to the last.
+        q, q_odd = split_even_odd(q.to(K_TYPE), QUANTIZED)
+        weighted, odd = split_even_odd(tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32), QUANTIZED)
+        total, largest = initial_state(sinks, kv_head * GROUP + head, head < GROUP)
+        if sinks is not None and at > row_begin:  # the sink counts once a row
+            total, largest = initial_state(None, head, head < GROUP)
+        # Only the first and the last tile can have masked keys, but masking costs no time beside
+        # memory access, and a single loop keeps loads in flight from the first tile to the last.
         weighted, odd, total, largest = attend_range(
             q, q_odd, weighted, odd, total, largest, k_base, k_base + PART, block_table, begin, end,
             least, end, None, None, scale, softcap, block_stride, BLOCK_SIZE, HEAD_SIZE, HEAD_PAD,
             QUANTIZED, FP8, V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
         )  # fmt: skip
 
-        result = joined(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
+        result = join_even_odd(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
         if place >= 0:
             part = place * HEADS + kv_head * GROUP + head
             tl.store(parts + part[:, None] * HEAD_SIZE + dims[None, :], result, mask=wanted)
@@ -284,9 +286,9 @@ def join_kernel(
     out, parts, seq_lens, ends, rows, programs, window, HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Joins the parts of one row's one head, if it has several. Grid `[rows, heads]`."""
+    """Joins the parts of one head of one row, if it has several. Grid `[rows, heads]`."""
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
@@ -311,11 +313,11 @@ def join_kernel(
             mask=(program <= last)[:, None] & (dims < HEAD_SIZE)[None, :],
             other=0.0,
         )
-        above = tl.maximum(largest, tl.max(log_sums, 0))
-        shares = tl.exp2(log_sums - above)
-        faded = tl.exp2(largest - above)
-        weighted = weighted * faded + tl.sum(results * shares[:, None], 0)
-        total = total * faded + tl.sum(shares, 0)
-        largest = above
+        new_largest = tl.maximum(largest, tl.max(log_sums, 0))
+        shares = tl.exp2(log_sums - new_largest)
+        decay = tl.exp2(largest - new_largest)
+        weighted = weighted * decay + tl.sum(results * shares[:, None], 0)
+        total = total * decay + tl.sum(shares, 0)
+        largest = new_largest
     at = (row * heads + head) * HEAD_SIZE + dims
     tl.store(out + at, (weighted / total).to(out.dtype.element_ty), mask=dims < HEAD_SIZE)

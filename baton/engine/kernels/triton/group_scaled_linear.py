@@ -1,8 +1,8 @@
-"""Products with group-quantised weights, packed as `group_packing.py` tells.
+"""Group-quantised linear layers: int4 (AWQ, GPTQ), MXFP4 and fp8 in blocks, 16-bit activations.
 
-A weight is the left factor of its product, which tensor cores take from registers: few rows are
-multiplied with elements as they are unpacked. More rows are torch's product with a matrix that is
-written out for them, in memory that the next product has again.
+Weights are packed by `group_scaled_packing.py`. Up to MOST_ROWS rows are multiplied while elements
+are unpacked in registers: the weight is the left operand, which tensor cores read from registers.
+For more rows the weight is dequantised into temporary memory and multiplied by torch.
 """
 
 from __future__ import annotations
@@ -23,21 +23,14 @@ from baton.engine.kernels.triton.group_scaled_packing import (
     scaled_plane,
     step_numbers,
 )
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Trial,
-    dtype_of,
-    product_of,
-)
 from baton.engine.kernels.triton.launch import launch, wait_for_inputs
+from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.skinny_matmul import padded_rows, prefetch
-from baton.engine.kernels.triton.tuning import choose
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of, product_of
 
 NAME = "group_scaled_linear"
 
-MOST_ROWS = 128  # more are torch's product
+MOST_ROWS = 128  # more rows are multiplied by torch
 _STEP, _TILE = tl.constexpr(STEP), tl.constexpr(TILE)
 
 
@@ -49,10 +42,9 @@ def _group_scaled_linear(
     WHOLE: tl.constexpr, IS_SPLIT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs, over a part of the depth. Grid `[outputs, parts]`.
+    """Computes some outputs over a part of the depth. Grid `[outputs, parts]`.
 
-    The last program of some outputs adds up all parts of their sums.
-    """
+    The last program of these outputs to finish adds up the partial sums."""
     WIDTH: tl.constexpr = _STEP // (2 if FORMAT == "fp8" else 4)
     tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -60,7 +52,7 @@ def _group_scaled_linear(
     has_row = rows < num_rows
     steps = tl.cdiv(depth, _STEP)
     first, last = part * steps // parts, (part + 1) * steps // parts
-    if PDL and AHEAD > 0:  # lines of 64 words, of the first steps
+    if PDL and AHEAD > 0:  # prefetches the first steps, in lines of 64 words
         LINES: tl.constexpr = _TILE * WIDTH // 64
         line = tl.arange(0, OUTPUTS // _TILE * AHEAD * LINES)
         of_tile = tl.minimum(
@@ -75,7 +67,7 @@ def _group_scaled_linear(
     own_fields = fields + tl.minimum(outputs, padded - 1)
     right = x + rows[None, :] * depth + inputs[:, None]
     sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
-    # Or else the sums may be zeros behind the loop, for which ptxas waits for each of its products.
+    # Otherwise the loop might not run, and ptxas waits for each product to keep zeros correct.
     tl.assume(first < last)
     for step in range(first, last):
         if WHOLE:
@@ -131,7 +123,7 @@ def _dequantize(
     GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_LOWS: tl.constexpr, FACTOR: tl.constexpr,
     TYPE: tl.constexpr, PLAIN: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """A step of some outputs. Grid `[padded / OUTPUTS, steps]`."""
+    """Dequantises one step of some outputs. Grid `[padded / OUTPUTS, steps]`."""
     PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
     WIDTH: tl.constexpr = _STEP // PLANES
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -154,7 +146,7 @@ def _dequantize(
 
 
 def dequantized(weight: PackedWeight) -> Tensor:
-    """The matrix `[out, in]`, of the weight's dtype."""
+    """The dequantised matrix `[out, in]`, of the weight's dtype."""
     outputs, depth = weight.shape
     out = torch.empty((outputs, depth), dtype=weight.dtype, device=weight.words.device)
     _dequantize[(weight.padded // TILE, weight.words.shape[1])](
@@ -169,7 +161,7 @@ def group_scaled_linear(
 ) -> Tensor:
     """`x @ weight.T + bias`: x `[rows, in]` of the weight's dtype, bias `[out]` → `[rows, out]`.
 
-    x's columns are in the order of the weight's · config: of the launch; None is that of `tuning`,
+    x's columns are in the order of the weight's · config: None is the one in effect,
     `{"LIBRARY": 1}` is a product by torch.
     """
     (num_rows, depth), (num_outputs, _) = x.shape, weight.shape
@@ -204,7 +196,7 @@ def _key(weight: PackedWeight, rows: int) -> Key:
 def _trial(shape: Key, device: torch.device) -> Trial:
     rows, outputs, depth = (int(shape[name]) for name in ("rows", "outputs", "depth"))
     dtype, meta = dtype_of(shape), device.type == "meta"
-    # What a kernel is compiled for depends on numbers, of which a few outputs have enough.
+    # Packing needs real numbers; a few outputs suffice for the kernel's constants.
     made = (min(outputs, TILE), torch.device("cpu")) if meta else (outputs, device)
     weight = random_weight(str(shape.get("weight", "int4")), made[0], depth, made[1])
     packed = pack(weight, dtype)
@@ -272,7 +264,7 @@ SPECS = (
 
 
 def _fits(config: Config, key: Key) -> bool:
-    """Whether stages fit a multiprocessor, and programs are as many as it takes at once."""
+    """Whether stages fit shared memory, and the number of programs fills a GPU once."""
     outputs, bits = config["OUTPUTS"], 8 if key["format"] == "fp8" else 4
     rows = int(key["rows"])
     bytes_of_stage = STEP * (outputs * bits // 8 + 2 * rows)

@@ -1,10 +1,10 @@
-"""Group-quantised weights as kernels take them: int4, MXFP4 (W4A16) and fp8 in blocks (W8A16).
+"""Packing of group-quantised weights for kernels: int4, MXFP4 (W4A16) and fp8 in blocks (W8A16).
 
-They are packed when they are loaded, as in Marlin (https://arxiv.org/abs/2408.11743). A word of 16
-bits holds elements of one output that lie a plane apart: a quarter of a step of 128 inputs, or half
-of one where elements have 8 bits. So a few bit operations on two words at once bring a
-plane's numbers to where bfloat16 or float16 has them, where tensor cores take them from. What these
-numbers are more, or are multiplied with, then, the fields of their group make up for.
+Weights are packed when they are loaded, as in Marlin (https://arxiv.org/abs/2408.11743). A 16-bit
+word holds elements of one output that are a plane apart: a quarter of a step of 128 inputs, or half
+a step if elements have 8 bits. A few bit operations on two words then turn a plane into bfloat16 or
+float16 numbers in registers, where tensor cores read them. These numbers have an offset or a
+factor, which the fields of their group compensate.
 """
 
 from __future__ import annotations
@@ -20,22 +20,19 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.kernels.triton.attention_common import TRITON_TYPES
 from baton.engine.kernels.triton.skinny_matmul import new_counters
-from baton.engine.weights.quantize import FP8
-from baton.engine.weights.weight import (
-    FourBitWeight,
-    Fp8BlockWeight,
-    GroupScaledWeight,
-    Int4Weight,
-    Mxfp4Weight,
-)
+from baton.engine.quantization.fp8 import Fp8BlockWeight
+from baton.engine.quantization.group_scaled import FourBitWeight, GroupScaledWeight
+from baton.engine.quantization.int4 import Int4Weight
+from baton.engine.quantization.mxfp4 import Mxfp4Weight
 
-STEP = 128  # inputs that are packed together
-TILE = 64  # outputs that are, and lie next to each other
-_PACKED_AT_ONCE = 64 * TILE  # outputs, so that no large copies exist
+STEP = 128  # inputs packed together
+TILE = 64  # outputs packed together, which are contiguous
+_PACKED_AT_ONCE = 64 * TILE  # outputs, which bounds temporary copies
 
-# Two words $4 as four planes of numbers from 0 to 15, plus 128.
+# Converts two words ($4) to four planes of numbers from 0 to 15, plus 128.
 INT4_BF16 = """{
     .reg .b32 moved;
     lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
@@ -46,9 +43,9 @@ INT4_BF16 = """{
     shr.b32 moved, $4, 12;
     lop3.b32 $3, moved, 0x000f000f, 0x43004300, 0xea;
 }"""
-# The same plus 1024.
+# As INT4_BF16, but plus 1024 in float16.
 INT4_FP16 = INT4_BF16.replace("0x43004300", "0x64006400")
-# The same as they are: bfloat16's smallest, times 2 ** -133.
+# As INT4_BF16, but without an offset: bfloat16 subnormals, times 2 ** -133.
 INT4_SYMMETRIC_BF16 = """{
     .reg .b32 moved;
     and.b32 $0, $4, 0x000f000f;
@@ -59,7 +56,7 @@ INT4_SYMMETRIC_BF16 = """{
     shr.b32 moved, $4, 12;
     and.b32 $3, moved, 0x000f000f;
 }"""
-# Four planes of E2M1 numbers, times 2 ** -126: its bits at the end of bfloat16's exponent.
+# Converts to four planes of E2M1 numbers times 2 ** -126: their bits end bfloat16's exponent.
 MXFP4_BF16 = """{
     .reg .b32 moved, sign, high;
     and.b32 $0, $4, 0x81c081c0;
@@ -74,7 +71,7 @@ MXFP4_BF16 = """{
     shr.b32 moved, $4, 4;
     lop3.b32 $3, moved, 0x00c000c0, sign, 0xea;
 }"""
-# Two planes of e4m3 numbers, times 2 ** -120: as above. (NaN becomes 480.)
+# Converts to two planes of e4m3 numbers times 2 ** -120. (NaN becomes 480.)
 FP8_BF16 = """{
     .reg .b32 moved, sign;
     shl.b32 moved, $2, 8;
@@ -89,17 +86,17 @@ _INT4_BF16, _INT4_FP16 = tl.constexpr(INT4_BF16), tl.constexpr(INT4_FP16)
 _INT4_SYMMETRIC_BF16, _MXFP4_BF16 = tl.constexpr(INT4_SYMMETRIC_BF16), tl.constexpr(MXFP4_BF16)
 _FP8_BF16 = tl.constexpr(FP8_BF16)
 
-# What fields have scales multiplied with, because planes have less; where a large scale leaves no
-# room for that, sums have the rest, 2 ** 64. ("int4" has any zero points, "int4_symmetric" none.)
+# Factors of scales in the fields, which compensate the planes' factors. Where a large scale would
+# overflow, sums get the rest, 2 ** 64. ("int4" has zero points, "int4_symmetric" has none.)
 _FACTOR = {"int4": 1.0, "int4_symmetric": 2.0**69, "fp8": 2.0**120, "mxfp4": 2.0**62}
 _SUMS_FACTOR = {"int4": 1.0, "int4_symmetric": 2.0**64, "fp8": 1.0, "mxfp4": 2.0**64}
-# What planes of int4 are more by, less which a zero point is held.
+# Negated offsets of int4 planes, which the fields of zero points include.
 _BASE = {torch.bfloat16: -128.0, torch.float16: -1024.0, torch.float32: -128.0}
 
 
 @triton.jit
 def _fma(a, b, c, TYPE: tl.constexpr):
-    """`a * b + c`, rounded once, two elements an instruction."""
+    """`a * b + c`, rounded once, two elements in an instruction."""
     if tl.bfloat16 == TYPE:
         found = tl.inline_asm_elementwise(
             "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.bfloat16,
@@ -115,7 +112,7 @@ def _fma(a, b, c, TYPE: tl.constexpr):
 
 @triton.jit
 def _plain_plane(words, PLANE: tl.constexpr, FORMAT: tl.constexpr):
-    """One plane of words, float32, in Triton's own operations."""
+    """One plane of words as float32, without inline assembly."""
     w = words.to(tl.int32)
     if FORMAT == "int4":
         number = ((w >> 4 * PLANE) & 15).to(tl.float32) + 128.0
@@ -134,8 +131,8 @@ def _plain_plane(words, PLANE: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def planes(words, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr):
-    """The planes of words int16, before `scaled`: of TYPE, or float32 if they are PLAIN."""
-    if PLAIN:  # fp8's are the first two
+    """The unscaled planes of int16 words, of TYPE; if PLAIN, float32."""
+    if PLAIN:  # fp8 uses the first two
         found = (
             _plain_plane(words, 0, FORMAT), _plain_plane(words, 1, FORMAT),
             _plain_plane(words, 2, FORMAT), _plain_plane(words, 3, FORMAT),
@@ -161,7 +158,7 @@ def planes(words, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr)
 
 @triton.jit
 def _field(fields, padded, NUMBER: tl.constexpr, TYPE: tl.constexpr):
-    """A step's field of a number, `[outputs]`: two of 16 bits are a word, or one of float32."""
+    """Field NUMBER of a step, `[outputs]`: a word holds two 16-bit fields, or one of float32."""
     if tl.float32 == TYPE:
         field = tl.load(fields + NUMBER * padded).to(tl.float32, bitcast=True)
     else:
@@ -175,10 +172,9 @@ def _group_fields(
     fields, padded, NUMBER: tl.constexpr, FORMAT: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Of a step's group of a number `[outputs]`: its scale, what TYPE cut off that, and what is
-    added to planes, or symmetric int4 to the product.
-    """
-    if FORMAT == "mxfp4":  # powers of two: bytes, and with an offset bfloat16's exponents
+    """Fields of group NUMBER of a step, `[outputs]`: scale, its rounding error in TYPE, and the
+    number added to planes, or, for symmetric int4, to the product."""
+    if FORMAT == "mxfp4":  # powers of two, stored as exponents in bytes
         exponent = ((tl.load(fields) >> 8 * NUMBER) & 255) + 62
         if PLAIN:
             scale = (exponent << 23).to(tl.float32, bitcast=True)
@@ -196,7 +192,7 @@ def _group_fields(
     elif FORMAT == "int4":
         NONE: tl.constexpr = -1032.0 if tl.float16 == TYPE else -136.0
         more = tl.full(scale.shape, NONE, tl.float32 if PLAIN else TYPE)
-    elif FORMAT == "int4_symmetric":  # 8 times the scale, less the factors of both
+    elif FORMAT == "int4_symmetric":  # 8 times the scale, without the factors of both
         more = scale.to(tl.float32) * (-(2.0**-130))
         if not PLAIN:
             more = more.to(TYPE)
@@ -208,9 +204,8 @@ def scaled_plane(
     raw, PLANE: tl.constexpr, fields, padded, FORMAT: tl.constexpr, GROUPS: tl.constexpr,
     HAS_ZEROS: tl.constexpr, HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Elements of one of a step's planes `[outputs, inputs]`, with the fields at pointers
-    `[outputs]`. Of TYPE, or PLAIN ones in float32, rounded to TYPE.
-    """
+    """Scaled elements of a step's plane `[outputs, inputs]`; fields: pointers `[outputs]`. Of TYPE;
+    if PLAIN, float32 rounded to TYPE."""
     PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
     number = raw[PLANE]
     scale, low, more = _group_fields(
@@ -222,7 +217,7 @@ def scaled_plane(
             whole += low.to(tl.float32)
         if FORMAT == "int4":
             if tl.float16 == TYPE:
-                number += 896.0  # float16's planes are more by 1024, not by 128
+                number += 896.0  # the offset of float16 planes is 1024, not 128
             number += more.to(tl.float32)[:, None]
         elif FORMAT == "int4_symmetric":
             number -= 8.0
@@ -242,7 +237,7 @@ def scaled_plane(
 
 @triton.jit
 def _beside(a, b):
-    """`[outputs, 2 * inputs]` of two halves: registers keep what they have."""
+    """Joins two halves to `[outputs, 2 * inputs]` without moving data between registers."""
     both = tl.permute(tl.join(a, b), (0, 2, 1))
     return tl.reshape(both, (a.shape[0], 2 * a.shape[1]))
 
@@ -252,7 +247,7 @@ def step_numbers(
     raw, fields, padded, FORMAT: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """All elements of a step, `[outputs, STEP]`, of its planes."""
+    """All scaled elements of a step, `[outputs, STEP]`."""
     found = _beside(
         scaled_plane(raw, 0, fields, padded, FORMAT, GROUPS, HAS_ZEROS, HAS_LOWS, TYPE, PLAIN),
         scaled_plane(raw, 1, fields, padded, FORMAT, GROUPS, HAS_ZEROS, HAS_LOWS, TYPE, PLAIN),
@@ -268,13 +263,13 @@ def step_numbers(
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A group-quantised weight as a GPU's kernels take it, for activations of one type.
+    """A group-quantised weight packed for a GPU's kernels and activations of one type.
 
-    words: int16 `[tiles, steps, TILE, STEP / elements of a word]`, outputs and inputs filled up ·
-    fields: int32 `[steps, parts, tiles * TILE]`; for each group of a step its scale, less its zero
-    point if the format has any, and the rest of the scale if dtype cut that off: two fields of
-    dtype in a word, or one float32. Of MXFP4 four exponents · order: int64 `[in]`, see `Int4Weight`
-    · counters: int32 of `new_counters`, which no other stream uses.
+    words: int16 `[tiles, steps, TILE, STEP / elements of a word]`, outputs and inputs padded ·
+    fields: int32 `[steps, parts, tiles * TILE]`; for each group of a step its scale, the negated
+    zero point if the format has one, and the scale's rounding error if dtype rounds it; a word
+    holds two fields of dtype, one of float32, or four exponents of MXFP4 · order: int64 `[in]`, see
+    `Int4Weight` · counters: int32 of `new_counters`, used by one stream.
     """
 
     format: str
@@ -294,22 +289,23 @@ class PackedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Of all its tensors."""
+        """Bytes of all its tensors."""
         return sum(part.nbytes for part in vars(self).values() if isinstance(part, Tensor))
 
     @property
     def padded(self) -> int:
-        """Outputs of all tiles."""
+        """Padded number of outputs."""
         return self.fields.shape[2]
 
     @property
     def has_kernel(self) -> bool:
-        """Whether products unpack it in registers; others are unpacked for torch's product."""
+        """Whether a kernel unpacks it in registers; if not, torch multiplies the dequantised
+        matrix."""
         return _has_kernel(self.format, self.dtype)
 
     @property
     def options(self) -> dict[str, Any]:
-        """How kernels are compiled for it."""
+        """The kernels' constants."""
         return {
             "PARTS": self.fields.shape[1], "FORMAT": self.format, "GROUPS": self.groups,
             "HAS_ZEROS": self.has_zeros, "HAS_LOWS": self.has_lows,
@@ -319,7 +315,7 @@ class PackedWeight:
         }  # fmt: skip
 
     def empty(self, outputs: int, device: torch.device) -> PackedWeight:
-        """One of so many outputs in its format, of any numbers."""
+        """A weight of the same format with another number of outputs and undefined numbers."""
         tiles, parts = triton.cdiv(outputs, TILE), self.fields.shape[1]
         _, steps, *tile = self.words.shape
         return replace(
@@ -331,7 +327,7 @@ class PackedWeight:
         )
 
     def with_fields(self, has_zeros: bool, has_lows: bool) -> PackedWeight:
-        """The same with fields of these kinds, too, as another weight may have them."""
+        """Adds fields of zero points or rounding errors, as another weight may have them."""
         has_zeros, has_lows = has_zeros or self.has_zeros, has_lows or self.has_lows
         if (has_zeros, has_lows) == (self.has_zeros, self.has_lows):
             return self
@@ -350,7 +346,7 @@ class PackedWeight:
 
 
 def pack(weight: GroupScaledWeight, dtype: torch.dtype) -> PackedWeight | None:
-    """A weight for activations of dtype; None if its groups are none that kernels take."""
+    """Packs a weight for activations of dtype; None if kernels do not support its groups."""
     (outputs, inputs), group = weight.shape, weight.group
     if group % STEP and (STEP % group or group < STEP // 4):
         return None
@@ -384,7 +380,7 @@ def pack(weight: GroupScaledWeight, dtype: torch.dtype) -> PackedWeight | None:
 
 
 def _by_step(parts: Tensor, group: int) -> Tensor:
-    """`[out, groups]` → `[steps, groups of a step, padded]`; large groups are in several steps."""
+    """`[out, groups]` → `[steps, groups of a step, padded]`; a large group spans several steps."""
     parts = parts.repeat_interleave(max(1, group // STEP), dim=1)
     of_step = max(1, STEP // group)
     whole = pad(parts.T, (0, -parts.shape[0] % TILE, 0, -parts.shape[1] % of_step))
@@ -393,21 +389,21 @@ def _by_step(parts: Tensor, group: int) -> Tensor:
 
 
 def _exponents(weight: Mxfp4Weight) -> Tensor | None:
-    """Four scales of a step in a word, as float32's exponents; None if they are not such."""
-    fractions, exponents = weight.scales.frexp()  # of half the scales, so those of the scales
+    """Four scales of a step as exponents in a word; None if a scale is not a power of two."""
+    fractions, exponents = weight.scales.frexp()
     if weight.group != STEP // 4 or not (fractions == 0.5).all() or exponents.max() > 65:
         return None
     return _joined(_by_step((exponents + 127).clamp_min(0).to(torch.uint8), weight.group))
 
 
 def _fields(parts: Sequence[Tensor]) -> Tensor:
-    """Parts `[steps, groups, padded]` as `PackedWeight` has them."""
+    """Fields of a `PackedWeight` from parts `[steps, groups, padded]`."""
     each = torch.stack(tuple(parts), dim=2).flatten(1, 2)
     return _joined(pad(each, (0, 0, 0, each.shape[1] * each.itemsize // 2 % 2)))
 
 
 def _joined(each: Tensor) -> Tensor:
-    """`[steps, fields, padded]`, whole words of them → int32 `[steps, parts, padded]`."""
+    """`[steps, fields, padded]`, in multiples of a word → int32 `[steps, parts, padded]`."""
     return each.transpose(1, 2).contiguous().view(torch.int32).transpose(1, 2).contiguous()
 
 
@@ -416,12 +412,12 @@ def _has_kernel(format: str, dtype: torch.dtype) -> bool:
 
 
 def _kind(format: str, dtype: torch.dtype) -> torch.dtype:
-    """The type of a weight's fields."""
+    """Type of a weight's fields."""
     return dtype if _has_kernel(format, dtype) else torch.float32
 
 
 def _words(weight: GroupScaledWeight, format: str, first: int) -> Tensor:
-    """Outputs from the first on, packed."""
+    """Packs _PACKED_AT_ONCE outputs, beginning with `first`."""
     rows = slice(first, first + _PACKED_AT_ONCE)
     held = weight.values[rows].view(torch.uint8)
     numbers = weight.nibbles(rows) if isinstance(weight, FourBitWeight) else held
@@ -446,7 +442,7 @@ def _words(weight: GroupScaledWeight, format: str, first: int) -> Tensor:
 
 
 def random_weight(format: str, outputs: int, depth: int, device: torch.device) -> GroupScaledWeight:
-    """format: "int4", with zero points "awq", "fp8" or "mxfp4", in groups as checkpoints have."""
+    """A random weight; format: "int4", "awq" (int4 with zero points), "fp8" or "mxfp4"."""
     group = {"int4": Int4Weight.GROUP, "mxfp4": Mxfp4Weight.GROUP}.get(
         format, math.gcd(STEP, depth)
     )

@@ -1,7 +1,7 @@
-"""Log-probabilities of sampled tokens and of the likeliest ones, for the rows that want them.
+"""Log-probabilities of the sampled and the likeliest tokens, for rows that ask for them.
 
-A program takes a part of a row: its likeliest tokens, one after the other, and its sum of
-exponentials. Another goes over the parts of a row.
+A first kernel computes the likeliest tokens and the sum of exponentials of each part of a row; a
+second joins the parts.
 """
 
 from __future__ import annotations
@@ -11,14 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Outputs,
-    Trial,
-    dtype_of,
-)
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 from baton.generation.sampling_params import MAX_TOP_LOGPROBS
 
 _INFINITY = tl.constexpr(float("inf"))
@@ -30,9 +23,10 @@ _BLOCK = 2048
 def _part_kernel(
     logits, rows, keys, peaks, sums, vocab_size, row_stride, likely, BLOCK: tl.constexpr
 ):
-    """Of a part of a row: its largest logit, the sum of exponentials if that one's is 1, and the
-    keys of its likeliest tokens, which are ordered by logit, of equals the lowest token first. Grid
-    `[parts, rows]`.
+    """Largest logit, sum of exponentials relative to it, and keys of the likeliest tokens of a
+    part.
+
+    Keys are ordered by logit, equal ones by ascending token. Grid `[parts, rows]`.
     """
     part, at = tl.program_id(0), tl.program_id(1).to(tl.int64)
     ids = part * BLOCK + tl.arange(0, BLOCK)
@@ -43,7 +37,7 @@ def _part_kernel(
     tl.store(peaks + own, largest)
     tl.store(sums + own, tl.sum(tl.exp(x - largest), 0))
     bits = x.to(tl.int32, bitcast=True)
-    # Negative floats are ordered against their bits.
+    # The bits of negative floats are in descending order.
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     key = (ordered << 32) | (0x7FFFFFFF - ids).to(tl.int64)
     for which in range(likely):
@@ -57,7 +51,7 @@ def _join_kernel(
     logits, rows, tokens, keys, peaks, sums, scores, ids, vocab_size, row_stride, num_parts, likely,
     PARTS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """What `score` gives of a row, from its parts. Grid `[rows]`."""
+    """Joins the parts of a row. Grid `[rows]`."""
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at).to(tl.int64)
     part = tl.arange(0, PARTS)
@@ -84,12 +78,14 @@ def _join_kernel(
 
 
 def score(logits: Tensor, rows: Tensor, tokens: Tensor, likely: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities float32 `[n, 1 + likely]`, and the tokens that they are of, int64.
+    """Log-probabilities float32 `[n, 1 + likely]` and their tokens, int64. Does not wait for the
+    device.
 
-    A sampled token's is the first; then come those of the likeliest tokens, of equals the lowest
-    token first. logits: `[.., vocab]` of any floating type · rows: int32 `[n]`, which ones ·
-    tokens: int64 `[..]`, one for each row of logits; one beyond the vocabulary counts as the last
-    · likely: at most the vocabulary. Waits for nothing on the device.
+    The sampled token comes first, then the likeliest tokens, equal ones by ascending token.
+
+    logits: `[.., vocab]` of any floating type · rows: int32 `[n]`, rows of the logits · tokens:
+    int64 `[..]`, the sampled token of each row of logits; one beyond the vocabulary counts as the
+    last · likely: number of likeliest tokens, at most the vocabulary.
     """
     vocab_size, count = logits.shape[1], len(rows)
     assert logits.stride(1) == 1 and likely <= min(vocab_size, MAX_TOP_LOGPROBS)
@@ -112,7 +108,7 @@ def score(logits: Tensor, rows: Tensor, tokens: Tensor, likely: int) -> tuple[Te
 
 def _trial(shape: Key, device: torch.device) -> Trial:
     vocab_size, likely = int(shape["vocab"]), int(shape["likely"])
-    # Rounded, so that some are equal; and some are not allowed.
+    # Rounded, so that some are equal; some tokens are masked.
     logits = (torch.randn(5, vocab_size, device=device) * 40).round().to(dtype_of(shape))
     logits[2, : vocab_size // 2] = -torch.inf
     rows = torch.tensor([4, 2, 1], dtype=torch.int32, device=device)

@@ -1,9 +1,8 @@
-"""Products of a mixture of experts: each row with the experts that it takes, in one launch.
+"""MoE products (fused experts): each row times the matrices of its experts, in one launch.
 
-Each expert's slots are cut into tiles (`routing.py`), and programs beyond the last tile end at once
-(as in vLLM's fused_moe, and in the grouped products of MegaBlocks,
-https://arxiv.org/abs/2211.15841). Experts' matrices stay where they were loaded: kernels are given
-their addresses.
+The slots of each expert are split into tiles (`moe_routing.py`), and programs beyond the last tile
+exit at once, as in vLLM's fused_moe and in MegaBlocks (https://arxiv.org/abs/2211.15841). Matrices
+stay where they were loaded: the kernel gets their addresses.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.torch import moe_routing
-from baton.engine.kernels.torch.linear import act_mul
+from baton.engine.kernels.torch.row_quantization import FP8
+from baton.engine.kernels.torch.rows import act_mul
 from baton.engine.kernels.triton.activation import gated
 from baton.engine.kernels.triton.group_scaled_packing import (
     STEP,
@@ -29,31 +30,17 @@ from baton.engine.kernels.triton.group_scaled_packing import (
     planes,
     step_numbers,
 )
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Trial,
-    dtype_of,
-    product_of,
-)
 from baton.engine.kernels.triton.launch import LEAST_TILE_ROWS, launch, tile_rows, wait_for_inputs
-from baton.engine.kernels.triton.moe_routing import FEW_ROWS, Slots, route
+from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.moe_routing import FEW_ROWS, ExpertSlots, route
 from baton.engine.kernels.triton.row_quantization import quantize_rows
-from baton.engine.kernels.triton.tuning import choose
-from baton.engine.models.model_config import Activation
-from baton.engine.weights.quantize import FP8
-from baton.engine.weights.weight import (
-    DenseWeight,
-    Fp8BlockWeight,
-    Fp8Weight,
-    GroupScaledWeight,
-    Int4Weight,
-    Int8Weight,
-    Mxfp4Weight,
-    RowScaledWeight,
-    Weight,
-)
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of, product_of
+from baton.engine.quantization.fp8 import Fp8BlockWeight, Fp8Weight
+from baton.engine.quantization.group_scaled import GroupScaledWeight
+from baton.engine.quantization.int4 import Int4Weight
+from baton.engine.quantization.int8 import Int8Weight, RowScaledWeight
+from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
+from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from baton.errors import ConfigError
 
 NAME = "moe_matmul"
@@ -67,11 +54,12 @@ Held = DenseWeight | RowScaledWeight | PackedWeight
 
 
 @dataclass(frozen=True)
-class GroupedWeight:
-    """The same matrix `[out, in]` of every expert of a layer, and its biases `[out]`, or none.
+class MoeWeight:
+    """One matrix `[out, in]` of every expert of a layer, such as `down`, and biases `[out]`, if
+    any.
 
-    values, scales, bias: int64 `[experts]`, addresses: of a `PackedWeight` words and fields; of a
-    dense one no scales.
+    values, scales, bias: int64 `[experts]`, addresses of the tensors. Of a `PackedWeight` these are
+    words and fields; a dense weight has no scales.
     """
 
     weights: tuple[Held, ...]
@@ -81,20 +69,17 @@ class GroupedWeight:
     bias: Tensor | None
 
     @classmethod
-    def of(
-        cls,
-        weights: Sequence[Weight | PackedWeight],
-        biases: Sequence[Tensor | None],
+    def from_weights(
+        cls, weights: Sequence[LinearWeight | PackedWeight], biases: Sequence[Tensor | None],
         dtype: torch.dtype,
-    ) -> GroupedWeight:
-        """For activations of dtype.
+    ) -> MoeWeight:  # fmt: skip
+        """Prepares the experts' matrices for activations of dtype.
 
-        Raises ConfigError where experts are of several formats, or of one that no kernel takes.
-        """
+        Raises ConfigError if experts have different formats, or one that no kernel supports."""
         held = _uniform([_held(weight, dtype) for weight in weights])
         if len({(type(one), getattr(one, "format", "")) for one in held}) > 1:
             raise ConfigError(
-                "some experts of a layer are quantised and some are not, which computes on a CPU "
+                "some experts of a layer are quantised and some are not, which a CPU supports "
                 "only: add --device cpu"
             )
         given = tuple(bias for bias in biases if bias is not None)
@@ -104,23 +89,20 @@ class GroupedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """Type of the values."""
         return _tensors(self.weights[0])[0].dtype
 
     def apply(
-        self,
-        x: Tensor,
-        slots: Slots,
-        activation: Activation | None = None,
+        self, x: Tensor, slots: ExpertSlots, activation: Activation | None = None,
         config: Config | None = None,
-    ) -> Tensor:
-        """Each slot's row times its expert's matrix: of x's type.
+    ) -> Tensor:  # fmt: skip
+        """The product of each slot's row and its expert's matrix, in x's type.
 
-        With an activation, of gate and up: x is `[rows, in]`, and the result what `act_mul` makes
-        of the products, `[slots, out / 2]` by place. Without, of down: x is by place, and the
-        result `[slots, out]` by slot, and weighed with its share; of few slots it may be in parts
-        over the depth, float32 `[slots * parts, out]`, for `add_up`. config: of the launch; None is
-        that of `tuning`.
+        With an activation (gate and up): x is `[rows, in]`, and the result is `act_mul` of the
+        products, `[slots, out / 2]`, ordered by place. Without (down): x is ordered by place, and
+        the result is `[slots, out]`, ordered by slot and multiplied by its share. With few slots
+        the depth may be split: the result is then float32 `[slots * parts, out]`, which `moe_sum`
+        adds up. config: None is the one in effect.
         """
         num_outputs, depth = self.weights[0].shape
         size, num_slots = num_outputs // 2 if activation else num_outputs, slots.taken.numel()
@@ -139,7 +121,7 @@ class GroupedWeight:
         is_int8 = x.dtype == torch.int8
         if isinstance(first, PackedWeight):
             options = {**first.options, "padded": first.padded}
-        else:  # the interpreter has products of few types
+        else:  # the interpreter multiplies few types
             wide = x.device.type == "cpu" and not is_int8
             options["TYPE"] = tl.float32 if wide else _POINTED[x.dtype]
         width = config["OUTPUTS"] // 2 if activation else config["OUTPUTS"]
@@ -158,24 +140,24 @@ class GroupedWeight:
         return out
 
 
-def _held(weight: Weight | PackedWeight, dtype: torch.dtype) -> Held:
-    """A weight as the kernel takes it."""
+def _held(weight: LinearWeight | PackedWeight, dtype: torch.dtype) -> Held:
+    """A weight in a format that the kernel supports."""
     if isinstance(weight, GroupScaledWeight):
         packed = pack(weight, dtype)
         if packed is None:
             raise ConfigError(
-                f"experts in groups of {weight.group} inputs compute on a CPU only: "
+                f"experts quantised in groups of {weight.group} inputs run on a CPU only: "
                 "add --device cpu"
             )
         weight = packed
     if isinstance(weight, PackedWeight) and weight.order is not None:
-        raise ConfigError("experts in act-order compute on a CPU only: add --device cpu")
+        raise ConfigError("experts in act-order run on a CPU only: add --device cpu")
     assert isinstance(weight, DenseWeight | RowScaledWeight | PackedWeight)
     return weight
 
 
 def _uniform(weights: Sequence[Held]) -> tuple[Held, ...]:
-    """Packed ones with the same fields."""
+    """Gives all packed weights the same fields."""
     packed = [one for one in weights if isinstance(one, PackedWeight)]
     has = any(one.has_zeros for one in packed), any(one.has_lows for one in packed)
     return tuple(one.with_fields(*has) if isinstance(one, PackedWeight) else one for one in weights)
@@ -201,7 +183,7 @@ def _addresses(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 @triton.jit
 def _expert_row(addresses, expert, columns, wanted, TYPE: tl.constexpr):
-    """Elements of an expert's vector, float32."""
+    """Loads elements of an expert's vector as float32."""
     row = tl.load(addresses + expert).to(tl.pointer_type(TYPE))
     return tl.load(row + columns, mask=wanted, other=0.0).to(tl.float32)
 
@@ -213,7 +195,7 @@ def _packed_sums(
     HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of a `PackedWeight` times rows, which begin at pointers right: float32."""
+    """Product of some outputs of a `PackedWeight` and rows at pointers right, in float32."""
     WIDTH: tl.constexpr = _STEP // (2 if FORMAT == "fp8" else 4)
     steps = tl.cdiv(depth, _STEP)
     first, last = tl.program_id(2) * steps // SPLIT, (tl.program_id(2) + 1) * steps // SPLIT
@@ -253,11 +235,11 @@ def _moe_matmul(
     FACTOR: tl.constexpr = 1.0, PARTS: tl.constexpr = 0, GROUPS: tl.constexpr = 0,
     HAS_ZEROS: tl.constexpr = False, HAS_LOWS: tl.constexpr = False, PLAIN: tl.constexpr = False,
 ):  # fmt: skip
-    """One tile of slots, and OUTPUTS rows of the matrix, which are the product's rows, too: where
-    there are few slots, tensor cores take the many, and straight from shared memory.
+    """Product of one tile of slots and OUTPUTS rows of the matrix.
 
-    Gated, every other one is of gate, those between are of up. Grid `[tiles, outputs / OUTPUTS,
-    SPLIT]`, the last of parts of the depth.
+    The matrix is the left operand: slots may be few, and tensor cores need many rows there, read
+    straight from shared memory. If GATED, rows of gate and up alternate. Grid `[tiles, outputs /
+    OUTPUTS, SPLIT]`, the last axis being parts of the depth.
     """
     number = tl.program_id(0)
     wait_for_inputs(PDL)
@@ -335,7 +317,7 @@ def _moe_matmul(
         tl.store(target + column[:, None], found.to(element), mask=mask)
 
 
-def _key(weight: GroupedWeight, rows: int) -> Key:
+def _key(weight: MoeWeight, rows: int) -> Key:
     outputs, depth = weight.weights[0].shape
     first, bits = weight.weights[0], 8 * weight.dtype.itemsize
     if isinstance(first, PackedWeight):
@@ -348,13 +330,13 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         int(shape[name]) for name in ("rows", "experts", "per_row", "outputs", "depth")
     )
     dtype, is_down = dtype_of(shape), bool(shape.get("down"))
-    # Weights are packed by operations that wait: one small matrix has the form of all.
+    # Packing needs real numbers: one small matrix stands for all.
     is_packed = shape.get("weight") in ("int4", "fp8_block", "mxfp4")
     stands_in = is_packed and device.type == "meta"
     held = torch.device("cpu") if stands_in else device
     size = (TILE if stands_in else outputs, depth)
-    formats: dict[str, Callable[[Tensor], Weight]] = {
-        "int8": Int8Weight.of, "fp8": Fp8Weight.of, "int4": Int4Weight.of,
+    formats: dict[str, Callable[[Tensor], LinearWeight]] = {
+        "int8": Int8Weight.from_dense, "fp8": Fp8Weight.from_dense, "int4": Int4Weight.from_dense,
         "fp8_block": lambda dense: Fp8BlockWeight(
             dense.to(FP8), torch.rand(size[0], depth // 64, device=held) / 8
         ),
@@ -363,7 +345,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
             2.0 ** torch.randint(-8, -2, (size[0], depth // Mxfp4Weight.GROUP), device=held),
         ),
     }  # fmt: skip
-    made: Callable[[Tensor], Weight] = formats.get(str(shape.get("weight")), DenseWeight)
+    made: Callable[[Tensor], LinearWeight] = formats.get(str(shape.get("weight")), DenseWeight)
     number = 2 if stands_in else experts
     weights = [made(torch.randn(size, device=held).to(dtype)) for _ in range(number)]
     if shape.get("zeros"):  # of all but one
@@ -372,20 +354,20 @@ def _trial(shape: Key, device: torch.device) -> Trial:
             for one in weights[1:]
             if isinstance(one, Int4Weight)
         ]
-    given: Sequence[Weight | PackedWeight] = weights
+    given: Sequence[LinearWeight | PackedWeight] = weights
     if stands_in:
         *_, last = _uniform([_held(one, dtype) for one in weights])
         assert isinstance(last, PackedWeight)
         given = [last.empty(outputs, device)] * experts
     biases = [torch.randn(outputs, device=device).to(dtype) for _ in range(experts)]
     with_bias = bool(shape.get("bias"))
-    weight = GroupedWeight.of(given, biases if with_bias else [None] * experts, dtype)
+    weight = MoeWeight.from_weights(given, biases if with_bias else [None] * experts, dtype)
     addresses: dict[str, Any] = {
         name: part.to(device) for name, part in vars(weight).items() if isinstance(part, Tensor)
     }
     weight = replace(weight, **addresses)
     scores = torch.rand(rows, experts, device=device)
-    scores[:, 0] = -9  # an expert that no row takes
+    scores[:, 0] = -9  # an expert that no row selects
     few_rows = rows if shape.get("few") else FEW_ROWS
     slots = cache(lambda: route(scores, per_row, True, few_rows=few_rows))
     num_rows = rows * per_row if is_down else rows
@@ -447,7 +429,7 @@ _CASES: tuple[Key, ...] = (
 
 
 def _configs(key: Key) -> list[Config]:
-    """Those whose tiles in flight fit a multiprocessor's shared memory."""
+    """Configurations whose tiles in flight fit a multiprocessor's shared memory."""
     return [
         config
         for config in product_of(
@@ -465,7 +447,7 @@ SPECS = (
         _trial,
         cases=[{**_SIZES, **case} for case in _CASES],
         configs=_configs,
-        # Of Qwen3-30B-A3B and gpt-oss-120b: batches that decode, and a chunk of 2,048 tokens.
+        # Qwen3-30B-A3B and gpt-oss-120b: decode batches, and a chunk of 2,048 tokens.
         shapes=[
             {"rows": rows, "experts": 128, "per_row": per_row, **sizes, **form}
             for per_row, inner, hidden, form in (

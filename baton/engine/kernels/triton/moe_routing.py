@@ -1,9 +1,9 @@
-"""Routing of a mixture of experts: which experts each row takes, and where products find the rows.
+"""MoE routing: selects the experts of each row, sorts (row, expert) pairs by expert, sums results.
 
-A slot is one of the experts of one row. One launch takes rows from scores to slots, and few rows
-from what is scored, another sorts the slots of many by expert (vLLM and SGLang have the same in
-topk_softmax, moe_align and moe_fused_gate). Nothing waits for the device, and grids follow from
-shapes, so that a CUDA graph can hold them.
+A slot is one expert of one row. One launch computes slots from scores (of few rows the scores,
+too), another sorts the slots by expert, like topk_softmax, moe_align_block_size and moe_fused_gate
+of vLLM and SGLang. Nothing waits for the device, and grids follow from shapes, so that a CUDA graph
+can hold the launches.
 """
 
 from __future__ import annotations
@@ -18,26 +18,24 @@ from torch.nn.functional import linear
 
 from baton.engine.kernels.torch import moe_routing as reference
 from baton.engine.kernels.triton.attention_common import LOWEST
-from baton.engine.kernels.triton.kernel_spec import Config, KernelSpec, Key, Trial, dtype_of
 from baton.engine.kernels.triton.launch import launch, tile_rows, wait_for_inputs
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of
 
-_SCORES = 2048  # that a program takes, at most
-_MANY = 512  # rows
-FEW_ROWS = 4  # rows seldom share experts: each slot is a tile, and none are sorted
+_SCORES = 2048  # maximum number in a program
+_MANY = 512  # rows from which a program has more of them
+FEW_ROWS = 4  # so few rows seldom share experts: each slot is a tile, and slots are not sorted
 
 
 @dataclass(frozen=True)
-class Slots:
-    """The experts that rows take.
+class ExpertSlots:
+    """The experts selected for rows.
 
-    taken: int32 `[rows, per_row]`, numbered from the first that is here; -1 where padding or
-    another rank's · shares: float32 `[rows, per_row]`, what their outputs are weighed with ·
-    tile_rows: the most slots of a tile.
-
-    Slots lie by expert, in their own order: order: int32 `[slots]`, the slot at each place; behind
-    those of all experts anything · tiles: int32 `[tiles, 3]`, a tile's expert, first place and
-    number of places; where there is no tile, -1 and anything. None where each slot is a tile, and
-    lies at the place of its own number.
+    taken: int32 `[rows, per_row]`, experts numbered from this rank's first; -1 for padding and
+    other ranks' experts · shares: float32 `[rows, per_row]`, weights of the experts' outputs ·
+    tile_rows: maximum number of slots in a tile · order: int32 `[slots]`, the slot at each place,
+    sorted by expert; undefined beyond the last one · tiles: int32 `[tiles, 3]`, a tile's expert,
+    first place and number of places; -1 and undefined where there is no tile. order and tiles are
+    None if each slot is a tile at the place of its own number.
     """
 
     taken: Tensor
@@ -48,37 +46,31 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Router:
-    """What scores experts: weight `[experts, in]`, bias `[experts]` or None, of x's type.
+class FusedRouter:
+    """A router's weight `[experts, in]` and bias `[experts]` or None, for scoring within `route`.
 
-    arrived: int32 `[1]`, zero between launches; of one launch at a time.
-    """
+    arrived: int32 `[1]`, zero between launches; used by one launch at a time."""
 
     weight: Tensor
     bias: Tensor | None
     arrived: Tensor
 
     def takes(self, x: Tensor) -> bool:
-        """Whether few rows are multiplied by the launch that routes them."""
+        """Whether `route` can score these rows."""
         return len(x) <= FEW_ROWS and x.shape[1] <= 4096 and x.dtype == self.weight.dtype
 
 
 def route(
-    scores: Tensor,
-    per_row: int,
-    normed: bool,
-    own: range | None = None,
-    lengths: Tensor | None = None,
-    totals: Tensor | None = None,
-    few_rows: int = FEW_ROWS,
-    scored: tuple[Router, Tensor] | None = None,
-) -> Slots:
-    """The best experts of each row, best first; of equal ones the lower is taken first.
+    scores: Tensor, per_row: int, normed: bool, own: range | None = None,
+    lengths: Tensor | None = None, totals: Tensor | None = None, few_rows: int = FEW_ROWS,
+    scored: tuple[FusedRouter, Tensor] | None = None,
+) -> ExpertSlots:  # fmt: skip
+    """Selects the best experts of each row, best first; of equal scores the lower number first.
 
-    scores: `[rows, experts]` · normed: shares are of those taken, not of all experts · own: the
-    experts that are here; None is all · lengths: int32 `[rows]`; rows of length 0 take none ·
-    totals: int64 `[experts]`, to which the rows that took each are added · few_rows: see FEW_ROWS ·
-    scored: a router and x `[rows, in]` that it takes, of which scores are yet to be written.
+    scores: `[rows, experts]` · normed: whether shares are normalised over the selected experts ·
+    own: experts on this rank; None is all · lengths: int32 `[rows]`; rows of length 0 select none ·
+    totals: int64 `[experts]`, counts of rows that are added to · few_rows: see FEW_ROWS · scored: a
+    router and its input x `[rows, in]`; `scores` is then written.
     """
     rows, experts = scores.shape
     own = own if own is not None else range(experts)
@@ -88,7 +80,7 @@ def route(
         for dtype in (torch.int32, torch.float32)
     )
     columns, device = triton.next_power_of_2(experts), scores.device
-    # Rows of a program: few take the least time, and many programs each read what all counted.
+    # Rows of a program: few are fastest, but each program reads the counts of all programs.
     step = min(triton.next_power_of_2(rows), 4 if rows <= _MANY else 16)
     step = max(1, min(step, _SCORES // columns))
     height, ranks = tile_rows(rows * per_row, len(own), 1), None
@@ -97,7 +89,7 @@ def route(
     if rows <= few_rows:
         step, programs = triton.next_power_of_2(rows), 1
     else:
-        # Each expert has one tile at most that is not full.
+        # Each expert has at most one partial tile.
         most = min(rows * per_row, rows * per_row // height + len(own))
         order = torch.empty(rows * per_row, dtype=torch.int32, device=device)
         tiles = torch.empty((most, 3), dtype=torch.int32, device=device)
@@ -120,22 +112,21 @@ def route(
         DEPTH=triton.next_power_of_2(depth), num_warps=min(4, step),
     )  # fmt: skip
     if order is None or tiles is None:
-        return Slots(taken, shares, 1)
+        return ExpertSlots(taken, shares, 1)
     launch(
         _sort, (programs,), taken, ranks, counts, order, tiles, rows * per_row, programs,
         len(tiles), len(own), SLOTS=step * per_row, PADDED=triton.next_power_of_2(step * per_row),
         COLUMNS=columns, TILE=height, TILES=triton.cdiv(triton.cdiv(rows, height), programs),
         BLOCKS=min(64, triton.next_power_of_2(programs)), num_warps=4,
     )  # fmt: skip
-    return Slots(taken, shares, height, order, tiles)
+    return ExpertSlots(taken, shares, height, order, tiles)
 
 
 @triton.jit
 def _by_score(scores, columns, COLUMNS: tl.constexpr):
-    """Whole numbers whose order is that of scores `[rows, COLUMNS]`; of equal ones the first is
-    above. The column is in the lowest bits.
-    """
-    scores = tl.where(scores == 0, 0.0, scores)  # of both signs
+    """Integers ordered as scores `[rows, COLUMNS]`, equal ones by descending column, which is in
+    the lowest bits."""
+    scores = tl.where(scores == 0, 0.0, scores)  # -0.0 becomes 0.0
     last = COLUMNS - 1 - columns
     if scores.dtype.scalar.primitive_bitwidth == 16:
         bits = scores.to(tl.int16, bitcast=True).to(tl.int32)
@@ -151,7 +142,7 @@ def _score(
     scores, x, weight, bias, num_rows, depth, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
     EACH: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes the scores of EACH experts. Their weights are read while the kernel in front runs."""
+    """Writes the scores of EACH experts. Weights are loaded while the kernel in front runs."""
     expert = tl.program_id(0) * EACH + tl.arange(0, EACH)
     column = tl.arange(0, DEPTH)
     inside = (expert < EXPERTS)[:, None] & (column < depth)[None, :]
@@ -175,9 +166,10 @@ def _route(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr, DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows over COLUMNS experts. Grid `[rows / ROWS]`.
+    """Routes ROWS rows over COLUMNS experts. Grid `[rows / ROWS]`.
 
-    With a weight it is `[experts / EACH]`: the last program that writes scores goes on with all.
+    With a weight the grid is `[experts / EACH]`, and the last program to finish its scores routes
+    all rows.
     """
     if weight is None:
         block = tl.program_id(0)
@@ -228,7 +220,7 @@ def _route(
     if ranks is not None:
         own = is_own.to(tl.int32)
         tl.store(ranks + slot, tl.cumsum(own, 0) - 1, mask=is_own)
-        # Numbered as what is taken is.
+        # Experts are numbered as in `taken`.
         to = counts + block * COLUMNS + experts - first
         tl.store(to, tl.sum(own, 0), mask=(experts >= first) & (experts < end))
 
@@ -239,10 +231,11 @@ def _sort(
     PADDED: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The places of a block's slots, and a share of the tiles. Grid `[blocks]`, as `_route`'s.
+    """Writes the places of one block's slots, and a share of the tiles. Grid `[blocks]`, as in
+    `_route`.
 
-    ranks: int32 `[slots]`, in front of a slot among its block's that take the same expert ·
-    counts: int32 `[blocks, COLUMNS]`, slots of each block that take each expert.
+    ranks: int32 `[slots]`, number of earlier slots of the block with the same expert · counts:
+    int32 `[blocks, COLUMNS]`, slots of each block for each expert.
     """
     block = tl.program_id(0)
     expert = tl.arange(0, COLUMNS)
@@ -277,13 +270,13 @@ def _sort(
         tl.store(tiles + (begin + expert) * 3, -1, mask=begin + expert < most)
 
 
-def add_up(
-    weighed: Tensor, slots: Slots, dtype: torch.dtype, stream: Tensor | None = None
+def moe_sum(
+    weighed: Tensor, slots: ExpertSlots, dtype: torch.dtype, stream: Tensor | None = None
 ) -> Tensor:
-    """The sum over each row's experts, those that are here: `[rows, size]` of dtype.
+    """The sum of the outputs of each row's experts on this rank: `[rows, size]` of dtype.
 
-    weighed: `[slots * parts, size]`, whatever parts of each slot are added up · stream: `[rows,
-    size]` of dtype, to which it is added, in place.
+    weighed: `[slots * parts, size]`, outputs times shares, each slot in one or several parts ·
+    stream: `[rows, size]` of dtype, which the sum is added to in place.
     """
     rows, per_row = slots.taken.shape
     parts, size = len(weighed) // slots.taken.numel(), weighed.shape[1]
@@ -292,18 +285,18 @@ def add_up(
     assert out.is_contiguous() and out.dtype == dtype
     block = min(1024, triton.next_power_of_2(size))
     launch(
-        _add_up, (rows, triton.cdiv(size, block)), weighed, slots.taken, out, size,
+        _moe_sum, (rows, triton.cdiv(size, block)), weighed, slots.taken, out, size,
         PER_ROW=per_row, PARTS=parts, ADDS=stream is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _add_up(
+def _moe_sum(
     weighed, taken, out, size, PER_ROW: tl.constexpr, PARTS: tl.constexpr, ADDS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of a row. Grid `[rows, size / BLOCK]`."""
+    """Sums BLOCK columns of a row. Grid `[rows, size / BLOCK]`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -324,13 +317,12 @@ def _add_up(
 
 
 def _trial(shape: Key, device: torch.device) -> Trial:
-    """Scores with equal ones among them; a part of the experts is here, and some rows are padding.
+    """Routing with equal scores, a part of the experts on this rank, and some padding rows.
 
-    Outputs are compared as tensors of all slots and experts, whatever lies behind the last one.
-    """
+    Undefined elements beyond the last slot and tile are not compared."""
     rows, experts, per_row = (int(shape[name]) for name in ("scored", "experts", "per_row"))
     scores = (4 * torch.randn(rows, experts, device=device)).to(dtype_of(shape))
-    scores[:, 1:3] = scores[:, :1]  # of which the first is taken
+    scores[:, 1:3] = scores[:, :1]  # the first is selected
     scored = None
     if depth := int(shape.get("depth", 0)):
         weight = torch.randn(experts, depth, device=device) / depth**0.5
@@ -338,7 +330,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         x = (2 * torch.randn(rows, depth, device=device)).to(scores.dtype)
         bias = torch.randn(experts, device=device).to(scores.dtype) if shape.get("bias") else None
         arrived = torch.zeros(1, dtype=torch.int32, device=device)
-        scored = Router(weight.to(scores.dtype), bias, arrived), x
+        scored = FusedRouter(weight.to(scores.dtype), bias, arrived), x
         wide, added = scored[0].weight.float(), bias if bias is None else bias.float()
     normed, start = bool(shape.get("normed")), int(shape.get("start", 0))
     own = range(start, experts - start)
@@ -357,7 +349,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         return (*found, slots.order[:here], tiles)
 
     def expected() -> tuple[Tensor, ...]:
-        # Of scores that the launch wrote: another order of sums may take other experts.
+        # From the scores that the launch wrote: other rounding may select other experts.
         shares, numbers = reference.route(scores, per_row, normed)
         counted = numbers if lengths is None else numbers[is_row]
         products = () if scored is None else (linear(x.float(), wide, added).to(scores.dtype),)
@@ -380,19 +372,19 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     return Trial({}, run, expected, moved_bytes=scores.nbytes)
 
 
-def _add_up_trial(shape: Key, device: torch.device) -> Trial:
+def _moe_sum_trial(shape: Key, device: torch.device) -> Trial:
     rows, per_row, size = (int(shape[name]) for name in ("rows", "per_row", "size"))
     dtype, parts = dtype_of(shape), int(shape.get("parts", 1))
     weighed = torch.randn(rows, per_row, parts, size, device=device)
     weighed = weighed.to(dtype if parts == 1 else torch.float32)
     taken = torch.arange(rows * per_row, dtype=torch.int32, device=device).view(rows, per_row) % 4
-    slots = Slots(taken - 1, torch.empty(0), 1)
-    weighed[slots.taken < 0] = torch.nan  # what other ranks have is not read
+    slots = ExpertSlots(taken - 1, torch.empty(0), 1)
+    weighed[slots.taken < 0] = torch.nan  # other ranks' slots are not read
     stream = torch.randn(rows, size, device=device).to(dtype)
 
     def run(config: Config | None) -> tuple[Tensor]:
         to = stream.clone() if shape.get("adds") else None
-        return (add_up(weighed.view(-1, size), slots, dtype, to),)
+        return (moe_sum(weighed.view(-1, size), slots, dtype, to),)
 
     def expected() -> tuple[Tensor]:
         here = weighed.float().where((slots.taken >= 0)[..., None, None], 0.0)
@@ -416,8 +408,8 @@ _CASES: tuple[Key, ...] = (
 SPECS = (
     KernelSpec("route", _trial, cases=_CASES),
     KernelSpec(
-        "add_up",
-        _add_up_trial,
+        "moe_sum",
+        _moe_sum_trial,
         cases=(
             {"rows": 64, "per_row": 8, "size": 2048},
             {"rows": 1, "per_row": 4, "size": 2880, "parts": 4, "adds": 1},

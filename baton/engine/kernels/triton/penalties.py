@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.triton.kernel_spec import Config, KernelSpec, Key, Outputs, Trial
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Outputs, Trial
 
 NUM_PENALTIES = 3  # repetition, frequency, presence
 
 
 @triton.jit
 def _adjusted(x, bias, times, repetition, frequency, presence):
-    """A logit with its bias and penalties; times: in the output, -1 in no text."""
+    """A logit with bias and penalties; times: occurrences in the output, -1 if in no text."""
     x += bias
     repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
     x = tl.where(times >= 0, repeated, x)
@@ -53,9 +53,10 @@ def adjust(
 ) -> None:  # fmt: skip
     """Applies biases and penalties to some rows of logits `[.., vocab]` float32, in place.
 
-    rows: int32 `[n]`, which ones · ends: int32 `[n]`, where a row's tokens end in the lists of all:
-    ids int32, distinct in a row, biases float32, times int32: how often each is in the output, 0 in
-    the prompt alone, -1 in neither · penalties: float32 `[n, NUM_PENALTIES]`.
+    rows: int32 `[n]`, rows of the logits · ends: int32 `[n]`, end of each row's tokens in the
+    concatenated lists `ids` (int32, distinct in a row), `biases` (float32) and `times` (int32:
+    occurrences in the output, 0 if only in the prompt, -1 if in neither) · penalties: float32 `[n,
+    NUM_PENALTIES]`.
     """
     _adjust_kernel[(len(rows),)](
         logits, rows, ends, ids, biases, times, penalties, logits.stride(0), BLOCK=256, num_warps=4
@@ -63,7 +64,7 @@ def adjust(
 
 
 def _adjust_trial(shape: Key, device: torch.device) -> Trial:
-    """Two rows of three."""
+    """Adjusts two of three rows."""
     vocab_size, listed = int(shape["vocab"]), int(shape["listed"])
     kept = torch.randn(3, vocab_size, device=device)
     i32 = partial(torch.tensor, dtype=torch.int32, device=device)

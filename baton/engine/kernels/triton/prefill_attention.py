@@ -19,25 +19,25 @@ from baton.engine.kernels.torch.attention import Scoring
 from baton.engine.kernels.triton.attention_common import (
     NO_WINDOW,
     attend_range,
-    elements,
-    first_state,
-    halves,
-    joined,
+    initial_state,
+    join_even_odd,
     pool_sizes,
-    scored,
+    score_arguments,
+    split_even_odd,
+    stored_elements,
 )
-from baton.engine.kernels.triton.kernel_spec import Config
 from baton.engine.kernels.triton.launch import MOST_TILE_ROWS, tile_rows
-from baton.engine.kernels.triton.tuning import choose
+from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.specs import Config
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Which rows each program takes.
+    """Split of chunks into tiles of query rows.
 
-    places: int32 `[tiles, 3]`, a tile's sequence, its first token in the sequence's chunk and that
-    token's row in the batch; where there is no tile, -1 and anything · tokens: of a tile, at most
-    · rows: query rows of a tile, tokens times heads of a group, padded to a power of two.
+    places: int32 `[tiles, 3]`: a tile's sequence, its first token's index in the chunk, and that
+    token's row in the batch; -1 and undefined where there is no tile · tokens: maximum number in a
+    tile · rows: query rows of a tile, tokens times heads of a group, padded to a power of two.
     """
 
     places: Tensor
@@ -46,17 +46,17 @@ class Tiles:
 
 
 def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
-    """Cuts the chunks of a step into tiles, without waiting for the device.
+    """Splits the chunks of a step into tiles, without waiting for the device.
 
     query_lens: int32 `[sequences]`, rows of each; their sum is num_rows · group: query heads that
     share a KV head, at most MOST_TILE_ROWS. A sequence's last tile sees the most keys and comes
     first, so that the longest work starts early.
     """
-    assert group <= MOST_TILE_ROWS, "the backend takes no other models"
+    assert group <= MOST_TILE_ROWS, "the backend refuses other models"
     sequences = len(query_lens)
     rows = tile_rows(num_rows, sequences, group)
     tokens = rows // group
-    # Each sequence has one tile at most that is not full.
+    # Each sequence has at most one partial tile.
     most = min(num_rows, num_rows // tokens + sequences)
 
     places = torch.empty((most, 3), dtype=torch.int32, device=query_lens.device)
@@ -73,10 +73,8 @@ def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
 def tiles_kernel(
     query_lens, places, sequences, most, tokens, TILES: tl.constexpr, SEQUENCES: tl.constexpr
 ):
-    """TILES of the places that `Tiles` holds, with SEQUENCES at a time. Grid `[most / TILES]`.
-
-    Compiled once: chunks of a step are of any number and length.
-    """
+    """Computes TILES entries of `Tiles.places`, over SEQUENCES at a time. Grid `[most / TILES]`.
+    Compiled once, for any number and length of chunks."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     of = tl.full([TILES], -1, tl.int32)
     token = tl.zeros([TILES], tl.int32)
@@ -89,7 +87,7 @@ def tiles_kernel(
         count = (rows + (tokens - 1)) // tokens
         end = tiles_before + tl.cumsum(count, 0)
         first_row = rows_before + tl.cumsum(rows, 0) - rows
-        # Each tile is one sequence's, or none's: sums over all are what that one adds.
+        # A tile belongs to one sequence or none, so the sum over all sequences is that one's value.
         own = ((end - count)[None, :] <= tile[:, None]) & (tile[:, None] < end[None, :])
         of += tl.sum(tl.where(own, sequence[None, :] + 1, 0), 1)
         first = (end[None, :] - 1 - tile[:, None]) * tokens
@@ -107,23 +105,21 @@ def prefill_attention(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
     query_lens: Tensor, tiles: Tiles, scoring: Scoring, out: Tensor, config: Config | None = None,
 ) -> None:  # fmt: skip
-    """Writes the attention of every row over its sequence up to itself, whose KV is in the pool.
-
-    As `decode_attention`, but q has one sequence's rows after the other's · block_tables: of each
-    sequence · context_lens: int32 `[sequences]`, tokens before a sequence's first row · query_lens:
-    int32 `[sequences]`, its rows · tiles: `plan_tiles` of these query_lens. Rows of a sequence with
-    the context -1 are padding, of which out has zeros.
-    """
+    """Writes the causal attention of every row over its sequence, whose KV is in the pool.
+    Arguments are as in `decode_attention`, but q has the rows of the first sequence, then those of
+    the next · block_tables: of each sequence · context_lens: int32 `[sequences]`, tokens before a
+    sequence's first row; -1 for padding, whose out is zeros · query_lens: int32 `[sequences]`, rows
+    of each · tiles: `plan_tiles` of these query_lens."""
     assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
     assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
     sizes, key = pool_sizes(q, pool)
     config = config or choose("prefill_attention", {**key, "rows": tiles.rows}, q.device)
-    pool = elements(pool)
+    pool = stored_elements(pool)
     prefill_kernel[sizes["KV_HEADS"] * len(tiles.places),](
         q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
-        block_tables.stride(0), pool.stride(0), *scored(scoring), scoring.window or NO_WINDOW,
-        **sizes, TOKENS=tiles.tokens, ROWS=tiles.rows, WINDOWED=scoring.window is not None,
-        **config,
+        block_tables.stride(0), pool.stride(0), *score_arguments(scoring),
+        scoring.window or NO_WINDOW, **sizes, TOKENS=tiles.tokens, ROWS=tiles.rows,
+        WINDOWED=scoring.window is not None, **config,
     )  # fmt: skip
 
 
@@ -139,10 +135,10 @@ def prefill_kernel(
     V_TYPE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of query rows of one KV head, over all keys that any of them sees.
+    """Attention of one tile of query rows for one KV head, over all keys that any of them sees.
 
-    Grid `[tiles * kv_heads]`: along other axes CUDA takes 65,535 programs at most, and there may be
-    a tile for each row. ROWS: of the tile, TOKENS times HEADS // KV_HEADS and padding.
+    Grid `[tiles * kv_heads]`: other axes of a grid are limited to 65,535 programs, and there may be
+    a tile for each row. ROWS: rows of the tile, TOKENS times HEADS // KV_HEADS and padding.
     """
     kv_head = tl.program_id(0) % KV_HEADS
     place = places + tl.program_id(0) // KV_HEADS * 3
@@ -171,13 +167,13 @@ def prefill_kernel(
     k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)
     block_table = block_tables + sequence.to(tl.int64) * table_stride
 
-    q, q_odd = halves(q, QUANTIZED)
-    weighted, odd = halves(tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32), QUANTIZED)
-    total, largest = first_state(sinks, kv_head * GROUP + row % GROUP, token < tokens)
+    q, q_odd = split_even_odd(q, QUANTIZED)
+    weighted, odd = split_even_odd(tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32), QUANTIZED)
+    total, largest = initial_state(sinks, kv_head * GROUP + row % GROUP, token < tokens)
 
     #  begin .............. | whole ................. | diagonal ............. | end
     #  the window cuts tiles | every row sees all keys | causality cuts tiles
-    # Tiles lie at multiples of TILE: a row sums up the same ones however its prompt is cut.
+    # Tiles begin at multiples of TILE, so a row sums the same tiles however its prompt is chunked.
     end = first_position + tokens
     diagonal = (first_position + 1) // TILE * TILE
     begin = None
@@ -194,5 +190,5 @@ def prefill_kernel(
             PARTLY=part != 1, CAUSAL=part == 2, WINDOWED=WINDOWED and part != 1,
         )  # fmt: skip
 
-    result = joined(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
+    result = join_even_odd(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=wanted)

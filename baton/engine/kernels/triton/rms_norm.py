@@ -7,15 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Trial,
-    dtype_of,
-    product_of,
-)
-from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
+from baton.engine.kernels.torch import row_quantization
+from baton.engine.kernels.torch.rows import rms_norm
+from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
+from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.row_quantization import (
     TUNED_ROWS,
     Rows,
@@ -24,9 +19,7 @@ from baton.engine.kernels.triton.row_quantization import (
     parts_of,
     store_row,
 )
-from baton.engine.kernels.triton.tuning import choose
-from baton.engine.models.decoder import rms_norm
-from baton.engine.weights import quantize
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of, product_of
 
 LARGEST_ROW = 32768  # elements of a row, which one program holds in registers
 
@@ -42,44 +35,40 @@ def _add_rms_norm_kernel(
     inside = columns < size
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     values = tl.load(x + row * row_stride + columns, mask=inside, other=0.0)
     if residual is not None:
         residual += row * size + columns
         total = tl.load(residual, mask=inside, other=0.0).to(tl.float32) + values.to(tl.float32)
-        # The norm is of what is kept, in the model's type.
+        # The norm is computed from the stored sum, which is rounded to the model's type.
         values = total.to(element)
         tl.store(residual, values, mask=inside)
     wide = values.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    # Rounded where `rms_norm` of the decoder rounds.
+    # Rounded as the decoder's `rms_norm` rounds.
     unit = (wide * inverse).to(weight.dtype.element_ty).to(tl.float32)
     store_row(normed, scales, row, size, columns, (unit * weights).to(element), FP8)
 
 
 def add_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    config: Config | None = None,
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, config: Config | None = None,
     to: torch.dtype | None = None,
-) -> tuple[Rows, Tensor]:
-    """The residual stream with x added in place, and its RMS norm times weight: (normed, stream).
+) -> tuple[Rows, Tensor]:  # fmt: skip
+    """Adds x to the residual stream in place, and norms the sum: (normed, stream).
 
-    x, residual: `[rows, size]` of one type · weight: `[size]`, of that type or float32.
-    Without a residual x itself is the stream, and nothing is added. config: of the launch; None is
-    that of `tuning` · to: int8 or float8_e4m3fn gives the norm as `quantize_rows` would.
+    x, residual: `[rows, size]` of one type; without a residual, x is the stream · weight: `[size]`,
+    of that type or float32 · config: None is the one in effect · to: int8 or float8_e4m3fn
+    quantises the result as `quantize_rows` does.
     """
     rows, size = x.shape
-    assert size <= LARGEST_ROW, "no model's rows are as long"
+    assert size <= LARGEST_ROW, "the row is too long for one program"
     assert x.stride(1) == 1 and weight.is_contiguous()
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
     config = config or choose("add_rms_norm", {"rows": rows, "size": size}, x.device)
     normed, scales = empty_rows(x, size, to)
     launch(
         _add_rms_norm_kernel, (rows,), x, residual, weight, normed, scales, size, x.stride(0), eps,
-        FP8=to == quantize.FP8, BLOCK=triton.next_power_of_2(size), **config,
+        FP8=to == row_quantization.FP8, BLOCK=triton.next_power_of_2(size), **config,
     )  # fmt: skip
     return as_rows(normed, scales, to, x), x if residual is None else residual
 
@@ -90,12 +79,12 @@ def _norm_trial(shape: Key, device: torch.device) -> Trial:
     weight = torch.rand(size, device=device).to(dtype)
     added = residual if shape.get("add", 1) else None
     stream = x if added is None else x + added
-    if "to" in shape:  # as the same norm and `quantize_rows` give, to the bit
+    if "to" in shape:  # equal to the bit to a norm followed by `quantize_rows`
         to = dtype_of(shape, "to")
         return Trial(
             {"rows": rows, "size": size},
             lambda config: parts_of(add_rms_norm(x, added, weight, 1e-5, config, to)[0]),
-            lambda: quantize.quantize_rows(
+            lambda: row_quantization.quantize_rows(
                 parts_of(add_rms_norm(stream, None, weight, 1e-5)[0])[0], to
             ),
             tolerance=0.0,

@@ -1,7 +1,7 @@
-"""What lies between the projection of queries, keys and values and attention, in one launch.
+"""Rotary embedding and KV cache write: everything between the QKV projection and attention.
 
-Norms of heads, rotary embedding, quantisation and the write to the pool of KV: the fused
-projection is read once, queries are written once, and K and V go straight to their slots.
+One launch norms and rotates heads, quantises K and V, and writes them to their slots. The
+projection is read once, and queries are written once.
 """
 
 from __future__ import annotations
@@ -14,25 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import write_kv
-from baton.engine.kernels.triton.attention_common import elements
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Outputs,
-    Trial,
-    dtype_of,
-)
+from baton.engine.kernels.torch.row_quantization import FP8, SCALE_BYTES, is_quantized, unpack_rows
+from baton.engine.kernels.torch.rows import rms_norm, rotate
+from baton.engine.kernels.triton.attention_common import stored_elements
+from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.row_quantization import bits_of, scale_of
-from baton.engine.kernels.triton.tuning import choose
-from baton.engine.models.decoder import rms_norm, rotate
-from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized, unpack_rows
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 
 
 class Rotation(NamedTuple):
-    """How heads are turned: tables of `baton.engine.models.rope`, `[max_context, head_size]`, and
-    the weights `[head_size]` of an RMS norm of each head before, or None, with its epsilon.
-    """
+    """Tables of `baton.engine.models.rope` `[max_context, head_size]`, and weights `[head_size]` of
+    the RMS norm of each head that precedes the rotation, or None, with its epsilon."""
 
     cos: Tensor
     sin: Tensor
@@ -43,7 +35,7 @@ class Rotation(NamedTuple):
 
 @triton.jit
 def load_angles(cos, sin, position, dims, HEAD_SIZE: tl.constexpr):
-    """Cosines and sines `[1, HEAD_PAD]`, float32."""
+    """Loads cosines and sines of a position, float32 `[1, HEAD_PAD]`."""
     at = position.to(tl.int64) * HEAD_SIZE + dims
     inside = dims < HEAD_SIZE
     cosines = tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
@@ -52,9 +44,11 @@ def load_angles(cos, sin, position, dims, HEAD_SIZE: tl.constexpr):
 
 
 @triton.jit
-def turned(heads, live, dims, weights, cosines, sines, eps, HEAD_SIZE: tl.constexpr):
-    """Heads (pointers `[heads]`), where live, at unit mean square times weights (unless None), and
-    turned: `[heads, HEAD_PAD]`, each element with its partner in the other half of the head.
+def rotate_heads(heads, live, dims, weights, cosines, sines, eps, HEAD_SIZE: tl.constexpr):
+    """Loads, norms (unless weights is None) and rotates heads: `[heads, HEAD_PAD]`.
+
+    heads: pointers `[heads]` · live: which heads exist. An element is rotated with its partner in
+    the other half.
     """
     element = heads.dtype.element_ty
     is_first = dims < HEAD_SIZE // 2
@@ -66,25 +60,25 @@ def turned(heads, live, dims, weights, cosines, sines, eps, HEAD_SIZE: tl.conste
         inverse = tl.rsqrt(tl.sum(x * x, 1) / HEAD_SIZE + eps)[:, None]
         own = tl.load(weights + dims, mask=dims < HEAD_SIZE, other=0.0).to(tl.float32)
         other = tl.load(weights + partners, mask=dims < HEAD_SIZE, other=0.0).to(tl.float32)
-        # Rounded where `rms_norm` of the decoder rounds.
+        # Rounded as the decoder's `rms_norm` rounds.
         kept = weights.dtype.element_ty
         x = ((x * inverse).to(kept).to(tl.float32) * own[None, :]).to(element)
         partner = ((partner * inverse).to(kept).to(tl.float32) * other[None, :]).to(element)
         x = x.to(tl.float32)
         partner = partner.to(tl.float32)
     partner = tl.where(is_first[None, :], -partner, partner)
-    # To the model's type before it is quantised, as if it had been written whole.
+    # Rounded to the model's type before quantisation, as if it had been stored.
     return (x * cosines + partner * sines).to(element)
 
 
 @triton.jit
-def put(
+def store_kv(
     blocks, live, slot, dims, x, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
     QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr,
 ):  # fmt: skip
-    """Rows `[heads, HEAD_PAD]` to a slot of a block of each head (pointers `[heads]`), where live.
+    """Stores rows `[heads, HEAD_PAD]` in a slot of each head's block, quantised if the pool is.
 
-    Elements of eight bits are pointed to in pairs.
+    blocks: pointers `[heads]`, to pairs of 8-bit elements or to elements · live: which heads exist.
     """
     mask = live[:, None] & (dims < HEAD_SIZE)[None, :]
     if QUANTIZED:
@@ -107,12 +101,13 @@ def _rope_and_write_kernel(
     HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
     QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, part): HEADS heads of a row; first those of queries, then those of K and V."""
+    """Processes HEADS heads of a row. Grid `[rows, parts]`; first parts of queries, then of K and
+    V."""
     q_parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     dims = tl.arange(0, HEAD_PAD)
-    # A padding row may have any position: it is turned like the first, and nobody reads it.
+    # A padding row may have any position: it is rotated as position 0, and its result is not read.
     position = tl.maximum(tl.load(positions + row), 0)
     cosines, sines = load_angles(cos, sin, position, dims, HEAD_SIZE)
 
@@ -120,7 +115,9 @@ def _rope_and_write_kernel(
     if part < q_parts:
         heads = part * HEADS + tl.arange(0, HEADS)
         live = heads < NUM_HEADS
-        q = turned(qkv + heads * HEAD_SIZE, live, dims, q_weights, cosines, sines, eps, HEAD_SIZE)
+        q = rotate_heads(
+            qkv + heads * HEAD_SIZE, live, dims, q_weights, cosines, sines, eps, HEAD_SIZE
+        )
         at = (row * NUM_HEADS + heads)[:, None] * HEAD_SIZE + dims[None, :]
         tl.store(q_out + at, q, mask=live[:, None] & (dims < HEAD_SIZE)[None, :])
     else:
@@ -129,7 +126,7 @@ def _rope_and_write_kernel(
             heads = (part - q_parts) * HEADS + tl.arange(0, HEADS)
             live = heads < NUM_KV_HEADS
             own = qkv + (NUM_HEADS + heads) * HEAD_SIZE
-            k = turned(own, live, dims, k_weights, cosines, sines, eps, HEAD_SIZE)
+            k = rotate_heads(own, live, dims, k_weights, cosines, sines, eps, HEAD_SIZE)
             own += NUM_KV_HEADS * HEAD_SIZE
             mask = live[:, None] & (dims < HEAD_SIZE)[None, :]
             v = tl.load(own[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -137,21 +134,21 @@ def _rope_and_write_kernel(
             block = slot // BLOCK_SIZE * num_layers + layer
             slot %= BLOCK_SIZE
             blocks = pool + (block * (2 * NUM_KV_HEADS) + heads) * (BLOCK_SIZE * ROW_SIZE)
-            put(blocks, live, slot, dims, k, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8_POOL)
+            store_kv(blocks, live, slot, dims, k, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8_POOL)
             blocks += NUM_KV_HEADS * BLOCK_SIZE * ROW_SIZE
-            put(blocks, live, slot, dims, v, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8_POOL)
+            store_kv(blocks, live, slot, dims, v, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8_POOL)
 
 
 def rope_and_write(
     qkv: Tensor, positions: Tensor, slots: Tensor, rotation: Rotation, pool: Tensor, layer: int,
     num_heads: int, num_kv_heads: int, config: Config | None = None,
 ) -> Tensor:  # fmt: skip
-    """Queries, normed and turned, `[rows, num_heads, head_size]`; K and V go to the pool.
+    """Normed and rotated queries `[rows, num_heads, head_size]`; writes K and V to the pool.
 
     qkv: `[rows, (num_heads + 2 * num_kv_heads) * head_size]` · positions: int32 `[rows]` · slots:
     int32 `[rows]`, block * block_size + offset; -1 writes nothing · pool: `[num_blocks, num_layers,
-    2, num_kv_heads, block_size, row_size]` of qkv's type, int8 or float8_e4m3fn · config: of the
-    launch; None is that of `tuning`. Two rows of a launch have different slots.
+    2, num_kv_heads, block_size, row_size]` of qkv's type, int8 or float8_e4m3fn · config: None is
+    the one in effect. Two rows of a launch have different slots.
     """
     rows, width = qkv.shape
     _, num_layers, _, kv_heads, block_size, row_size = pool.shape
@@ -167,8 +164,8 @@ def rope_and_write(
     heads = config["HEADS"]
     grid = (rows, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     _rope_and_write_kernel[grid](
-        qkv, positions, slots, *rotation, q, elements(pool), layer, num_layers, qkv.stride(0),
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
+        qkv, positions, slots, *rotation, q, stored_elements(pool), layer, num_layers,
+        qkv.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
         HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size,
         ROW_SIZE=row_size // 2 if quantized else row_size, QUANTIZED=quantized,
         FP8_POOL=pool.dtype == FP8, **config,
@@ -202,7 +199,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         return q, seen(pool)
 
     def reference() -> Outputs:
-        """In plain torch; what is turned is float32 inside."""
+        """The kernel's results, computed by torch with float32 rotation."""
         q, k, v = qkv.view(rows, -1, head_size).split((heads, kv_heads, kv_heads), dim=1)
         if "norms" in shape:
             q, k = (rms_norm(x, norm, 1e-5) for x, norm in zip((q, k), norms, strict=True))
@@ -217,7 +214,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         run,
         reference,
         moved_bytes=2 * qkv.nbytes,
-        # A number of eight bits may be rounded to its neighbour.
+        # 8-bit numbers may differ by one step of rounding.
         tolerance={torch.int8: 0.02, FP8: 0.08}.get(kv_dtype),
     )
 

@@ -1,6 +1,6 @@
 """Quantisation of rows to int8 and fp8, for W8A8 products and the KV pool; scaling of int8 sums.
 
-The formulas are those of `baton.engine.weights.quantize`, to the bit.
+The formulas are those of `baton.engine.kernels.torch.row_quantization`, to the bit.
 """
 
 from __future__ import annotations
@@ -12,17 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Trial,
-    dtype_of,
-    product_of,
-)
-from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
-from baton.engine.kernels.triton.tuning import choose
-from baton.engine.weights import quantize
+from baton.engine.kernels.torch import row_quantization
+from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
+from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of, product_of
 
 # Elements of a row that `quantize_rows` keeps in registers between its two passes; a longer row is
 # read twice.
@@ -30,7 +23,7 @@ LARGEST_WHOLE = 16384
 
 
 class QuantizedRows(NamedTuple):
-    """What `quantize_rows` gives, of rows of `dtype`."""
+    """Quantised rows and their scales; dtype: of the rows before."""
 
     values: Tensor
     scales: Tensor
@@ -43,41 +36,40 @@ TUNED_ROWS = (1, 32, 256, 8192)  # numbers of rows that kernels are tuned for
 
 @triton.jit
 def scale_of(largest, FP8: tl.constexpr):
-    """The float32 scale of rows whose largest magnitudes these are."""
+    """The float32 scale of rows with these largest magnitudes."""
     return tl.div_rn(largest, 448.0 if FP8 else 127.0)
 
 
 @triton.jit
 def bits_of(x, largest, FP8: tl.constexpr):
-    """float32 x, in rows with these largest magnitudes → the bits of its int8 or e4m3, as int8.
+    """Quantises float32 x in rows with these largest magnitudes: bits of int8 or e4m3, as int8.
 
-    e4m3 is made of integers, and so is the same on every GPU: A100 has no instruction for it.
-    """
+    e4m3 is computed by integer operations, because an A100 has no instruction for it."""
     # Smaller magnitudes would overflow peak / largest.
     peak: tl.constexpr = 448.0 if FP8 else 127.0
     least: tl.constexpr = 2e-36 if FP8 else 1e-36
-    # Between a product and a sum, `minimum` keeps the compiler from fusing them, which would round
-    # once where torch rounds twice.
+    # `minimum` between product and sum prevents their fusion, which would round once where torch
+    # rounds twice.
     units = x * tl.div_rn(peak, tl.maximum(largest, least))
     units = tl.minimum(tl.maximum(units, -peak), peak)
     if FP8:
         magnitudes = tl.abs(units)
         signs = (units.to(tl.int32, bitcast=True) >> 24) & 0x80
         wide = magnitudes.to(tl.int32, bitcast=True)
-        # Three bits of mantissa stay, ties to even; the exponent's bias becomes 7.
+        # Rounds to three bits of mantissa, ties to even, with an exponent bias of 7.
         normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20) - 960
-        # Next to 24576 float32 counts in steps of 2 ** -9, as the subnormals do.
+        # Near 24576 the spacing of float32 is 2 ** -9, as that of e4m3's subnormals.
         subnormal = (magnitudes + 24576.0).to(tl.int32, bitcast=True) & 0xF
         bits = tl.where(magnitudes < 0.015625, subnormal, normal) | signs
     else:
-        # Next to 3 * 2 ** 22 float32 counts in ones, ties to even: the low byte is the integer.
+        # Near 3 * 2 ** 22 the spacing of float32 is 1, ties to even: the low byte is the integer.
         bits = (units + 12582912.0).to(tl.int32, bitcast=True)
     return bits.to(tl.int8)
 
 
 @triton.jit
 def store_row(out, scales, row, size, columns, x, FP8: tl.constexpr):
-    """Stores a row that is here whole: in eight bits with its scale, unless `scales` is None."""
+    """Stores a whole row; quantised with its scale unless `scales` is None."""
     inside = columns < size
     out += row * size + columns
     if scales is None:
@@ -90,7 +82,7 @@ def store_row(out, scales, row, size, columns, x, FP8: tl.constexpr):
 
 
 def empty_rows(x: Tensor, size: int, to: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Where a kernel stores as many rows as x has, and their scales if they are of eight bits."""
+    """Empty tensors for as many rows as x has, and for their scales if `to` is a quantised type."""
     out = torch.empty((len(x), size), dtype=torch.int8 if to else x.dtype, device=x.device)
     return out, torch.empty(len(x), dtype=torch.float32, device=x.device) if to else None
 
@@ -108,7 +100,7 @@ def _quantize_rows_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     x += row * row_stride
     values += row * size
@@ -137,8 +129,8 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor]:
     """x `[rows, size]` → (int8 or float8_e4m3fn `[rows, size]`, float32 scales `[rows]`).
 
-    The scale is a row's largest magnitude over 127 or 448; values are rounded to the nearest, ties
-    to even. A row of zeros has scale 0. config: of the launch; None is that of `tuning`.
+    The scale is a row's largest magnitude over 127 or 448; values are rounded to nearest, ties to
+    even. A row of zeros has the scale 0. config: None is the one in effect.
     """
     rows, size = x.shape
     config = config or choose("quantize_rows", {"rows": rows, "size": size}, x.device)
@@ -149,7 +141,7 @@ def quantize_rows(
     block = triton.next_power_of_2(size) if whole else config["BLOCK"]
     launch(
         _quantize_rows_kernel, (rows,), x, values, scales, size, x.stride(0), WHOLE=whole,
-        FP8=dtype == quantize.FP8, **{**config, "BLOCK": block},
+        FP8=dtype == row_quantization.FP8, **{**config, "BLOCK": block},
     )  # fmt: skip
     return values.view(dtype), scales
 
@@ -163,7 +155,7 @@ def _scale_sums(
     COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     at = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
@@ -181,12 +173,12 @@ def _scale_sums(
 def scale_sums(
     sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`sums * row_scales * column_scales + bias`, of dtype: `[rows, columns]`.
+    """`sums * row_scales * column_scales + bias` of an int8 product, of dtype: `[rows, columns]`.
 
     sums: int32 `[rows, columns]`, contiguous · row_scales, column_scales: float32 `[rows]`,
     `[columns]` · bias: `[columns]` of any floating type.
     """
-    assert sums.is_contiguous(), "rows of sums lie one after the other"
+    assert sums.is_contiguous()
     num_rows, num_columns = sums.shape
     out = torch.empty_like(sums, dtype=dtype)
     grid = (triton.cdiv(num_rows, _SCALE["ROWS"]), triton.cdiv(num_columns, _SCALE["COLUMNS"]))
@@ -209,39 +201,27 @@ def _quantize_trial(shape: Key, device: torch.device) -> Trial:
     return Trial(
         {"rows": rows, "size": size},
         lambda config: quantize_rows(x, to, config),
-        lambda: quantize.quantize_rows(x, to),
+        lambda: row_quantization.quantize_rows(x, to),
         moved_bytes=3 * rows * size + 4 * rows,
         tolerance=0.0,
     )
 
 
-def scaled_reference(
-    sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor]:
-    """`scale_sums` in torch."""
-    out = sums.float() * (row_scales[:, None] * column_scales)
-    return ((out if bias is None else out + bias.float()).to(dtype),)
-
-
-def random_scales(
-    shape: Key, rows: int, columns: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:
-    """Scales of rows and of columns, a bias if the shape has one, and the result's type."""
-    dtype = dtype_of(shape)
+def _scale_trial(shape: Key, device: torch.device) -> Trial:
+    rows, columns, dtype = int(shape["rows"]), int(shape["columns"]), dtype_of(shape)
+    sums = torch.randint(-(2**20), 2**20, (rows, columns), dtype=torch.int32, device=device)
     row_scales, column_scales = (torch.rand(n, device=device) / 100 for n in (rows, columns))
     bias = torch.randn(columns, device=device).to(dtype) if shape.get("bias") else None
-    return row_scales, column_scales, bias, dtype
 
+    def reference() -> tuple[Tensor]:
+        out = sums.float() * (row_scales[:, None] * column_scales)
+        return ((out if bias is None else out + bias.float()).to(dtype),)
 
-def _scale_trial(shape: Key, device: torch.device) -> Trial:
-    rows, columns = int(shape["rows"]), int(shape["columns"])
-    sums = torch.randint(-(2**20), 2**20, (rows, columns), dtype=torch.int32, device=device)
-    scales = random_scales(shape, rows, columns, device)
     return Trial(
         {},
-        lambda config: (scale_sums(sums, *scales),),
-        lambda: scaled_reference(sums, *scales),
-        moved_bytes=(4 + scales[-1].itemsize) * rows * columns,
+        lambda config: (scale_sums(sums, row_scales, column_scales, bias, dtype),),
+        reference,
+        moved_bytes=(4 + dtype.itemsize) * rows * columns,
     )
 
 

@@ -1,12 +1,12 @@
-"""Sampling: penalties and biases, then a token for each row, whose parts are different programs'.
+"""Sampling of a token for each row of logits, with temperature, top-k, top-p and min-p.
 
-What is kept and what is taken is as in `baton.engine.sampling.filters`, but that weights are summed
-as multiples of 2 ** -44 of the largest: exactly, in any order. Top-k and top-p both ask for the
-largest weight that makes up so much (tokens, or their mass) with all larger ones. A sample of the
-row says near which one it should be; one pass then adds up what lies above and collects the tokens
-that lie near, and among these it is found by bisection of its bits: positive floats are ordered as
-their bits are. Where the sample was wrong, or too many weights are equal, passes over the whole row
-find it instead.
+Semantics are those of `baton.engine.sampling.filters`, except that weights (probabilities relative
+to the largest) are summed as multiples of 2 ** -44, which is exact in any order. Top-k and top-p
+both search for a threshold: the largest weight at and above which there are k tokens, or a mass of
+p. A subset of the row gives bounds for the threshold. One pass over the row then sums the weights
+above the bounds and collects the tokens between them as candidates, among which the threshold is
+found by bisection of its bits: positive floats are ordered as their bits. If the bounds were wrong,
+or too many weights are equal, the bisection runs over the whole row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.triton.kernel_spec import (
+from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.specs import (
     Config,
     KernelSpec,
     Key,
@@ -32,7 +33,6 @@ from baton.engine.kernels.triton.kernel_spec import (
     dtype_of,
     product_of,
 )
-from baton.engine.kernels.triton.tuning import choose
 from baton.engine.sampling.filters import sample as reference
 from baton.engine.sampling.randomness import uniform
 from baton.engine.sampling.sampler import GREEDY_BELOW, NUM_SETTINGS
@@ -51,9 +51,9 @@ def _mixed(state):
 
 @triton.jit
 def random_bits(seed, position):
-    """The random number of a seed, int64 of which all bits count, and a position: uint64, of 53
-    bits. Over 2 ** 53 it is that of `baton.engine.sampling.randomness`.
-    """
+    """The random number of a seed (int64, as bits) and a position: uint64 of 53 bits.
+
+    Divided by 2 ** 53 it is that of `baton.engine.sampling.randomness`."""
     gamma = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
     offset = (position.to(tl.int64) + 1).to(tl.uint64, bitcast=True) * gamma
     return _mixed(_mixed(seed.to(tl.uint64, bitcast=True) + gamma) + offset) >> 11
@@ -61,13 +61,15 @@ def random_bits(seed, position):
 
 @triton.jit
 def _logits(logits, ids, vocab_size):
-    """Logits of a row, float32; minus infinity beyond the vocabulary."""
+    """Logits of a row as float32; minus infinity beyond the vocabulary."""
     return tl.load(logits + ids, mask=ids < vocab_size, other=-_INFINITY).to(tl.float32)
 
 
 @triton.jit
 def _weights(row, ids):
-    """1 for the likeliest token, 0 beyond the vocabulary; row: of `_row`."""
+    """Weights of tokens: 1 for the likeliest one, 0 beyond the vocabulary.
+
+    row: pointer to its logits, vocabulary size, largest logit and reciprocal temperature."""
     logits, vocab_size, largest, rate = row
     return tl.exp((_logits(logits, ids, vocab_size) - largest) * rate)
 
@@ -83,9 +85,9 @@ def _largest_kernel(
     logits, settings, positions, peaks, peak_tokens, sums, vocab_size, row_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of a row: the largest logit; its token, -1 if a logit is no number; and, where
-    top-p needs it, the sum of weights if that one's is 1. Grid `[parts, rows]`.
-    """
+    """Largest logit of a part of a row and its token, -1 if a logit is NaN. Grid `[parts, rows]`.
+
+    If top-p needs it, also the sum of weights relative to that logit."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if tl.load(positions + row) > 0:
         ids = part * BLOCK + tl.arange(0, BLOCK)
@@ -107,11 +109,10 @@ def _bracket_kernel(
     logits, settings, positions, peaks, peak_tokens, sums, bounds, found, tokens, vocab_size,
     row_stride, num_parts, PARTS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Greedy and broken rows' tokens; of others between which weights the edge of top-k or top-p
-    should lie, by a sample of CAPACITY tokens. Grid `[rows]`.
+    """Samples greedy and broken rows; estimates bounds of the threshold for others. Grid `[rows]`.
 
-    bounds: the largest logit, NaN where nothing is left to do, and two weights, both 0 where top-k
-    and top-p keep all · found: 0.
+    The estimate uses a subset of CAPACITY tokens. bounds: the largest logit (NaN if the row is
+    done) and two weights, both 0 if top-k and top-p keep all tokens · found: set to 0.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
@@ -125,27 +126,27 @@ def _bracket_kernel(
     largest = tl.max(peak, 0)
     usable = (tl.min(token, 0) >= 0) & (tl.abs(largest) < _INFINITY)
     temperature = tl.load(settings).to(tl.float32)
-    if tl.load(positions + row) <= 0:  # padding: nothing of it was read
+    if tl.load(positions + row) <= 0:  # padding, whose logits were not read
         tl.store(bounds, float("nan"))
     elif usable & (temperature > 0):
         top_k, top_p = tl.load(settings + 1).to(tl.int32), tl.load(settings + 2)
         counted = (top_k > 0) & (top_k < vocab_size)
         low, high = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
         if counted | (top_p < 1):
-            # From the least weight to infinity. Tokens without any are never candidates.
+            # From the smallest weight to infinity. Tokens with a weight of 0 are no candidates.
             low, high = low + 1, high + 0x7F800000
             if vocab_size > CAPACITY:
                 rate = 1.0 / temperature
-                share = vocab_size / CAPACITY  # tokens for each one in the sample
+                share = vocab_size / CAPACITY  # tokens for each one in the subset
                 sampled = tl.arange(0, CAPACITY)
-                # Four that lie together, to read less.
+                # Groups of four adjacent tokens, to read less memory.
                 ids = sampled // 4 * vocab_size // (CAPACITY // 4) + sampled % 4
                 weights = _weights((logits, vocab_size, largest, rate), ids)
                 bits = weights.to(tl.int32, bitcast=True)
                 rank = top_k / share
                 if counted == 0:
-                    # By what lies below the edge: above it a few tokens, which a sample may lack,
-                    # can have most of the mass.
+                    # From the mass below the threshold: a few tokens above it, which the subset may
+                    # lack, can have most of the mass.
                     mass = tl.load(sums + at, mask=peak > -_INFINITY, other=0.0)
                     mass = tl.sum(mass * tl.exp((peak - largest) * rate), 0)
                     below = (1.0 - top_p).to(tl.float32) * mass / share
@@ -155,7 +156,7 @@ def _bracket_kernel(
                         if tl.sum(tl.where(bits < trial, weights, 0.0), 0) <= below:
                             edge = trial
                     rank = tl.sum((bits >= edge).to(tl.int32), 0).to(tl.float32)
-                # Several times the deviation that a sample's rank has.
+                # Several standard deviations of the rank in a subset.
                 spread = tl.minimum(16.0 + 8.0 * tl.sqrt(rank), 0.4 * CAPACITY / share)
                 lower, upper = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
                 for step in range(16):
@@ -184,9 +185,11 @@ def _weigh_kernel(
     logits, settings, bounds, masses, counts, found, candidates, vocab_size, row_stride,
     BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of a row: the mass of all, of those from the upper bound on and of those that min-p
-    keeps, and how many are from the upper bound on. Appends those between the bounds, in any order,
-    to the row's candidates: their weights' bits and their tokens. Grid `[parts, rows]`.
+    """Sums a part of a row, and collects candidates. Grid `[parts, rows]`.
+
+    masses: of all tokens, of those at or above the upper bound, and of those that min-p keeps ·
+    counts: tokens at or above the upper bound · candidates: tokens between the bounds in any order,
+    as bits of their weights and tokens.
     """
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_parts = tl.num_programs(0)
@@ -213,7 +216,7 @@ def _weigh_kernel(
             width = (high - low).to(tl.uint32, bitcast=True)
             above = bits >= high
             between = ((bits - low).to(tl.uint32, bitcast=True) < width).to(tl.int32)
-            # Threads add up columns of their own. Two counts in one number, less than 2 ** 15 each.
+            # Each thread sums its columns. Two counts below 2 ** 15 share an integer.
             before = tl.cumsum(between, 1) - between
             column = tl.sum(between + (above.to(tl.int32) << 16), 1)
             total = tl.sum(column, 0)
@@ -235,10 +238,10 @@ def _weigh_kernel(
 
 @triton.jit
 def _at_least(row, candidates, above, edge, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens have a weight of these bits or more; or, int64, their mass.
+    """Number of tokens with weights of at least `edge` (as bits); if MASS, their mass, int64.
 
-    candidates: their bits, -1 where there is none, their masses and their tokens; and whether to go
-    over the whole row instead · above: the amount of those that are more likely than they.
+    candidates: bits of their weights (-1 if absent), masses and tokens; and whether to scan the
+    whole row instead · above: amount of the tokens above all candidates.
     """
     bits, fixed, _, whole = candidates
     amount = above
@@ -259,11 +262,11 @@ def _at_least(row, candidates, above, edge, MASS: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _edge(row, candidates, above, low, high, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The bits of the largest weight that has as many tokens as wanted, or their mass, at and above
-    it; how many, or how much, lie above it and at it. From low and below high.
-    """
+    """Bisects for the largest threshold in low .. high - 1 with at least `wanted` at or above it.
+
+    Returns its bits, and the amounts above it and at it."""
     reached = _at_least(row, candidates, above, low, MASS, BLOCK)
-    over = tl.where(candidates[3], 0, above)  # the whole row has nothing above a weight of 1
+    over = tl.where(candidates[3], 0, above)  # no weight of a row is above 1
     while high - low > 1:
         middle = (low + high) // 2
         amount = _at_least(row, candidates, above, middle, MASS, BLOCK)
@@ -276,7 +279,7 @@ def _edge(row, candidates, above, low, high, wanted, MASS: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _equals(row, candidates, edge, end, BLOCK: tl.constexpr):
-    """How many tokens before `end` have a weight of these bits."""
+    """Number of tokens before `end` whose weight has these bits."""
     bits, _, ids, whole = candidates
     if whole:
         counts = tl.zeros([BLOCK], tl.int32)
@@ -292,7 +295,7 @@ def _equals(row, candidates, edge, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _kept_mass(row, candidates, above, edge, last, end, BLOCK: tl.constexpr):
-    """The mass of tokens before `end` above an edge, or at it and `last` or before."""
+    """Mass of the tokens before `end` that are above the edge, or at it and not after `last`."""
     bits, fixed, ids, whole = candidates
     mass = above
     if whole:
@@ -320,7 +323,7 @@ def _choose_kernel(
     vocab_size, row_stride, num_parts, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of rows that `_bracket_kernel` left over. Grid `[rows]`."""
+    """Samples the rows that `_bracket_kernel` did not. Grid `[rows]`."""
     at = tl.program_id(0).to(tl.int64)
     bounds += at * 3
     largest = tl.load(bounds)
@@ -336,9 +339,9 @@ def _choose_kernel(
         part = tl.arange(0, PARTS)
         inside = part < num_parts
         own = masses + at * 3 * num_parts + part
-        mass = tl.load(own, mask=inside, other=0)  # of kept tokens but for candidates
+        mass = tl.load(own, mask=inside, other=0)  # of kept tokens, without candidates
 
-        # Kept are the tokens above an edge, and at it up to the last.
+        # Tokens above the edge are kept, and those at the edge up to `last`.
         edge, last = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32) + vocab_size
         whole = high < 0
         count = tl.where(high > 0, tl.load(found + at), 0)
@@ -358,7 +361,7 @@ def _choose_kernel(
             needed, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)  # at the edge
             if (top_k > 0) & (top_k < vocab_size):
                 over = tl.sum(tl.load(counts + at * num_parts + part, mask=inside, other=0), 0)
-                # With fewer tokens than that, it is all that have a weight.
+                # If fewer tokens have a weight, all of them are kept.
                 top_k = tl.where(whole | (low > 1), top_k, tl.minimum(top_k, over + count))
                 whole |= (over >= top_k) | (over + count < top_k)
                 low, high = tl.where(whole, 0, low), tl.where(whole, 0x3F800001, high)
@@ -377,7 +380,7 @@ def _choose_kernel(
                 one = _fixed(edge.to(tl.float32, bitcast=True))
                 needed = tl.cdiv(wanted - over, one).to(tl.int32)
                 equals = (each // one).to(tl.int32)
-            if needed < equals:  # those with the lowest ids
+            if needed < equals:  # keeps the lowest ids
                 some = (bits, fixed, ids, whole)
                 last = tl.full([], 0, tl.int32)
                 behind = tl.full([], 0, tl.int32) + vocab_size
@@ -393,7 +396,7 @@ def _choose_kernel(
             bits = tl.full([CAPACITY], -1, tl.int32)
             mass = tl.load(own + 2 * num_parts, mask=inside, other=0)
 
-        # The first token with which the mass passes the target, in the part where it does.
+        # The token at which the cumulated mass exceeds the target; first its part is found.
         some = (bits, fixed, ids, whole)
         total = _kept_mass(row, some, tl.sum(mass, 0), edge, last, vocab_size, BLOCK)
         number = random_bits(tl.load(seeds + at), tl.load(positions + at)) << 11
@@ -464,7 +467,7 @@ def sample(
 
 
 def settings_of(params: Sequence[SamplingParams]) -> npt.NDArray[np.float64]:
-    """What `sample` takes of each row `[rows, NUM_SETTINGS]`."""
+    """The settings of `sample` for each row, `[rows, NUM_SETTINGS]`."""
     rows = [
         (
             0.0 if row.temperature < GREEDY_BELOW else row.temperature,

@@ -1,8 +1,8 @@
-"""What a kernel's machine code says of its speed: of its innermost loop and of what it occupies.
+"""Facts about a kernel's speed from its machine code (SASS): innermost loops and resources.
 
-A loop's instructions a weight tell a kernel that waits for memory from one that waits for its own
-arithmetic: an H200 can issue about 6 for each byte that it reads (132 processors, 4 schedulers of
-32 lanes, 1.7 GHz; 4.8 TB/s), and so 3 for a weight of four bits.
+Instructions a weight show whether a loop is bound by memory or by arithmetic: an H200 can issue
+about 6 for each byte that it reads (132 multiprocessors, 4 schedulers of 32 lanes, 1.7 GHz; 4.8
+TB/s), and thus 3 for a 4-bit weight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import triton
 
-# Multiply-adds of an instruction, by a warp: of wgmma a quarter of its warpgroup's.
+# Products of tensor cores; a warp does a quarter of the multiply-adds of a wgmma.
 _PRODUCT = re.compile(r"(?:(H|I|Q|B)?G?MMA)\.(\d+)(?:x(\d+)x(\d+))?")
 _LOAD = re.compile(r"(LDG|LDGSTS|UBLKCP|UTMALDG)\b")
 _BYTES = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # else 4
@@ -25,15 +25,17 @@ _ADDRESS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
 
 
 class Resources(NamedTuple):
-    """Of a program: registers of a thread, bytes of it that are spilled."""
+    """Registers of a thread, and bytes that it spills."""
 
     registers: int
     spilled: int
 
 
 class Loop(NamedTuple):
-    """An innermost loop of a warp. products: instructions of tensor cores by name · multiplied:
-    their multiply-adds · loads: instructions by the bytes that a thread gets, 0 of a bulk copy.
+    """An innermost loop of a warp.
+
+    products: number of tensor core instructions by name · multiplied: their multiply-adds · loads:
+    number of instructions by bytes of a thread; 0 for bulk copies.
     """
 
     instructions: int
@@ -46,8 +48,8 @@ NO_LOOP = Loop(0, Counter(), 0, Counter())
 
 
 class Processors(NamedTuple):
-    """A GPU's multiprocessors, and what one has for its programs (CUDA C++ Programming Guide,
-    compute capabilities; A100, H100 and B200)."""
+    """A GPU's multiprocessors, and the limits of one (CUDA C++ Programming Guide, compute
+    capabilities; A100, H100 and B200)."""
 
     number: int
     shared_bytes: int
@@ -56,7 +58,7 @@ class Processors(NamedTuple):
     programs: int = 32
 
     def places(self, registers: int, shared: int, warps: int) -> int:
-        """Programs that run on the GPU at once. Registers are given out 256 to a warp."""
+        """Number of programs that run at once. Registers are allocated in units of 256 a warp."""
         of_warp = max(1, -(-registers * 32 // 256)) * 256
         by_shared = self.shared_bytes // (shared + 1024)
         fit = min(self.registers // (of_warp * warps), by_shared, self.warps // warps)
@@ -70,7 +72,7 @@ PROCESSORS = {
 
 @cache
 def resources(cubin: bytes) -> Resources:
-    """As Triton's cuobjdump reports them."""
+    """Resources as cuobjdump reports them."""
     usage = _run(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
     registers, stack, local = (
         max(map(int, re.findall(rf"\b{name}:(\d+)", usage)), default=0)
@@ -81,7 +83,7 @@ def resources(cubin: bytes) -> Resources:
 
 @cache
 def loops(cubin: bytes) -> list[Loop]:
-    """A kernel's innermost loops: from a label to a branch back to it, with no other in between."""
+    """Innermost loops: from a label to a branch back to it, with no such branch in between."""
     instructions, labels, backward = list[str](), dict[str, int](), list[tuple[int, int]]()
     for line in _run(triton.knobs.nvidia.nvdisasm.path, "-c", cubin).splitlines():
         if label := re.match(r"(\.L_x_\d+):", line.strip()):
@@ -89,7 +91,7 @@ def loops(cubin: bytes) -> list[Loop]:
         elif found := _ADDRESS.search(line):
             instructions.append(found[1])
             target = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", found[1])
-            # Behind the last instruction is a branch to itself.
+            # A kernel ends with a branch to itself.
             if target and labels.get(target[1], len(instructions)) < len(instructions) - 1:
                 backward.append((labels[target[1]], len(instructions)))
     return [
@@ -112,13 +114,13 @@ def _loop(instructions: Sequence[str]) -> Loop:
 
 
 def _name(instruction: str) -> str:
-    """Without its predicate."""
+    """Name of an instruction, without its predicate."""
     first, _, rest = instruction.partition(" ")
     return rest.split()[0] if first.startswith("@") else first
 
 
 def _multiplied(kind: str, m: str, n: str | None, k: str | None) -> int:
-    """Of one instruction of a warp: `HGMMA.64x16x16`, or `HMMA.16816` and `IMMA.16832`."""
+    """Multiply-adds of an instruction such as `HGMMA.64x16x16` or `HMMA.16816` for one warp."""
     if n and k:
         return int(m) * int(n) * int(k) // 4
     digits = re.fullmatch(r"(16|8)(8)(\d+)", m)

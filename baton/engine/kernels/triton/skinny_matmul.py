@@ -1,16 +1,16 @@
-"""Products of few rows with a weight, as decode steps have them, in one launch.
+"""Matrix products with few rows, as in decode steps, fused with norm, gate and residual addition.
 
-Reading the weight is what they cost. So weights are the left operand of the tensor cores, of which
-there are 64 outputs at least, and rows the right one, of which there may be few; all programs of a
-launch are on the GPU at once, for which the depth is split where there are few outputs; and a
-program asks for its first weights before the kernel in front of it has ended. What comes before and
-behind a product in a layer is done on the way: a row's norm, the gate, the residual.
+Their time is that of reading the weight. Therefore the weight is the left operand of tensor cores,
+which needs many rows, and x the right one, which may have few; all programs of a launch run at
+once, for which the depth is split if there are few outputs; and a program prefetches its first
+weights before the kernel in front has ended.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -18,34 +18,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.torch.linear import act_mul as reference_act_mul
+from baton.engine.kernels.activation import Activation
+from baton.engine.kernels.torch import row_quantization
+from baton.engine.kernels.torch.rows import act_mul as reference_act_mul
+from baton.engine.kernels.torch.rows import rms_norm
 from baton.engine.kernels.triton.activation import act_mul, gated
-from baton.engine.kernels.triton.kernel_spec import (
-    Config,
-    KernelSpec,
-    Key,
-    Outputs,
-    Trial,
-    dtype_of,
-)
-from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
+from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
+from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.rms_norm import add_rms_norm
-from baton.engine.kernels.triton.tuning import choose
-from baton.engine.models.decoder import rms_norm
-from baton.engine.models.model_config import Activation
-from baton.engine.weights import quantize
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 
 NAME = "skinny_matmul"
 
-# From more rows on a product is work for large tiles.
+# Products of more rows need larger tiles.
 MOST_ROWS = 64
-_LEAST_ROWS = 16  # of a tensor core's product
+_LEAST_ROWS = 16  # of a tensor core product
 LEAST_OUTPUTS = 16
 
 
 @triton.jit
 def prefetch(addresses):
-    """Asks for the lines at these addresses to be brought to the L2 cache."""
+    """Prefetches the lines at these addresses into the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses.to(tl.int64)], tl.int32,
         is_pure=False, pack=1,
@@ -54,7 +47,7 @@ def prefetch(addresses):
 
 @triton.jit
 def _scaled(sums, inverse, row_scales, output_scales, bias, rows, outputs, num_rows, num_outputs):
-    """Sums `[outputs, rows]` times all their scales, and the bias, in float32."""
+    """Sums `[outputs, rows]` times their scales, plus the bias, in float32."""
     has_row, has_output = rows < num_rows, outputs < num_outputs
     numbers = sums.to(tl.float32)
     if inverse is not None:
@@ -78,7 +71,7 @@ def _skinny_matmul(
     tile, part = tl.program_id(0), tl.program_id(1)
     rows = tl.arange(0, ROWS)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    # Those behind the last one are computed again, and not stored.
+    # Outputs beyond the last repeat it, and are not stored.
     within = tl.minimum(outputs, num_outputs - 1)
     has_row = rows < num_rows
     steps = tl.cdiv(depth, DEPTH)
@@ -92,7 +85,7 @@ def _skinny_matmul(
         if GATED:
             prefetch(lines[:, None] + num_outputs.to(tl.int64) * depth + ahead[None, :])
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     KIND: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
     TYPE: tl.constexpr = tl.float32 if FLOAT else weight.dtype.element_ty
     sums = tl.zeros([OUTPUTS, ROWS], dtype=KIND)
@@ -136,8 +129,8 @@ def _skinny_matmul(
         tl.debug_barrier()
         done = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT - 1
         if done:
-            # Added up in the order of the parts, whichever comes last; and the next launch counts
-            # from zero again.
+            # Parts are added in their order, whichever program is last. The counter is reset for
+            # the next launch.
             tl.store(counters + tile, 0)
             sums = tl.zeros([OUTPUTS, ROWS], dtype=KIND)
             ups = tl.zeros([OUTPUTS, ROWS], dtype=KIND)
@@ -177,31 +170,23 @@ def _skinny_matmul(
 
 
 def skinny_matmul(
-    x: Tensor,
-    weight: Tensor,
-    counters: Tensor,
-    bias: Tensor | None = None,
-    *,
-    dtype: torch.dtype,
-    scales: tuple[Tensor, Tensor] | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    activation: Activation | None = None,
-    residual: Tensor | None = None,
+    x: Tensor, weight: Tensor, counters: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype,
+    scales: tuple[Tensor, Tensor] | None = None, norm: Tensor | None = None, eps: float = 0.0,
+    activation: Activation | None = None, residual: Tensor | None = None,
     config: Config | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`x @ weight.T + bias`, of dtype: `[rows, out]`.
 
-    x: `[rows, in]`, up to MOST_ROWS of them · weight: `[out, in]` of x's type, both contiguous ·
-    counters: int32 of `new_counters`, which no other stream uses · bias: `[out]` of any floating
-    type · scales: float32 `[rows]` and `[out]` of an int8 or fp8 product · norm, eps: x is normed
-    first, as `rms_norm` of the decoder does but for where it rounds; float32 `[in]`, as a thread
-    loads ahead what has 32 bits · activation: the first half
-    of out is the gate of the other: `[rows, out / 2]` · residual: `[rows, out]`, which the product
-    is added to, in place · config: of the launch; None is that of `tuning`.
+    x: `[rows, in]`, up to MOST_ROWS rows · weight: `[out, in]` of x's type, both contiguous ·
+    counters: int32 of `new_counters`, used by one stream · bias: `[out]` of any floating type ·
+    scales: float32 `[rows]` and `[out]` for int8 or fp8 · norm, eps: float32 `[in]`, the weight of
+    an RMS norm of x, rounded differently than the decoder's `rms_norm`; float32 because loads of 32
+    bits are pipelined · activation: the first half of out gates the second: the result is `[rows,
+    out / 2]` · residual: `[rows, out]`, which the product is added to in place · config: None is
+    the one in effect.
     """
     (num_rows, depth), num_outputs = x.shape, len(weight) // (2 if activation else 1)
-    assert num_rows <= MOST_ROWS, "more rows are another kernel's"
+    assert num_rows <= MOST_ROWS, "too many rows for this kernel"
     assert x.is_contiguous() and weight.is_contiguous()
     rows = padded_rows(num_rows)
     key = key_of(x, weight, norm is not None, activation is not None)
@@ -215,7 +200,7 @@ def skinny_matmul(
         size = ((2 if activation else 1) * config["OUTPUTS"] + 1) * rows
         partials = torch.empty(tiles * split * size, dtype=torch.float32, device=x.device)
     row_scales, output_scales = scales or (None, None)
-    # The interpreter has products of few types.
+    # The interpreter multiplies few types.
     as_float = x.device.type == "cpu" and x.dtype != torch.int8
     launch(
         _skinny_matmul, (tiles, split), x, weight, row_scales, output_scales, bias, norm, residual,
@@ -228,39 +213,40 @@ def skinny_matmul(
 
 
 def new_counters(num_outputs: int, device: torch.device) -> Tensor:
-    """What a weight's launches count programs with: zeros, and zeros again after each launch."""
+    """Counters of finished programs for a weight's launches, which reset them to zero."""
     return torch.zeros(triton.cdiv(num_outputs, LEAST_OUTPUTS), dtype=torch.int32, device=device)
 
 
 def key_of(x: Tensor, weight: Tensor, has_norm: bool = False, has_gate: bool = False) -> Key:
-    """What a launch's configuration depends on."""
+    """The key of a launch's configuration."""
     outputs, depth = weight.shape
     kind = f"{8 * x.itemsize}-bit{' norm' if has_norm else ''}{' gate' if has_gate else ''}"
     return {"kind": kind, "rows": padded_rows(len(x)), "outputs": outputs, "depth": depth}
 
 
-def is_ours(x: Tensor, weight: Tensor, has_norm: bool = False, has_gate: bool = False) -> bool:
-    """Whether a product is to be `skinny_matmul`'s, with a norm and a gate if there are.
+def uses_skinny_matmul(
+    x: Tensor, weight: Tensor, has_norm: bool = False, has_gate: bool = False
+) -> bool:
+    """Whether `skinny_matmul` is to compute a product together with its norm and gate.
 
-    Otherwise these are computed apart, around the library's product or ours.
-    """
+    If not, norm and gate are separate launches, and torch or `skinny_matmul` multiplies."""
     if len(x) > MOST_ROWS:
         return False
     return not choose(NAME, key_of(x, weight, has_norm, has_gate), x.device).get("LIBRARY")
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows of a tile that holds all of x."""
+    """Rows of a tile that holds all rows of x."""
     return max(_LEAST_ROWS, int(triton.next_power_of_2(num_rows)))
 
 
-# Of a GPU such as H200.
+# An H200, for which candidates are chosen.
 _SHARED_BYTES, _PROCESSORS = 224 * 1024, 132
-_IN_FLIGHT = 40 * 1024  # bytes of weights that a multiprocessor must have asked for
+_IN_FLIGHT = 40 * 1024  # bytes of weights that a multiprocessor should have in flight
 
 
 def _candidates(key: Key) -> list[Config]:
-    """Tiles whose programs keep the memory busy: much is asked for, and few parts are joined."""
+    """Configurations that keep memory busy: many bytes in flight, and few parts to join."""
     bits, along = str(key["kind"]).split("-")
     size, gate = int(bits) // 8, int("gate" in along)
     rows, outputs, depth = (int(key[name]) for name in ("rows", "outputs", "depth"))
@@ -271,7 +257,7 @@ def _candidates(key: Key) -> list[Config]:
     ):
         width, step = tile * (1 + gate), step_bytes // size
         programs = triton.cdiv(outputs, width) * split
-        fewest = triton.cdiv(programs, _PROCESSORS)  # on one multiprocessor, if all are to be there
+        fewest = triton.cdiv(programs, _PROCESSORS)  # on one multiprocessor, if all run at once
         for places in {min(fewest, 8), min(fewest, 2), 1}:
             stages = min(6, _SHARED_BYTES // places // ((width + rows) * step_bytes))
             at_once = min(places, programs / _PROCESSORS)
@@ -297,11 +283,12 @@ def _candidates(key: Key) -> list[Config]:
 def _trial(shape: Key, device: torch.device) -> Trial:
     rows, outputs, depth = (int(shape[name]) for name in ("rows", "outputs", "depth"))
     dtype, kind = dtype_of(shape), dtype_of(shape, "weight", str(shape.get("dtype", "bf16")))
-    x, weight = torch.randn(rows, depth, device=device), torch.randn(outputs, depth, device=device)
+    x = torch.randn(rows, depth, device=device)
+    weight = torch.randn(outputs, depth, device=device) / depth**0.5
     scales = bias = norm = residual = None
     if kind.itemsize == 1:
-        x, of_rows = quantize.quantize_rows(x, kind)
-        weight, of_outputs = quantize.quantize_rows(weight, kind)
+        x, of_rows = row_quantization.quantize_rows(x, kind)
+        weight, of_outputs = row_quantization.quantize_rows(weight, kind)
         scales = of_rows, of_outputs
     else:
         x, weight = x.to(kind), weight.to(kind)
@@ -309,7 +296,9 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         bias = torch.randn(outputs, device=device).to(dtype)
     if shape.get("norm"):
         norm = torch.rand(depth, device=device)
-    activation: Activation | None = "silu" if shape.get("gate") else None
+    gated: Activation | None = "silu" if shape.get("gate") else None
+    activations: tuple[Activation, ...] = get_args(Activation)
+    activation = next((name for name in activations if name in shape), gated)
     if shape.get("residual"):
         residual = torch.randn(rows, outputs, device=device).to(dtype)
     counters = new_counters(outputs, device)
@@ -327,7 +316,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         return ((found if residual is None else residual + found).to(dtype),)
 
     def apart() -> Outputs:
-        """With the library's product, as of 16 bits."""
+        """Separate launches around torch's product."""
         normed = x if norm is None else add_rms_norm(x, None, norm, _EPS)[0]
         found = F.linear(normed, weight, bias)
         if activation:
@@ -357,7 +346,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
 
 _EPS = 1e-5
 _MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-# What a layer's products take along, and what they are without.
+# Fused operations of a layer's products, and products without any.
 _TUNED: tuple[tuple[Key, Sequence[tuple[int, int]]], ...] = (
     ({"norm": 1}, _MATRICES[:1]),
     ({"norm": 1, "gate": 1}, _MATRICES[2:3]),

@@ -1,7 +1,7 @@
-"""Where each row of a step belongs: its position, its slot in the pool, how many tokens it sees.
+"""Slot mapping: the position of each row of a step, its slot in the KV pool and its context length.
 
-One small launch for what `baton.engine.kernels.torch.attention` does in a dozen, and without asking
-the device for a number: the grid depends on shapes alone.
+One launch does what `baton.engine.kernels.torch.attention` does in a dozen, without waiting for the
+device: the grid depends on shapes alone.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.kernels.torch.attention import place
-from baton.engine.kernels.triton.kernel_spec import Config, KernelSpec, Key, Outputs, Trial
+from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Outputs, Trial
 
 CONFIG = {"num_warps": 4, "num_stages": 1, "ROWS": 128, "SEQUENCES": 32}
 
-# The three lie apart by multiples of so many elements: kernels would be compiled once more, in the
-# midst of serving, for addresses that are not aligned.
+# Alignment of the three results in elements: unaligned addresses would compile kernels again during
+# serving.
 _ALIGNED = 32
 
 
 class SlotMapping(NamedTuple):
-    """All int32 `[rows]`.
+    """Position, slot and length of each row, int32 `[rows]`.
 
-    positions: of each row in its sequence; 0 for padding · slots: block * block_size + offset of
-    the row's own K and V; -1 for padding · lengths: tokens the row sees, its own included; 0 for
-    padding.
+    positions: index in the sequence; 0 for padding · slots: block * block_size + offset of the
+    row's K and V; -1 for padding · lengths: visible tokens including the row's; 0 for padding.
     """
 
     positions: Tensor
@@ -48,7 +47,7 @@ def _slot_mapping_kernel(
     begin = rows
     if not ONE_EACH:
         #  ends:   3       7          query_lens 3, 4
-        #  row:    0 1 2 | 3 4 5 6    a row's owner is the number of ends at or before it
+        #  row:    0 1 2 | 3 4 5 6    a row's sequence is the number of ends at or before it
         owner = tl.zeros([ROWS], dtype=tl.int32)
         for first in range(0, num_sequences, SEQUENCES):
             sequences = first + tl.arange(0, SEQUENCES)
@@ -70,11 +69,11 @@ def map_slots(
     context_lens: Tensor, query_lens: Tensor | None, block_tables: Tensor, num_rows: int,
     block_size: int,
 ) -> SlotMapping:  # fmt: skip
-    """Rows of sequences, one after the other, over blocks of `block_size` tokens.
+    """Maps the rows of consecutive sequences to slots.
 
-    context_lens: int32 `[sequences]`, tokens before a sequence's first row; -1 makes padding of its
-    rows · query_lens: int32 `[sequences]`, rows of each; None is one each ·
-    block_tables: int32 `[sequences, width]`, with the block of every row.
+    context_lens: int32 `[sequences]`, tokens before a sequence's first row; -1 for padding ·
+    query_lens: int32 `[sequences]`, rows of each; None is one each · block_tables: int32
+    `[sequences, width]`, the blocks of every row · block_size: tokens of a block.
     """
     assert block_tables.is_contiguous()
     apart = -(-num_rows // _ALIGNED) * _ALIGNED
@@ -93,16 +92,15 @@ def _gather_tokens_kernel(token_ids, sources, sampled, num_rows, vocab_size, ROW
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     source = tl.load(sources + rows, mask=rows < num_rows, other=-1)
     token = tl.load(sampled + source, mask=source >= 0, other=0)
-    # One beyond the vocabulary is an error, raised when it is read, but must be no index.
+    # A token beyond the vocabulary is an error that is raised later; it must not be an index.
     token = tl.minimum(token, vocab_size - 1).to(tl.int32)
     tl.store(token_ids + rows, token, mask=source >= 0)
 
 
 def gather_tokens(token_ids: Tensor, sources: Tensor, sampled: Tensor, vocab_size: int) -> None:
-    """Writes into token_ids int32 `[rows]` those of `sampled`, int64, whose places `sources` are.
+    """Writes `sampled[sources]` into token_ids int32 `[rows]`, except where a source is negative.
 
-    sources: int32 `[rows]`; where one is negative the token stays.
-    """
+    sources: int32 `[rows]` · sampled: int64."""
     rows = CONFIG["ROWS"]
     _gather_tokens_kernel[(triton.cdiv(len(token_ids), rows),)](
         token_ids, sources, sampled, len(token_ids), vocab_size, ROWS=rows, num_warps=4
@@ -128,7 +126,7 @@ def _gather_tokens_trial(shape: Key, device: torch.device) -> Trial:
 
 
 def _trial(shape: Key, device: torch.device) -> Trial:
-    """Sequences of one row each, one of them padding; or of several."""
+    """Sequences of one row each, one of them padding; or sequences of several rows."""
     sequences, rows_each = int(shape["rows"]), int(shape.get("rows_each", 1))
     context_lens = torch.arange(sequences, dtype=torch.int32, device=device)
     query_lens = torch.full_like(context_lens, rows_each)

@@ -9,13 +9,14 @@ from baton.config import EngineConfig
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.batch import StepBatch
 from baton.engine.block_manager import BlockManager
+from baton.engine.engine import Engine
 from baton.engine.kv_cache import KvLayout
-from baton.engine.loop import Engine, Progress
-from baton.engine.models.decoder import Model
+from baton.engine.models.decoder import DecoderModel
 from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.speculative.ngram import NgramProposer
+from baton.engine.step_report import SequenceProgress
 from baton.errors import Overloaded
 from tests.unit.engine.gpu.models import TINY, weights_of
 
@@ -25,7 +26,7 @@ CONFIG = replace(TINY, num_layers=1, windows=(None,), max_context=MAX_CONTEXT)
 EOS = frozenset({1})
 
 
-class PaddedModel(Model):
+class PaddedModel(DecoderModel):
     """The reference for padded steps, too; the logits of padding are no numbers."""
 
     def step(self, batch, pool):
@@ -83,7 +84,7 @@ class Driven:
         self.scheduler = Scheduler(self.blocks, ChunkBudget(16), max_batch, proposer)
         overlap = overlap and not speculate
         self.engine = Engine(runner, self.scheduler, EOS, MAX_CONTEXT, self._publish, overlap)
-        self.progress: list[Progress] = []  # of the last report
+        self.progress: list[SequenceProgress] = []  # of the last report
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[object]] = {}
         self.prompts: dict[

@@ -6,10 +6,14 @@ import torch
 
 from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.model import GpuModel
-from baton.engine.models.decoder import Model
-from baton.engine.models.model_config import ExpertsConfig, Rope
-from baton.engine.weights.loader import Weights, random_weights
-from baton.engine.weights.weight import DenseWeight
+from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.loader import random_weights
+from baton.engine.models.model_config import ExpertsConfig
+from baton.engine.models.rope_config import Rope
+from baton.engine.models.weights import ModelWeights
+from baton.engine.quantization.fp8 import Fp8Weight
+from baton.engine.quantization.int8 import Int8Weight
+from baton.engine.quantization.linear_weight import DenseWeight
 from tests.unit.engine.small_models import CPU, changed, qwen_config
 
 TINY = replace(
@@ -74,7 +78,7 @@ def weights_of(config, dtype=torch.float32, quantization="none"):
     """Seeded weights: matrices as wide as they are deep, norms and biases of every size."""
     drawn = random_weights(config, dtype, CPU, seed=3)
     lm_head = drawn.embedding * 50 if config.tie_embeddings else drawn.lm_head.tensor * 8
-    return Weights(
+    return ModelWeights(
         lm_head if config.tie_embeddings else drawn.embedding * 50,
         tuple(_layer(layer, seed, quantization) for seed, layer in enumerate(drawn.layers)),
         _norm(drawn.final_norm, 99),
@@ -102,7 +106,19 @@ def _norm(ones, seed):
 def both(config, dtype=torch.float32, quantization="none"):
     """The reference and the GPU's model over the same weights."""
     weights = weights_of(config, dtype, quantization)
-    return Model(config, weights, dtype, CPU), GpuModel(config, weights, dtype, CPU)
+    layers = tuple(changed(layer, _reference) for layer in weights.layers)
+    plain = replace(weights, layers=layers, lm_head=_reference(weights.lm_head))
+    return DecoderModel(config, plain, dtype, CPU), GpuModel(config, weights, dtype, CPU)
+
+
+def _reference(weight):
+    """The weight as torch multiplies it, without the GPU's kernels."""
+    if isinstance(weight, linear.GpuReferenceWeight):
+        return weight.weight
+    if isinstance(weight, DenseWeight):
+        return DenseWeight(weight.tensor)
+    kind = Int8Weight if isinstance(weight, Int8Weight) else Fp8Weight
+    return kind(weight.values, weight.scales)
 
 
 def tokens(length, seed, vocab=TINY.vocab_size):

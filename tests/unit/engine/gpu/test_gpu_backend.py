@@ -12,18 +12,18 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.backends.cpu import CpuBackend
+from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.backends.gpu import backend as gpu_backend
 from baton.engine.backends.gpu import device_sampling, memory
 from baton.engine.backends.gpu.backend import GpuBackend, choose_kernels, refused
-from baton.engine.backends.gpu.memory import Usage
+from baton.engine.backends.gpu.memory import MemoryProfile
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kv_cache import plan_layout
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.quantization.int8 import Int8Weight
 from baton.engine.runner import Runner
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
-from baton.engine.weights.weight import Int8Weight
 from baton.errors import ConfigError
 from baton.generation.sampling_params import SamplingParams
 from baton.local import model_plan
@@ -130,7 +130,7 @@ def test_what_settings_build(checkpoint, overlap, speculate):
 def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     # Of 7.2 GiB, so that the rest is no burden for a test; another engine here holds 5 bytes.
-    gpu, given, weights_of = UnmeasuredGpu(peak=int(2.98 * GIB)), [], gpu_backend.weights_of
+    gpu, given, load = UnmeasuredGpu(peak=int(2.98 * GIB)), [], gpu_backend.load_or_make_weights
     gpu.held = 5
 
     def allocate(num_bytes, device):
@@ -138,9 +138,9 @@ def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
 
     def watched(*args):
         gpu.held += 3 * GIB
-        return weights_of(*args)
+        return load(*args)
 
-    monkeypatch.setattr(gpu_backend, "weights_of", watched)
+    monkeypatch.setattr(gpu_backend, "load_or_make_weights", watched)
     loaded = on_gpu(checkpoint, gpu, allocate, graphs=False, gpu_memory=0.75, kv_blocks=0)
     block_bytes = loaded.layout.num_bytes // loaded.layout.num_blocks
     left = int(8 * GIB * 0.75) - gpu.peak() - 3 * GIB
@@ -161,7 +161,7 @@ def out_of_memory(*_):
 def test_too_little_memory_is_an_error_with_hints(checkpoint, monkeypatch):
     with pytest.raises(ConfigError, match="no GPU memory is left for KV"):
         on_gpu(checkpoint, UnmeasuredGpu(peak=8 * GIB), kv_blocks=0)
-    with pytest.raises(ConfigError, match="another process took GPU memory meanwhile"):
+    with pytest.raises(ConfigError, match="another process has allocated GPU memory"):
         on_gpu(checkpoint, UnmeasuredGpu(), allocate=out_of_memory)
     gpu = FakeGpu()
     monkeypatch.setattr(gpu, "peak_of", out_of_memory)
@@ -176,7 +176,7 @@ def test_what_tritons_kernels_cannot_run_torch_computes(checkpoint, caplog):
     loaded.prepare()
     with pytest.raises(ConfigError, match="--kernels triton: blocks of 8 tokens"):
         on_gpu(checkpoint, block_size=8, kernels="triton")
-    with pytest.raises(ConfigError, match="--kernels native: they compute on a CPU"):
+    with pytest.raises(ConfigError, match="--kernels native runs on a CPU only"):
         on_gpu(checkpoint, kernels="native")
 
 
@@ -291,7 +291,9 @@ def test_a_plan_of_a_gpu_is_near_what_its_worker_finds(checkpoint, quantization,
     assert found["model"].level == "fail" and "another GPU" in found["model"].text
 
 
-ROOMY = Usage(total=80 * GIB, free=63 * GIB, weights=16 * GIB, activations=2 * GIB, graphs=1 * GIB)
+ROOMY = MemoryProfile(
+    total=80 * GIB, free=63 * GIB, weights=16 * GIB, activations=2 * GIB, graphs=1 * GIB
+)
 
 
 class TestMemory:
@@ -312,7 +314,7 @@ class TestMemory:
             (ROOMY, torch.bfloat16, {"gpu_memory": 0.5}, 21 * GIB // BLOCK),
             (ROOMY, torch.int8, {}, (72 * GIB - 19 * GIB) // (16 * 2 * 2 * 2 * 36)),
             # others hold 40 GiB, and a spare is left
-            (Usage(80 * GIB, 24 * GIB, 16 * GIB, 2 * GIB, 1 * GIB), torch.bfloat16, {},
+            (MemoryProfile(80 * GIB, 24 * GIB, 16 * GIB, 2 * GIB, 1 * GIB), torch.bfloat16, {},
              (21 * GIB - memory.SPARE_BYTES) // BLOCK),
             # a size that is asked for wins
             (ROOMY, torch.bfloat16, {"kv_cache_bytes": 3 * BLOCK + 1, "gpu_memory": 0.01}, 3),
@@ -325,8 +327,8 @@ class TestMemory:
     @pytest.mark.parametrize("share", [0.3, 0.5, 0.77, 0.9, 1.0])
     @pytest.mark.parametrize("others", [0, 1, 10, 30])
     def test_all_of_it_adds_up_to_no_more_than_there_is(self, share, others):
-        usage = Usage(80 * GIB, (64 - others) * GIB, 16 * GIB, 2 * GIB, 1 * GIB)
-        taken = self.layout(usage, gpu_memory=share).num_bytes + usage.own
+        usage = MemoryProfile(80 * GIB, (64 - others) * GIB, 16 * GIB, 2 * GIB, 1 * GIB)
+        taken = self.layout(usage, gpu_memory=share).num_bytes + usage.non_kv
         all_taken = taken + usage.others + memory.SPARE_BYTES
         assert taken <= 80 * GIB * share and all_taken <= 80 * GIB
         assert taken + BLOCK > 80 * GIB * share or all_taken + BLOCK > 80 * GIB
@@ -343,16 +345,16 @@ class TestMemory:
              r"--kv-cache asks for 61\.00 GiB and .* 60\.00 GiB left"),
             (ROOMY, {"kv_blocks": 10**9}, r"--kv-blocks asks for .*; try a smaller --kv-bl"),
             # others have it all
-            (Usage(80 * GIB, 2 * GIB, 16 * GIB, 2 * GIB, 0), {},
+            (MemoryProfile(80 * GIB, 2 * GIB, 16 * GIB, 2 * GIB, 0), {},
              r"left for KV: .*try another GPU .* hold 62\.00 GiB"),
             # a share too small
             (ROOMY, {"gpu_memory": 0.2}, r"try a larger --gpu-memory, or --quantization fp8 or"),
             # weights too large, in 8 bits already
-            (Usage(24 * GIB, 1 * GIB, 22 * GIB, 1 * GIB, 0),
+            (MemoryProfile(24 * GIB, 1 * GIB, 22 * GIB, 1 * GIB, 0),
              {"quantization": "fp8", "kv_dtype": "fp8", "gpu_memory": 0.95},
              r"weights take 22\.00 GiB.*; try a larger GPU, or more of them: a larger --tp"),
             # steps too large
-            (Usage(24 * GIB, 9 * GIB, 14 * GIB, 7 * GIB, 2 * GIB), {},
+            (MemoryProfile(24 * GIB, 9 * GIB, 14 * GIB, 7 * GIB, 2 * GIB), {},
              r"activations 7\.00 GiB, graphs 2\.00 GiB.*smaller --max-batch, --chunk-tokens"),
         ],
     )  # fmt: skip

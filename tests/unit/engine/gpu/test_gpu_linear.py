@@ -8,7 +8,9 @@ import torch
 from baton.engine.backends.gpu import linear as gpu
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY
 from baton.engine.kernels.triton.row_quantization import QuantizedRows
-from baton.engine.weights.weight import DenseWeight, Fp8Weight, Int4Weight, quantized
+from baton.engine.quantization.fp8 import Fp8Weight
+from baton.engine.quantization.linear_weight import DenseWeight
+from baton.engine.quantization.methods import quantize_weight
 from baton.errors import CheckpointError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,7 +22,7 @@ def random(*shape, seed=0, dtype=torch.float32):
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8", "int4"])
 def test_prepare_leaves_what_products_refuse(quantization):
-    kind = {"int8": gpu.GpuInt8Weight, "fp8": gpu.GpuFp8Weight, "int4": Int4Weight}
+    kind = {"int8": gpu.GpuInt8Weight, "fp8": gpu.GpuFp8Weight, "int4": gpu.GpuReferenceWeight}
     odd = quantization == "int4"  # which takes any number of outputs
     for shape, fits in (((48, 64), True), ((301, 64), odd), ((48, 65), False)):
         weight = DenseWeight(random(*shape))
@@ -33,7 +35,7 @@ def test_prepare_leaves_what_products_refuse(quantization):
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 def test_an_8_bit_matrix_that_tp_cut_too_small_is_refused_when_it_is_loaded(quantization):
     for shape, fits in (((48, 64), True), ((44, 64), False), ((48, 60), False)):
-        weight = quantized(DenseWeight(random(*shape)), quantization)
+        weight = quantize_weight(DenseWeight(random(*shape)), quantization)
         if fits:
             assert gpu.prepare(weight, False, "none").shape == shape
             continue
@@ -65,7 +67,7 @@ def test_int8_products_are_those_of_the_reference(rows, depth, biased):
 def test_fp8_products_are_those_of_the_reference(rows, biased, dtype):
     x, full = random(rows, 64, dtype=dtype), random(48, 64, seed=1)
     bias = random(48, seed=2, dtype=dtype) if biased else None
-    weight = gpu.GpuFp8Weight.of(full)
+    weight = gpu.GpuFp8Weight.from_dense(full)
     got = weight.apply(x, bias)
     assert (got.shape, got.dtype) == ((rows, 48), dtype)
     expected = Fp8Weight(weight.values, weight.scales).apply(x, bias)

@@ -14,15 +14,17 @@ from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.backend import refused
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.batch import StepBatch
-from baton.engine.kernels.triton.moe_matmul import GroupedWeight
+from baton.engine.kernels.torch.row_quantization import FP8, unpack_rows
+from baton.engine.kernels.triton.moe_matmul import MoeWeight
 from baton.engine.models.architectures import ARCHITECTURES
-from baton.engine.models.decoder import Model
+from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.loader import load_weights, random_weights
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.shard import WHOLE, Shard
-from baton.engine.weights import weight
-from baton.engine.weights.loader import load_weights, random_weights
-from baton.engine.weights.quantize import FP8, unpack_rows
-from baton.engine.weights.weight import DenseWeight, Int4Weight, Mxfp4Weight
+from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.quantization import int8
+from baton.engine.quantization.int4 import Int4Weight
+from baton.engine.quantization.linear_weight import DenseWeight
+from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from baton.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.gpu.models import CONFIGS, EXPERTS, TINY, both, tokens
@@ -112,7 +114,7 @@ def test_norms_and_gates_give_the_eight_bits_that_products_take(
     behind a gate that few rows went through in a product."""
     config = replace(TINY, vocab_size=97)  # whose output layer stays whole
     models, steps = both(config, quantization=quantization), []
-    for module in (weight, linear):
+    for module in (int8, linear):
 
         def counted(x, dtype, quantize=module.quantize_rows):
             steps[-1] += 1
@@ -155,7 +157,7 @@ def test_int4_experts():
     experts = replace(EXPERTS, size=64)
     config = replace(CONFIGS["gpt-oss"], hidden_size=64, experts=experts)
     model, gpu = both(config, quantization="int4")
-    assert isinstance(gpu._weights.layers[0].experts.experts[0].down, Int4Weight)
+    assert isinstance(linear.unwrapped(gpu._weights.layers[0].experts.experts[0].down), Int4Weight)
     assert_near(PagedRun(gpu), PagedRun(model), atol=1e-4)
 
 
@@ -164,7 +166,7 @@ def test_mxfp4_experts(tmp_path):
     config = ModelConfig.load(tmp_path)
     prepare = partial(linear.prepare, quantization="int8")  # which leaves these as they are
     held = load_weights(tmp_path, config, torch.float32, CPU, prepare).layers[0].experts
-    assert isinstance(held.experts[3].down, Mxfp4Weight)
+    assert isinstance(linear.unwrapped(held.experts[3].down), Mxfp4Weight)
     prepare = partial(linear.prepare, quantization="none")
     weights = load_weights(tmp_path, config, torch.float32, CPU, prepare)
     run = PagedRun(GpuModel(config, weights, torch.float32, CPU))
@@ -175,13 +177,13 @@ def test_mxfp4_experts(tmp_path):
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [Model, GpuModel])
+@pytest.mark.parametrize("kind", [DecoderModel, GpuModel])
 def test_ranks_with_whole_experts_add_up_to_all(kind, monkeypatch):
     config = replace(CONFIGS["gpt-oss"], experts=replace(EXPERTS, count=5))
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(7, config.hidden_size, generator=generator)
     router = DenseWeight(torch.randn(5, config.hidden_size, generator=generator))
-    rows = SimpleNamespace(placed=SimpleNamespace(lengths=torch.ones(7, dtype=torch.int32)))
+    placed = SimpleNamespace(rows=SimpleNamespace(lengths=torch.ones(7, dtype=torch.int32)))
 
     def mixed(shard):
         prepare = partial(linear.prepare, quantization="none")
@@ -189,7 +191,7 @@ def test_ranks_with_whole_experts_add_up_to_all(kind, monkeypatch):
         model = kind(config, weights, torch.float32, CPU, shard=shard)
         tokens = torch.zeros(5, dtype=torch.int64)
         experts = replace(model._weights.layers[0].experts, router=router, router_bias=None)
-        found = model._mix(x, experts, rows, tokens)
+        found = model._mix(x, experts, placed, tokens)
         assert tokens.sum() == 7 * 3, "each rank counts all"
         return found
 
@@ -207,13 +209,13 @@ def test_ranks_with_whole_experts_add_up_to_all(kind, monkeypatch):
 
 def test_experts_that_are_not_multiplied_together_are_refused():
     dense = DenseWeight(torch.zeros(64, 64))
-    int4 = Int4Weight.of(dense.tensor + 1)
+    int4 = Int4Weight.from_dense(dense.tensor + 1)
     for weights, reason in (
         ((dense, int4), "some experts .* --device cpu"),
         ((int4, replace(int4, order=torch.arange(64))), "act-order .* --device cpu"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            GroupedWeight.of(weights, (None, None), torch.bfloat16)
+            MoeWeight.from_weights(weights, (None, None), torch.bfloat16)
 
 
 def test_bfloat16_is_as_near_to_float32_as_torch_is():

@@ -22,8 +22,8 @@ from baton.engine.backends.gpu.cuda_graphs import (
     StepInputs,
     StepShape,
     batch_sizes,
-    count_graphs,
     num_elements,
+    shapes_of,
     split_inputs,
     table_widths,
 )
@@ -209,7 +209,7 @@ def test_a_graph_is_captured_on_the_engines_stream_after_a_first_run_and_replaye
     with torch.inference_mode():
         graphs.capture()
         once = ["compute", "begin", "compute", "end"]
-        assert calls == once * count_graphs(settings, 4 * SIZE)
+        assert calls == once * len(shapes_of(settings, 4 * SIZE))
         logits = graphs.run(graphs.decode_shape(1, 1))
     assert calls[-2:] == ["end", "replay"] and logits.shape == (1, CONFIG.vocab_size)
 
@@ -221,7 +221,7 @@ def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone(cap
     with torch.inference_mode():
         graphs = StepGraphs(MODEL, pool, Stream(), of_blocks, 16 * SIZE)
         graphs.capture()
-        assert len(graphs._captured) == count_graphs(of_blocks, 16 * SIZE) == 5
+        assert len(graphs._captured) == len(shapes_of(of_blocks, 16 * SIZE)) == 5
         assert "captured 5 of 5 steps as CUDA graphs" in caplog.messages
         assert not pool.any()
         pool += torch.linspace(-1, 1, pool.numel()).view_as(pool)
@@ -258,10 +258,10 @@ class Bf16Model:
     logits = torch.linspace(-3, 3, 14, dtype=torch.bfloat16).view(2, 7)
 
     @property
-    def own(self):
+    def local_shard(self):
         return self
 
-    def together(self, *_):
+    def on_all_ranks(self, *_):
         return nullcontext()
 
     def decode(self, token_ids, *_):

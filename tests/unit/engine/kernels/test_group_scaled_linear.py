@@ -15,8 +15,9 @@ from baton.engine.kernels.triton.group_scaled_linear import (
     group_scaled_linear,
 )
 from baton.engine.kernels.triton.group_scaled_packing import pack, random_weight
-from baton.engine.kernels.triton.kernel_spec import relative_error
-from baton.engine.weights.weight import Int4Weight, Mxfp4Weight
+from baton.engine.kernels.triton.specs import relative_error
+from baton.engine.quantization.int4 import Int4Weight, pack_nibbles
+from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from tests.unit.engine.kernels.ptx import run_ptx
 
 FORMATS = ("int4", "awq", "fp8", "mxfp4")
@@ -95,7 +96,7 @@ def test_products_are_those_of_the_reference(
 def test_groups(group: int, is_taken: bool) -> None:
     values = torch.randint(0, 16, (64, 768), dtype=torch.uint8)
     scales, zeros = torch.rand(64, 768 // group), torch.randint(0, 17, (64, 768 // group))
-    weight = Int4Weight.packed(values, scales, zeros.to(torch.uint8), None)
+    weight = Int4Weight(pack_nibbles(values), scales, zeros.to(torch.uint8))
     packed = pack(weight, torch.float32)
     assert (packed is not None) == is_taken
     if packed is not None:

@@ -53,9 +53,9 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("rows", "launched"),
     [
-        (1, ["_route", "_moe_matmul", "_moe_matmul", "_add_up"]),
-        (5, ["_skinny_matmul", "_route", "_sort", "_moe_matmul", "_moe_matmul", "_add_up"]),
-        (300, ["linear", "_route", "_sort", "_moe_matmul", "_moe_matmul", "_add_up"]),
+        (1, ["_route", "_moe_matmul", "_moe_matmul", "_moe_sum"]),
+        (5, ["_skinny_matmul", "_route", "_sort", "_moe_matmul", "_moe_matmul", "_moe_sum"]),
+        (300, ["linear", "_route", "_sort", "_moe_matmul", "_moe_matmul", "_moe_sum"]),
     ],
 )
 def test_a_mixture_is_few_launches(

@@ -42,11 +42,11 @@ def test_places_are_bounded_by_what_is_short(
 
 @pytest.mark.parametrize(
     ("worse", "complaint"),
-    [({"a_weight": 5.5}, "a_weight is 5.50, at most 5 was wanted"),
-     ({"spill": 16}, "spill is 16.00, at most 0 was wanted"),
+    [({"a_weight": 5.5}, "a_weight is 5.50, more than 5"),
+     ({"spill": 16}, "spill is 16.00, more than 0"),
      ({"products": Counter(HMMA=8)}, "no HGMMA in its loop"),
-     ({"loads": Counter({16: 2, 4: 4})}, "4 loads of less than 16 bytes, at most 1 was wanted"),
-     ({"rounds": 1.13}, "1.13 rounds: most of a GPU waits in the second"), ({}, "")],
+     ({"loads": Counter({16: 2, 4: 4})}, "4 loads of less than 16 bytes, more than 1"),
+     ({"rounds": 1.13}, "1.13 rounds: most of a GPU is idle in the second"), ({}, "")],
 )  # fmt: skip
 def test_what_is_worse_than_its_budget_is_named(worse: dict[str, Any], complaint: str) -> None:
     budget = {"a_weight": 5, "spill": 0, "products": "HGMMA", "loads": 16, "narrow": 1}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.kernels.triton.kernel_spec import (
+from baton.engine.kernels.triton.specs import (
     Key,
     error_of,
     relative_error,

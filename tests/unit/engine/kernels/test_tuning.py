@@ -14,8 +14,9 @@ import torch
 import triton
 
 from baton.engine.kernels.triton import __main__ as command
-from baton.engine.kernels.triton import tuning
-from baton.engine.kernels.triton.kernel_spec import (
+from baton.engine.kernels.triton import launch_configs, tuning
+from baton.engine.kernels.triton.launch_configs import Configs, choose
+from baton.engine.kernels.triton.specs import (
     Config,
     KernelSpec,
     Key,
@@ -24,36 +25,36 @@ from baton.engine.kernels.triton.kernel_spec import (
     specs_in,
     text_of,
 )
-from baton.engine.kernels.triton.tuning import Configs, choose, tune
+from baton.engine.kernels.triton.tuning import tune
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 SPECS = {spec.name: spec for spec in specs_in()}
-SHIPPED = sorted(tuning.SHIPPED.glob("*.json"))
+SHIPPED = sorted(launch_configs.SHIPPED.glob("*.json"))
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A user without measured configurations; nothing remembered before or after."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tuning.forget()
+    launch_configs.forget()
     yield
-    tuning.forget()
+    launch_configs.forget()
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     """Has torch say that the GPU is of some capability."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU (80 GB)/x")
-    tuning.forget()
+    launch_configs.forget()
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_every_shipped_file_has_every_tuned_kernel_with_the_sizes_that_are_tried(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "in_effect", lambda device: [file])
-    configs = tuning.read(file)
+    monkeypatch.setattr(launch_configs, "in_effect", lambda device: [file])
+    configs = launch_configs.read(file)
     tuned = [spec for spec in SPECS.values() if spec.configs]
     assert not configs.measured
     assert set(configs.kernels) == {spec.name for spec in tuned}
@@ -75,9 +76,9 @@ def test_an_unknown_gpu_gets_the_nearest_older_ones(
     capability: tuple[int, int], file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, capability)
-    expected, key = tuning.SHIPPED / f"sm_{file}.json", {"rows": 8192, "size": 4096}
-    assert tuning.in_effect(GPU)[0] == expected
-    assert choose("act_mul", key, GPU) == tuning.read(expected).nearest("act_mul", key)
+    expected, key = launch_configs.SHIPPED / f"sm_{file}.json", {"rows": 8192, "size": 4096}
+    assert launch_configs.in_effect(GPU)[0] == expected
+    assert choose("act_mul", key, GPU) == launch_configs.read(expected).nearest("act_mul", key)
     assert choose("act_mul", key, CPU)["BLOCK"] <= 64, "the interpreter has sizes of its own"
     with pytest.raises(LookupError, match="no configuration of nothing"):
         choose("nothing", {}, CPU)
@@ -102,12 +103,12 @@ def test_what_a_user_measured_goes_first_near_its_shape(monkeypatch: pytest.Monk
     near, far = {"rows": 100, "size": 4096}, {"rows": 8192, "size": 4096}
     shipped = choose("act_mul", far, GPU)
     assert choose("act_mul", near, GPU) != measured
-    file = tuning.user_file("Some GPU (80 GB)/x")
+    file = launch_configs.user_file("Some GPU (80 GB)/x")
     assert file.name == f"Some-GPU-80-GB-x-{triton.__version__}.json"
     configs = Configs(measured=True, kernels={"act_mul": [({"rows": 64, "size": 4096}, measured)]})
-    tuning.write(file, configs)
+    launch_configs.write(file, configs)
 
-    assert tuning.read(file) == configs and list(file.parent.iterdir()) == [file]
+    assert launch_configs.read(file) == configs and list(file.parent.iterdir()) == [file]
     assert choose("act_mul", near, GPU) == measured
     assert choose("act_mul", far, GPU) == shipped
     assert "BLOCK" not in choose("add_rms_norm", near, GPU)
@@ -120,7 +121,7 @@ def test_a_file_of_another_form_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "wrong.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=r"wrong\.json is no file of kernel configurations"):
-        tuning.read(file)
+        launch_configs.read(file)
 
 
 class Tuned:
@@ -167,7 +168,7 @@ def test_tuning_keeps_the_fastest_of_each_shape(tmp_path: Path) -> None:
         return 0.001 if config == fastest else 0.002
 
     other: list[tuple[Key, Config]] = [({}, {"num_warps": 1})]
-    tuning.write(file, Configs(measured=True, kernels={"k": other}))
+    launch_configs.write(file, Configs(measured=True, kernels={"k": other}))
     assert not tuned.found(file, took, seconds=0.0), "its time is over"
     for _ in range(2):  # the second time in place of the first
         (one,) = tuned.found(file, took)
@@ -175,7 +176,7 @@ def test_tuning_keeps_the_fastest_of_each_shape(tmp_path: Path) -> None:
     assert one.text.endswith("(4 tried, 1 failed)")
     assert (one.seconds, one.seconds_before) == (0.001, 0.002)
     kept = {"k": other, "act_mul": [(tuned.key, fastest)]}
-    assert tuning.read(file) == Configs(measured=True, kernels=kept)
+    assert launch_configs.read(file) == Configs(measured=True, kernels=kept)
 
 
 def test_what_is_in_effect_is_kept_unless_each_further_pass_shows_another_to_be_faster(
@@ -220,8 +221,9 @@ def test_commands_say_what_they_need(capsys: pytest.CaptureFixture[str]) -> None
 def test_show_prints_where_values_come_from(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["show", "--arch", "89,90", "--kernel", "act_mul"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "reasoned, not measured" in line] == [
-        f"{tuning.SHIPPED / name} (reasoned, not measured)" for name in ("sm_80.json", "sm_90.json")
+    assert [line for line in lines if "derived, not measured" in line] == [
+        f"{launch_configs.SHIPPED / name} (derived, not measured)"
+        for name in ("sm_80.json", "sm_90.json")
     ]
-    entries = tuning.read(tuning.SHIPPED / "sm_90.json").kernels["act_mul"]
+    entries = launch_configs.read(launch_configs.SHIPPED / "sm_90.json").kernels["act_mul"]
     assert len([line for line in lines if re.match("  act_mul  ", line)]) == 2 * len(entries)

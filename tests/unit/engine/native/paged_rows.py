@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.engine.kernels.native import interface, library
 from baton.engine.kernels.native.interface import AttentionShape, Norm, Pool
 from baton.engine.kernels.torch.attention import AttentionBatch, Scoring, attend, place
-from baton.engine.weights.quantize import pack_rows, unpack_rows
+from baton.engine.kernels.torch.row_quantization import pack_rows, unpack_rows
 from tests.unit.engine.paged import batch_of
 
 LAYERS, LAYER = 2, 1

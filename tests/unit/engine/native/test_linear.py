@@ -12,16 +12,13 @@ from torch import Tensor
 
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.packing import PackedWeight
-from baton.engine.weights.quantize import FP8, quantize_rows
-from baton.engine.weights.weight import (
-    DenseWeight,
-    Fp8BlockWeight,
-    GroupScaledWeight,
-    Int4Weight,
-    Int8Weight,
-    Mxfp4Weight,
-    Weight,
-)
+from baton.engine.kernels.torch.row_quantization import FP8, quantize_rows
+from baton.engine.quantization.fp8 import Fp8BlockWeight
+from baton.engine.quantization.group_scaled import GroupScaledWeight
+from baton.engine.quantization.int4 import Int4Weight, pack_nibbles
+from baton.engine.quantization.int8 import Int8Weight
+from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
+from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from tests.unit.engine.native.paged_rows import random_tensor
 
 pytestmark = pytest.mark.usefixtures("every_cpu")
@@ -41,9 +38,9 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
 
 
 def linear(
-    kind: Kind, x: Tensor, weight: Weight, bias: Tensor | None = None, threads: int = 1
+    kind: Kind, x: Tensor, weight: LinearWeight, bias: Tensor | None = None, threads: int = 1
 ) -> Tensor:
-    kernels, rows, packed = library.require(kind[0]), len(x), PackedWeight.of(weight)
+    kernels, rows, packed = library.require(kind[0]), len(x), PackedWeight.from_weight(weight)
     assert packed.packed.data_ptr() % 64 == 0
     weights = packed.linear(bias)
     # Of int8 rows and their scales, or of int4's ordered rows and sums of 32 elements.
@@ -59,7 +56,7 @@ def linear(
 
 
 def check(
-    kind: Kind, x: Tensor, weight: Weight, bias: Tensor | None = None, threads: int = 1
+    kind: Kind, x: Tensor, weight: LinearWeight, bias: Tensor | None = None, threads: int = 1
 ) -> None:
     """Within rounding of float32 additions, then of one to bfloat16; int8 sums are exact."""
     got = linear(kind, x, weight, bias, threads)
@@ -113,8 +110,8 @@ def grouped_weight(
         return Mxfp4Weight(pairs.to(torch.uint8), scales)
     values = torch.randint(0, 16, (outputs, inputs), generator=generator).to(torch.uint8)
     zeros = torch.randint(0, 17, (outputs, inputs // group), generator=generator).to(torch.uint8)
-    return Int4Weight.packed(
-        values,
+    return Int4Weight(
+        pack_nibbles(values),
         scales,
         zeros if "zeros" in form else None,
         torch.randperm(inputs, generator=generator) if "order" in form else None,
@@ -141,7 +138,7 @@ def test_products_are_exact_but_for_rounding(
     x = random(rows, inputs, seed=seed, dtype=kind[0])
     plain = random(outputs, inputs, seed=seed + 10, dtype=kind[0])
     bias = random(outputs, seed=seed + 20, dtype=kind[0]) if with_bias else None
-    check(kind, x, Int8Weight.of(plain) if int8 else DenseWeight(plain), bias, threads)
+    check(kind, x, Int8Weight.from_dense(plain) if int8 else DenseWeight(plain), bias, threads)
 
 
 @by_kind
@@ -163,17 +160,17 @@ def test_products_of_groups_are_exact_but_for_rounding(
 
 def test_a_packed_weight_by_itself_is_a_product() -> None:
     x, bias = random(3, 128, dtype=BF16), random(70, seed=1, dtype=BF16)
-    for weight in (DenseWeight(random(70, 128, dtype=BF16)), Int8Weight.of(random(70, 128)),
+    for weight in (DenseWeight(random(70, 128, dtype=BF16)), Int8Weight.from_dense(random(70, 128)),
                    grouped_weight(70, 128, 64, 1, "zeros and order")):  # fmt: skip
-        packed = PackedWeight.of(weight)
-        assert PackedWeight.of(packed) is packed
+        packed = PackedWeight.from_weight(weight)
+        assert PackedWeight.from_weight(packed) is packed
         assert packed.shape == weight.shape
         assert torch.equal(packed.apply(x, bias), linear((BF16, BF16), x, weight, bias))
 
 
 def test_int8_takes_rows_of_zeros_and_of_extremes() -> None:
     x = torch.stack([torch.zeros(67), torch.full((67,), 3.0), torch.full((67,), -3.0)])
-    weight = Int8Weight.of(torch.stack([torch.full((67,), 2.0), torch.full((67,), -2.0)]))
+    weight = Int8Weight.from_dense(torch.stack([torch.full((67,), 2.0), torch.full((67,), -2.0)]))
     got = linear((F32, F32), x, weight)
     assert torch.equal(got, int8_product(x, weight)) and not got[0].any()
 
@@ -185,7 +182,7 @@ def test_a_row_has_the_same_bits_in_every_batch(kind: Kind) -> None:
         x = random(700, inputs, seed=1, dtype=kind[0])
         plain = random(outputs, inputs, seed=2, dtype=kind[0])
         bias = random(outputs, seed=3, dtype=kind[0])
-        weights: list[Weight] = [DenseWeight(plain), Int8Weight.of(plain)]
+        weights: list[LinearWeight] = [DenseWeight(plain), Int8Weight.from_dense(plain)]
         if inputs % 128 == 0:
             weights = [grouped_weight(outputs, inputs, 64, 2, "symmetric"),
                        grouped_weight(outputs, inputs, 128, 2, "zeros and order"),

@@ -13,14 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.native.model import NativeModel
-from baton.engine.kernels.native.ops import NativeOps
+from baton.engine.backends.cpu.native_model import NativeModel
+from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.models.architectures import ARCHITECTURES
-from baton.engine.models.decoder import Model
+from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.loader import load_weights, random_weights
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.weights.loader import Weights, load_weights, random_weights
-from baton.engine.weights.weight import DenseWeight, Weight, quantized
+from baton.engine.models.weights import ModelWeights
+from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
+from baton.engine.quantization.methods import quantize_weight
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.paged import PagedRun, PagedSequence
 from tests.unit.engine.small_models import packed, small_config
@@ -43,15 +45,15 @@ CONFIG = small_config(
 TOKENS = torch.randint(0, 301, (90,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def weights_of(dtype: torch.dtype, int8: bool = False) -> Weights:
-    def prepare(weight: Weight, is_output: bool) -> Weight:
+def weights_of(dtype: torch.dtype, int8: bool = False) -> ModelWeights:
+    def prepare(weight: LinearWeight, is_output: bool) -> LinearWeight:
         assert isinstance(weight, DenseWeight)
-        return quantized(weight, "int8" if int8 else "none")
+        return quantize_weight(weight, "int8" if int8 else "none")
 
     return random_weights(CONFIG, dtype, CPU, seed=3, prepare=prepare)
 
 
-def logits(model: Model, query_lens: tuple[int, ...], int8_kv: bool = False) -> Tensor:
+def logits(model: DecoderModel, query_lens: tuple[int, ...], int8_kv: bool = False) -> Tensor:
     run = PagedRun(model, kv_dtype=torch.int8 if int8_kv else None)
     sequence = run.add(TOKENS)
     return torch.cat([run.step((sequence, count))[0] for count in query_lens])
@@ -65,7 +67,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("int8", [False, True])
 def test_it_is_as_close_to_float32_as_torch_is(int8: bool, int8_kv: bool) -> None:
     def by_torch(dtype: torch.dtype) -> Tensor:
-        return logits(Model(CONFIG, weights_of(dtype, int8), dtype, CPU), (90,), int8_kv)
+        return logits(DecoderModel(CONFIG, weights_of(dtype, int8), dtype, CPU), (90,), int8_kv)
 
     def by_native(kind: type[NativeOps], dtype: torch.dtype) -> Tensor:
         model = kind(CONFIG, packed(weights_of(dtype, int8)), dtype)
@@ -87,7 +89,7 @@ def test_operations_one_by_one_compute_what_a_whole_step_does(
     make_checkpoint(tmp_path, architecture, sliding_window=24)
     config = ModelConfig.load(tmp_path)
     weights = load_weights(
-        tmp_path, config, torch.float32, CPU, lambda one, _: PackedWeight.of(one)
+        tmp_path, config, torch.float32, CPU, lambda one, _: PackedWeight.from_weight(one)
     )
     whole, one_by_one = (
         logits(kind(config, weights, torch.float32), (37, 1, 52))
@@ -100,14 +102,14 @@ def test_operations_one_by_one_compute_what_a_whole_step_does(
 
 
 def test_gates_far_from_zero_do_not_overflow() -> None:
-    def widened(weight: Weight, is_output: bool) -> Weight:
+    def widened(weight: LinearWeight, is_output: bool) -> LinearWeight:
         assert isinstance(weight, DenseWeight)
         wide = weight.shape[0] == 2 * CONFIG.intermediate_size
         return DenseWeight(weight.tensor * 1000) if wide else weight
 
     f32 = torch.float32
     weights = random_weights(CONFIG, f32, CPU, seed=3, prepare=widened)
-    expected = logits(Model(CONFIG, weights, f32, CPU), (90,))
+    expected = logits(DecoderModel(CONFIG, weights, f32, CPU), (90,))
     assert relative_error(logits(NativeModel(CONFIG, packed(weights), f32), (90,)), expected) < 1e-5
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import write_kv
-from baton.engine.models.decoder import rms_norm, rotate
-from baton.engine.models.model_config import Rope
+from baton.engine.kernels.torch.rows import rms_norm, rotate
 from baton.engine.models.rope import rope_table
+from baton.engine.models.rope_config import Rope
 from tests.unit.engine.native.paged_rows import EPS, LAYER, Heads, PagedRows, random_tensor
 
 pytestmark = pytest.mark.usefixtures("every_cpu")

@@ -1,8 +1,8 @@
-// Attention over the paged KV cache, decode and prefill alike.
+// Attention over the paged KV cache, for decode and prefill.
 //
-// The query heads that share a KV head, of all rows of a piece, are the rows of one product. Keys
-// are taken in tiles aligned to position 0, so that a row's sums are added up in one order,
-// whatever is beside it.
+// The query heads that share a KV head, of all rows of a piece, are the rows of one product. Keys are
+// processed in tiles aligned to position 0, so that the order of a row's additions does not depend on
+// other rows.
 #include "kernels.h"
 
 #include <limits>
@@ -12,12 +12,12 @@
 namespace baton {
 namespace {
 
-// The softmax, a tile of keys at a time, corrected as larger scores come
-// (https://arxiv.org/abs/1805.02867). In powers of two: scores come multiplied by log2(e).
+// Online softmax, a tile of keys at a time (https://arxiv.org/abs/1805.02867). Uses powers of two: scores
+// are multiplied by log2(e) beforehand.
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-// Keys of a tile that a query sees, [first, last].
+// The keys of a tile that are visible to a query, [first, last].
 struct Visible {
     int first, last;
     bool all() const { return first <= 0 && last >= TILE_KEYS - 1; }
@@ -33,16 +33,16 @@ inline f32x16 hide(f32x16 scores, Visible visible, int first_key) {
         scores, key);
 }
 
-// What is known of a query after some tiles.
+// State of a query's softmax.
 struct Softmax {
-    f32x16 total;  // weights so far, added up in lanes
-    float peak;    // the largest score so far
+    f32x16 total;  // sum of weights, by lane
+    float peak;    // largest score
 };
 
 typedef float TileScores[TILE_KEYS];
 
-// Scales and hides a query's scores, in place; returns the largest. Like `weigh` it is not inlined
-// for each number of rows: that would be two thirds of the compiler's time, and no faster.
+// Scales and masks a query's scores in place; returns the largest. Like `weigh` not inlined: inlining
+// triples the compile time and is no faster.
 [[gnu::noinline]] inline float finish_scores(TileScores& scores, const float* scales,
                                              float cap, Visible visible) {
     f32x16 best = splat(NEVER);
@@ -56,7 +56,7 @@ typedef float TileScores[TILE_KEYS];
     return largest(best);
 }
 
-// Turns a query's scores into weights; their sum is added to what was before, corrected.
+// Converts a query's scores to weights, and adds them to the corrected total.
 [[gnu::noinline]] inline void weigh(const TileScores& scores, const float* value_scales,
                                     float correction, Softmax& state, Factor* weights) {
     f32x16 total = state.total * correction;
@@ -68,7 +68,7 @@ typedef float TileScores[TILE_KEYS];
     state.total = total;
 }
 
-// Scores of some queries -> their weights, and what their earlier sums are to be multiplied by.
+// Scores of some queries -> weights, and corrections by which earlier sums are to be multiplied.
 template <int ROWS>
 inline void softmax(TileScores (&scores)[ROWS], float cap, const Visible (&visible)[ROWS],
                     const KeyTile& tile, Softmax* states, float* corrections,
@@ -86,13 +86,13 @@ inline void softmax(TileScores (&scores)[ROWS], float cap, const Visible (&visib
         weigh(scores[i], tile.value_scales, corrections[i], states[i], weights[i]);
 }
 
-// Rows of a piece: packing a tile of keys costs as much as about ten of them.
+// Query rows of a piece. Packing a tile of keys costs as much as about ten.
 constexpr int QUERIES_AT_ONCE = 128;
 
-// For so few, as in decode, keys and values are not packed.
+// Up to so many query rows, as in decode, keys and values are not packed.
 constexpr int UNPACKED_QUERIES = 8;
 
-// From so many sequences on, a thread takes all KV heads of one, whose rows share pages of memory.
+// With at least so many sequences a thread, a piece has all KV heads, whose rows share memory pages.
 constexpr int SPANS_PER_THREAD = 4;
 
 class PieceAttention {
@@ -105,7 +105,7 @@ class PieceAttention {
           cap_(shape.cap * LOG2_E),
           tile_(pool.head_size, pool.int8, shape.scale * LOG2_E) {}
 
-    // Computes a piece; meanwhile fetches the first keys of the one that comes next.
+    // Computes a piece, and prefetches the first keys of the next one.
     void run(const Piece& piece, const Piece& next, const Activation* qkv, Activation* out) {
         first_ = piece.span->context + piece.first;
         count_ = piece.count;
@@ -115,20 +115,20 @@ class PieceAttention {
         for (int i = 0; i < piece.kv_heads; i++) {
             const int kv_head = piece.first_head + i;
             const size_t column = size_t(kv_head) * group_ * size_;
-            take_queries(qkv + row * stride + column, stride);
-            take_sinks(kv_head * group_);
+            load_queries(qkv + row * stride + column, stride);
+            init_softmax(kv_head * group_);
             if (i + 1 < piece.kv_heads)
                 visit_tiles(piece, kv_head, piece, kv_head + 1);
             else
                 visit_tiles(piece, kv_head, next, next.first_head);
-            give_results(out + row * out_stride + column, out_stride);
+            write_results(out + row * out_stride + column, out_stride);
         }
     }
 
    private:
     static constexpr int GROUP = Product<Factor>::GROUP;
 
-    void take_queries(const Activation* from, size_t stride) {
+    void load_queries(const Activation* from, size_t stride) {
         const size_t elements = group_ * size_;
         for (int i = 0; i < count_; i++)
             for (size_t j = 0; j < elements; j += LANES)
@@ -136,8 +136,8 @@ class PieceAttention {
         std::fill_n(sums_, count_ * elements, 0.0f);
     }
 
-    // What softmaxes begin with: nothing, or a head's sink, whose weight is 1 and whose value is 0.
-    void take_sinks(int first_head) {
+    // Initial states: empty, or with a head's sink, whose weight is 1 and whose value is 0.
+    void init_softmax(int first_head) {
         for (int i = 0; i < count_ * group_; i++)
             states_[i] = shape_.sinks
                              ? Softmax{f32x16{1.0f}, shape_.sinks[first_head + i % group_] * LOG2_E}
@@ -152,7 +152,7 @@ class PieceAttention {
         return HeadRows{part(KEYS), part(VALUES), span.context + span.count};
     }
 
-    // Where the first tile begins that a piece sees.
+    // Where the first tile begins that is visible to a piece.
     int first_tile(const Piece& piece) const {
         const int position = piece.span->context + piece.first;
         const int oldest = shape_.window ? std::max(0, position - shape_.window + 1) : 0;
@@ -169,7 +169,7 @@ class PieceAttention {
             else
                 tile_.begin(rows, key, rows_next, first_tile(next));
             if (packed) tile_.pack();
-            // A tile that a query does not see at all leaves it alone.
+            // Skips queries to which no key of the tile is visible.
             const int from = std::max(first_, key);
             const int to = shape_.window ? std::min(end, key + TILE_KEYS - 1 + shape_.window) : end;
             const int begin = (from - first_) * group_, last = (to - first_) * group_;
@@ -208,8 +208,8 @@ class PieceAttention {
             tile_.add_values(weights, corrections, sums);
     }
 
-    // to [ROWS][columns] = what is there times each row's correction (null: nothing is), plus rows of
-    // a, `depth` elements each, times columns of b.
+    // to [ROWS][columns] = to * each row's correction (null: 0) + rows of a, `depth` elements each, times
+    // columns of b.
     template <int ROWS>
     static void accumulate(const Factor* a, int depth, const Factor* b, int columns,
                            const float* corrections, float* to) {
@@ -221,7 +221,7 @@ class PieceAttention {
 
     template <int ROWS, int VECTORS>
 #ifndef __AVX512F__
-    [[gnu::noinline]]  // or the compiler would keep fewer sums in registers
+    [[gnu::noinline]]  // because the compiler would keep fewer sums in registers
 #endif
     static void add_columns(const Factor* a, int depth, const Factor* b, int columns,
                             const float* corrections, float* to) {
@@ -234,7 +234,7 @@ class PieceAttention {
             for (int j = 0; j < VECTORS; j++) store(to + i * columns + j * LANES, sums[i][j]);
     }
 
-    void give_results(Activation* out, size_t stride) {
+    void write_results(Activation* out, size_t stride) {
         for (int query = 0; query < count_ * group_; query++) {
             const float* sums = sums_ + query * size_;
             Activation* to = out + query / group_ * stride + query % group_ * size_;
@@ -250,7 +250,7 @@ class PieceAttention {
     const int group_, size_;
     const float cap_;
     int first_, count_;  // positions of the piece's rows
-    // The queries that share a KV head, and what attention has made of them so far.
+    // The queries that share a KV head, and their partial results.
     alignas(64) Factor queries_[MAX_QUERIES * MAX_HEAD_SIZE];
     alignas(64) float sums_[MAX_QUERIES * MAX_HEAD_SIZE];  // of weighted values
     Softmax states_[MAX_QUERIES];
@@ -262,12 +262,12 @@ class PieceAttention {
 void attend(Team& team, const Activation* qkv, const Span* spans, int num_spans,
             const AttentionShape& shape, const Pool& pool, Activation* out) {
     const int group = shape.heads / pool.kv_heads;
-    const int together = num_spans < SPANS_PER_THREAD * team.threads() ? 1 : pool.kv_heads;
-    Pieces pieces(spans, num_spans, std::max(1, QUERIES_AT_ONCE / group), pool.kv_heads, together);
+    const int heads_per_piece = num_spans < SPANS_PER_THREAD * team.threads() ? 1 : pool.kv_heads;
+    Pieces pieces(spans, num_spans, std::max(1, QUERIES_AT_ONCE / group), pool.kv_heads, heads_per_piece);
     Pieces upcoming = pieces;
     PieceAttention attention(shape, pool);
     team.share(pieces.count(), [&](int i) {
-        // The next piece is most likely this one if all threads advance alike.
+        // The next piece of this thread, if all threads advance at the same rate.
         const Piece next = upcoming.at(std::min(i + team.threads(), pieces.count() - 1));
         attention.run(pieces.at(i), next, qkv, out);
     });

@@ -1,7 +1,7 @@
-// One step of a model: rows in, next-token scores out, KV written to the pool.
+// One step of a model: rows in, logits out, KV written to the pool.
 //
-// The same computation as `Model` in baton/engine/models/decoder.py, its reference; one call a step,
-// so that nothing is dispatched or allocated between two of its hundreds of operations.
+// Computes what `DecoderModel` in baton/engine/models/decoder.py does, its reference, in one call a step,
+// so that nothing is dispatched or allocated between its hundreds of operations.
 #include <vector>
 
 #include "kernels.h"
@@ -14,11 +14,11 @@ struct Expert {
 };
 
 struct Layer {
-    Norm input_norm, mlp_norm, attention_norm, output_norm;  // the latter of what is added
+    Norm input_norm, mlp_norm, attention_norm, output_norm;  // the latter two: of outputs before they are added
     Linear qkv, o, gate_up, down, router, shared_gate;
-    int64_t* expert_tokens;  // [num_experts], which rows are added to that take them
-    const Expert* experts;   // this rank's, or null; with them gate_up and down are of one that all
-                             // rows take, or null
+    int64_t* expert_tokens;  // [num_experts], counts of rows that took each expert
+    const Expert* experts;   // this rank's, or null; gate_up and down are then the shared expert's, or
+                             // null
     AttentionShape attention;
 };
 
@@ -26,11 +26,11 @@ struct Model {
     Embedding embedding;
     Norm final_norm;
     const Layer* layers;
-    Linear lm_head;  // with several ranks, a part of the tokens
+    Linear lm_head;  // of this rank's tokens
     Ranks ranks;
     int32_t vocab_size, num_layers, hidden, heads, kv_heads, head_size;
-    int32_t num_experts, first_expert, own_experts;  // of which layers have some
-    int32_t per_token, normed;                       // the taken ones' shares add up to 1
+    int32_t num_experts, first_expert, own_experts;  // of the layers with experts
+    int32_t per_token, normed;                       // normed: shares of the taken experts add up to 1
     Gate activation;
     float eps, logit_scale, logit_cap, embedding_scale, residual_scale;
 };
@@ -42,7 +42,7 @@ struct Step {
     const int32_t* block_tables;  // [sequences][width]
     const int32_t* logit_rows;    // [num_logits]
     float* logits;                // [num_logits][vocab_size], on rank 0
-    float* own_logits;            // with several ranks, [num_logits][this one's tokens]
+    float* own_logits;            // with several ranks, [num_logits][this rank's tokens]
     Activation* hidden;           // [num_logits][model.hidden], or null
     void* workspace;              // `baton_workspace` bytes
     Pool pool;
@@ -53,7 +53,7 @@ namespace {
 
 constexpr size_t ALIGNMENT = 64;
 
-// Memory for what lives during a step, handed out piece by piece.
+// Hands out memory of a step piece by piece.
 struct Workspace {
     uintptr_t next;
 
@@ -67,8 +67,8 @@ struct Workspace {
 };
 
 struct Buffers {
-    Activation *hidden, *normed, *branch, *qkv, *mixed, *gate_up, *inner;
-    Activation *gathered, *outputs;  // of experts
+    Activation *hidden, *normed, *output, *qkv, *attended, *gate_up, *inner;
+    Activation *gathered, *expert_outputs;  // of experts
     float *squares, *scores, *shared_gate;
     Routing routing;
     void* scratch;
@@ -77,9 +77,9 @@ struct Buffers {
         const size_t q_size = size_t(model.heads) * model.head_size;
         hidden = space.take<Activation>(rows * model.hidden);
         normed = space.take<Activation>(rows * model.hidden);
-        branch = space.take<Activation>(rows * model.hidden);
+        output = space.take<Activation>(rows * model.hidden);
         qkv = space.take<Activation>(rows * (q_size + 2 * size_t(model.kv_heads) * model.head_size));
-        mixed = space.take<Activation>(rows * q_size);
+        attended = space.take<Activation>(rows * q_size);
         squares = space.take<float>(2 * rows);
         size_t scratch_size = linear_scratch(model.lm_head, int(rows)), inner_size = 0;
         const auto fit = [&](const Linear& weights) {
@@ -101,7 +101,7 @@ struct Buffers {
         scratch = space.take<char>(scratch_size);
         const size_t slots = rows * model.per_token;
         gathered = space.take<Activation>(slots * model.hidden);
-        outputs = space.take<Activation>(slots * model.hidden);
+        expert_outputs = space.take<Activation>(slots * model.hidden);
         scores = space.take<float>(rows * model.num_experts);
         shared_gate = space.take<float>(rows);
         routing = {space.take<float>(slots), space.take<int32_t>(slots), space.take<int32_t>(slots),
@@ -110,7 +110,7 @@ struct Buffers {
     }
 };
 
-// Each sequence's rows.
+// The rows of each sequence.
 std::vector<Span> spans_of(const Step& step) {
     std::vector<Span> spans(step.sequences);
     int32_t row = 0;
@@ -122,7 +122,7 @@ std::vector<Span> spans_of(const Step& step) {
     return spans;
 }
 
-// The rows whose scores are wanted, once they have been moved to the front: one span each.
+// A span for each row whose logits are wanted, after `move_wanted`.
 std::vector<Span> wanted_spans(const Step& step, const std::vector<Span>& spans) {
     std::vector<Span> wanted(step.num_logits);
     size_t at = 0;
@@ -134,15 +134,15 @@ std::vector<Span> wanted_spans(const Step& step, const std::vector<Span>& spans)
     return wanted;
 }
 
-// Moves the wanted rows to the front; they are ascending, so none is overwritten before.
-void keep_wanted(const Step& step, int size, Activation* rows) {
+// Moves the rows whose logits are wanted to the front. They are ascending, so none is overwritten.
+void move_wanted(const Step& step, int size, Activation* rows) {
     for (int i = 0; i < step.num_logits; i++)
         if (step.logit_rows[i] != i)
             std::memcpy(rows + size_t(i) * size, rows + size_t(step.logit_rows[i]) * size,
                         size * sizeof(Activation));
 }
 
-// One thread's way through a step.
+// One thread's part of a step.
 struct Forward {
     Team& team;
     const Model& model;
@@ -150,18 +150,18 @@ struct Forward {
     const Buffers& at;
     Exchanges exchanges;
 
-    // Adds a branch to the residual stream; returns what comes next reads.
+    // Adds an output to the residual stream; returns the norm of the stream, or itself without a norm.
     const Activation* norm(const Activation* added, Norm norm, int rows) {
         add_rms_norm(team, at.hidden, added, model.residual_scale, norm, model.eps, rows,
                      model.hidden, at.normed);
         return norm.weight ? at.normed : at.hidden;
     }
 
-    // Norms what a branch adds, where the model does.
-    void norm_branch(Norm norm, int rows) {
+    // Norms an output before it is added, if the model has a norm there.
+    void norm_output(Norm norm, int rows) {
         if (norm.weight)
-            add_rms_norm(team, at.branch, nullptr, 1.0f, norm, model.eps, rows, model.hidden,
-                         at.branch);
+            add_rms_norm(team, at.output, nullptr, 1.0f, norm, model.eps, rows, model.hidden,
+                         at.output);
     }
 
     template <class Output>
@@ -175,7 +175,7 @@ struct Forward {
         product(at.inner, rows, down, y);
     }
 
-    void mix_experts(const Layer& layer, const Activation* x, int rows) {
+    void moe(const Layer& layer, const Activation* x, int rows) {
         const Routing& routing = at.routing;
         product(x, rows, layer.router, at.scores);
         route(team, at.scores, rows, model.num_experts, model.per_token, model.normed, routing);
@@ -188,66 +188,66 @@ struct Forward {
             const size_t begin = size_t(first) * model.hidden;
             const Expert& expert = layer.experts[i - routing.own_begin];
             if (count)
-                mlp(at.gathered + begin, count, expert.gate_up, expert.down, at.outputs + begin);
+                mlp(at.gathered + begin, count, expert.gate_up, expert.down, at.expert_outputs + begin);
         }
         const bool shared = layer.shared_gate.packed;
         if (shared) {
             product(x, rows, layer.shared_gate, at.shared_gate);
-            mlp(x, rows, layer.gate_up, layer.down, at.branch);
+            mlp(x, rows, layer.gate_up, layer.down, at.output);
         }
-        mix(team, at.outputs, rows, model.per_token, model.hidden, routing,
-            shared ? at.shared_gate : nullptr, at.branch);
+        mix(team, at.expert_outputs, rows, model.per_token, model.hidden, routing,
+            shared ? at.shared_gate : nullptr, at.output);
     }
 
-    // A layer up to the point where all its K and V are in the pool.
+    // A layer up to where all its K and V are in the pool.
     void store_keys(int index, const std::vector<Span>& spans) {
         const Layer& layer = model.layers[index];
-        const Activation* x = norm(index ? at.branch : nullptr, layer.input_norm, step.rows);
+        const Activation* x = norm(index ? at.output : nullptr, layer.input_norm, step.rows);
         product(x, step.rows, layer.qkv, at.qkv);
         const AttentionShape& shape = layer.attention;
         float* squares = model.ranks.exchange && shape.row_norms ? at.squares : nullptr;
         if (squares) {
             mean_squares(team, at.qkv, step.rows, shape, step.pool, model.ranks.count, squares);
-            exchanges.sum(squares, size_t(step.rows) * 2);
+            exchanges.all_reduce(squares, size_t(step.rows) * 2);
         }
         rotate_and_store(team, at.qkv, spans.data(), int(spans.size()), shape, step.pool, squares);
     }
 
-    // The rest of the layer: attention and MLP. What they add last is left in `branch`.
-    void attend_and_mix(int index, int rows, const std::vector<Span>& spans) {
+    // The rest of the layer: attention and MLP, whose output is left in `output`.
+    void attend_and_mlp(int index, int rows, const std::vector<Span>& spans) {
         const Layer& layer = model.layers[index];
-        attend(team, at.qkv, spans.data(), int(spans.size()), layer.attention, step.pool, at.mixed);
-        product(at.mixed, rows, layer.o, at.branch);
-        exchanges.sum(at.branch, size_t(rows) * model.hidden);
-        norm_branch(layer.attention_norm, rows);
-        const Activation* x = norm(at.branch, layer.mlp_norm, rows);
+        attend(team, at.qkv, spans.data(), int(spans.size()), layer.attention, step.pool, at.attended);
+        product(at.attended, rows, layer.o, at.output);
+        exchanges.all_reduce(at.output, size_t(rows) * model.hidden);
+        norm_output(layer.attention_norm, rows);
+        const Activation* x = norm(at.output, layer.mlp_norm, rows);
         if (layer.experts)
-            mix_experts(layer, x, rows);
+            moe(layer, x, rows);
         else
-            mlp(x, rows, layer.gate_up, layer.down, at.branch);
-        exchanges.sum(at.branch, size_t(rows) * model.hidden);
-        norm_branch(layer.output_norm, rows);
+            mlp(x, rows, layer.gate_up, layer.down, at.output);
+        exchanges.all_reduce(at.output, size_t(rows) * model.hidden);
+        norm_output(layer.output_norm, rows);
     }
 
     void run(const std::vector<Span>& spans, const std::vector<Span>& wanted) {
         const int last = model.num_layers - 1;
         embed(team, model.embedding, step.token_ids, step.rows, model.hidden,
               model.embedding_scale, at.hidden);
-        exchanges.sum(at.hidden, size_t(step.rows) * model.hidden);
+        exchanges.all_reduce(at.hidden, size_t(step.rows) * model.hidden);
         for (int i = 0; i < last; i++) {
             store_keys(i, spans);
-            attend_and_mix(i, step.rows, spans);
+            attend_and_mlp(i, step.rows, spans);
         }
-        // Of the last layer, rows without scores only have to leave their K and V.
+        // In the last layer, rows without logits only write their K and V.
         store_keys(last, spans);
         if (!step.num_logits) return exchanges.finish();
         if (team.thread == 0) {
-            keep_wanted(step, model.hidden, at.hidden);
-            keep_wanted(step, (model.heads + 2 * model.kv_heads) * model.head_size, at.qkv);
+            move_wanted(step, model.hidden, at.hidden);
+            move_wanted(step, (model.heads + 2 * model.kv_heads) * model.head_size, at.qkv);
         }
         team.barrier();
-        attend_and_mix(last, step.num_logits, wanted);
-        const Activation* x = norm(at.branch, model.final_norm, step.num_logits);
+        attend_and_mlp(last, step.num_logits, wanted);
+        const Activation* x = norm(at.output, model.final_norm, step.num_logits);
         if (step.hidden && team.thread == 0)
             std::memcpy(step.hidden, x, size_t(step.num_logits) * model.hidden * sizeof(Activation));
         float* logits = model.ranks.exchange ? step.own_logits : step.logits;
@@ -263,7 +263,7 @@ struct Forward {
 }  // namespace
 
 extern "C" {
-// Returns false if another rank failed: what was computed is of no use then.
+// Returns false if another rank failed; the results are then invalid.
 bool baton_step(int threads, const Model* model, const Step* step) {
     Workspace space{uintptr_t(step->workspace)};
     const Buffers at(space, *model, step->rows);
@@ -275,7 +275,7 @@ bool baton_step(int threads, const Model* model, const Step* step) {
     return !model->ranks.exchange || !model->ranks.exchange->aborted.load();
 }
 
-// Bytes of `Step::workspace` for so many rows.
+// Bytes of `Step::workspace` for `rows` rows.
 size_t baton_workspace(const Model* model, int rows) {
     Workspace space{0};
     Buffers(space, *model, rows);

@@ -1,34 +1,33 @@
-// Products with weights of which groups of inputs share a scale: int4 and MXFP4 (W4A16), and fp8
-// (W8A16).
+// Products with group-scaled weights: int4 and MXFP4 (W4A16), and fp8 blocks (W8A16).
 //
-// Of every row and output they are, in this order, group after group: scale * (zero * sum of x + sum of
-// x * value), where a zero is 8 less the zero point. Values are numbers that bf16 and float hold
-// exactly, so a product of few rows, which unpacks them in registers, and one of many, which unpacks a
-// piece of the weights for all of them, give the same bits.
+// The result for a row and an output is the sum over groups, in order, of
+// scale * (zero * sum of x + sum of x * value), where zero is 8 less the zero point. bf16 and float hold
+// values exactly, so products of few rows, which unpack weights in registers, and of many rows, which
+// unpack a piece of the weights once for all rows, have the same bits.
 #include "panels.h"
 
 namespace baton {
 namespace {
 
-// What activations and unpacked values are multiplied as.
+// The type that activations and unpacked values are multiplied in.
 #if defined(__AVX512BF16__) && defined(BATON_BF16)
 typedef bf16 Wide;
 #else
 typedef float Wide;
 #endif
 
-// Eight values of 4 bits, 0 to 15, each of them 8 too large: that of input i at bit
-// 4 * (i / 2) + 16 * (i % 2), so that a shift leaves neighbours where a pair of bf16 has them.
+// Eight values of 4 bits, 0 to 15, with 8 added. Input i is at bit 4 * (i / 2) + 16 * (i % 2), so that
+// a shift moves two neighbours to where a pair of bf16 has them.
 struct Int4 {
     uint32_t word;
 };
 
-// Eight values of twice a number of E2M1, in the same places.
+// Eight values, each twice an E2M1 number, at the same bits.
 struct Mxfp4 {
     uint32_t word;
 };
 
-// Four values of float8_e4m3fn, in the order of inputs 0, 2, 1 and 3, for the same reason.
+// Four values of float8_e4m3fn, of inputs 0, 2, 1 and 3, for the same reason.
 struct Fp8 {
     uint32_t word;
 };
@@ -58,8 +57,8 @@ template <>
 struct Product<Fp8> : PackedProduct<4> {};
 
 #if defined(__AVX512BF16__) && defined(BATON_BF16)
-// A pair of eight values, looked up in 16 numbers of bf16, which the table has twice: the fifth bit of
-// an index is the next value's.
+// Pair p of eight values, looked up as bf16. The table holds its 16 numbers twice, because the fifth bit
+// of an index belongs to the next value.
 inline Words looked_up(const void* from, int p, const uint16_t (&table)[32]) {
     const __m512i values = (__m512i)(load<Words>(from) >> 4 * p);
     return (Words)_mm512_permutexvar_epi16(values, _mm512_load_si512(table));
@@ -78,7 +77,7 @@ struct Lanes<Int4> : PackedLanes<8> {
     }
 #else
     static Floats right(const Int4* from, int p) {
-        // Behind the exponent of 2^23 bits count ones, so that no conversion is needed.
+        // With the exponent of 2^23 the lowest bits count ones, so no conversion is needed.
         const Words bits = load<Words>(from) >> (p / 2 * 4 + p % 2 * 16) & 15;
         return (Floats)(bits | 0x4b000000u) - (8388608.0f + 8.0f);
     }
@@ -97,8 +96,8 @@ struct Lanes<Mxfp4> : PackedLanes<8> {
     }
 #else
     static Floats right(const Mxfp4* from, int p) {
-        // The exponent is moved to its place and grows by the difference of biases. Without one, a
-        // value is less than its leading digit of 2 makes it.
+        // The exponent is moved to its place and increased by the difference of biases. A subnormal
+        // value lacks the leading digit of 2, which is subtracted.
         const Words bits = load<Words>(from) >> (p / 2 * 4 + p % 2 * 16), size = bits & 7;
         const Words small = (Words)(size < 2);
         const Floats value = (Floats)(((size | (small & 2)) << 22) + (127u << 23));
@@ -110,8 +109,8 @@ struct Lanes<Mxfp4> : PackedLanes<8> {
 
 template <>
 struct Lanes<Fp8> : PackedLanes<4> {
-    // The exponent is moved to its place and grows by the difference of biases. Without one, a value is
-    // less than its leading digit of 2^-6 makes it.
+    // The exponent is moved to its place and increased by the difference of biases. A subnormal value
+    // lacks the leading digit of 2^-6, which is subtracted.
 #if defined(__AVX512BF16__) && defined(BATON_BF16)
     static Words right(const Fp8* from, int p) {
         alignas(64) static constexpr uint16_t SMALL[32] = {
@@ -137,7 +136,7 @@ struct Lanes<Fp8> : PackedLanes<4> {
 
 namespace {
 
-// Weights are unpacked in registers for each tile of so many rows at most, of tiles so wide.
+// Up to FEW_ROWS rows, weights are unpacked in registers for each tile, few_vectors wide.
 template <class Weight>
 constexpr int FEW_ROWS = (REGISTER == 64 ? 4 : 1) * DIRECT_ROWS<Weight>;
 #ifdef __AVX512F__
@@ -146,20 +145,20 @@ constexpr int few_vectors(int rows) { return tile_vectors(rows); }
 constexpr int few_vectors(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
 
-constexpr int FEW_CHUNK = 512, MANY_CHUNK = 1024;  // inputs that all rows go through together
+constexpr int FEW_CHUNK = 512, MANY_CHUNK = 1024;  // inputs processed for all rows at a time
 
-// Sixty-four columns of the weights, and a block of rows to go through them.
+// The product of 64 columns of the weights with a block of rows.
 template <class Weight>
 struct Panel {
     const Linear& weights;
     const Wide* x;      // [rows][in]
-    const float* sums;  // with zeros: [rows][in / group], of a row's elements
-    int column;         // its first
+    const float* sums;  // with zeros: [rows][in / group], sums of a row's elements
+    int column;         // first column
     int begin, end;     // rows
-    f32x16 (*kept)[PANEL / LANES];  // sums so far, of each row of the block
+    f32x16 (*kept)[PANEL / LANES];  // partial sums of each row of the block
 
-    // Groups [first, last) of all rows.
-    void take(int first, int last, const Weight* packed, Wide* values) const {
+    // Adds groups [first, last) to all rows.
+    void run(int first, int last, const Weight* packed, Wide* values) const {
         typedef Product<Weight> P;
         typedef Lanes<Weight> L;
         const int words = (last - first) * weights.group / P::GROUP;
@@ -179,7 +178,7 @@ struct Panel {
         all_tiles(first, last, (const Wide*)values, fetch);
     }
 
-    // b: the weights of these groups.
+    // b: weights of these groups, packed or unpacked.
     template <class Element>
     void all_tiles(int first, int last, const Element* b, Fetch fetch) const {
         in_parts<DIRECT_ROWS<Element>>(begin, end, [&](auto rows, int row) {
@@ -193,7 +192,7 @@ struct Panel {
         });
     }
 
-    // Not inlined, or the compiler would keep fewer sums in registers.
+    // Not inlined, because the compiler would keep fewer sums in registers.
     template <int ROWS, int VECTORS, class Element>
     [[gnu::noinline]] void tile(int row, int vector, int first, int last, const Element* b,
                                 Fetch fetch) const {
@@ -222,7 +221,7 @@ struct Panel {
         }
     }
 
-    // Row by row: their places in memory lie far apart.
+    // Row by row, because rows of results lie far apart in memory.
     void write(Results y) const {
         for (int row = begin; row < end; row++)
             for (int v = 0; v < PANEL / LANES; v++) {
@@ -254,7 +253,7 @@ void product(Team& team, const Wide* x, const float* sums, int rows, const Linea
         const Panel<Weight> panel{weights, x, sums, column, begin, end, kept};
         std::memset(kept, 0, (end - begin) * sizeof *kept);
         for (int first = 0; first < count; first += chunk)
-            panel.take(first, std::min(first + chunk, count), b + first * group_size, values);
+            panel.run(first, std::min(first + chunk, count), b + first * group_size, values);
         panel.write(y);
     });
 }
@@ -269,12 +268,12 @@ bool copies(const Linear& weights) {
 
 }  // namespace
 
-size_t grouped_scratch(const Linear& weights, int rows) {
+size_t group_scaled_scratch(const Linear& weights, int rows) {
     const size_t sums = weights.zeros ? weights.in / weights.group * sizeof(float) : 0;
     return rows * (sums + (copies(weights) ? weights.in * sizeof(Wide) : 0));
 }
 
-void grouped_linear(Team& team, const Activation* x, int rows, const Linear& weights, Results y,
+void group_scaled_linear(Team& team, const Activation* x, int rows, const Linear& weights, Results y,
                     void* scratch) {
     const size_t in = weights.in, count = in / weights.group;
     float* sums = weights.zeros ? (float*)scratch : nullptr;
@@ -295,7 +294,7 @@ void grouped_linear(Team& team, const Activation* x, int rows, const Linear& wei
             }
         });
     const Wide* left = copied ? copied : (const Wide*)x;
-    switch (weights.numbers) {
+    switch (weights.format) {
         case INT4: return product<Int4>(team, left, sums, rows, weights, y);
         case FP8: return product<Fp8>(team, left, sums, rows, weights, y);
         case MXFP4: return product<Mxfp4>(team, left, sums, rows, weights, y);

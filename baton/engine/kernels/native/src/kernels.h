@@ -1,5 +1,5 @@
-// The operations of a step: products, what happens to rows one by one, rotation, attention.
-// All are called by the whole team, and return when their results are complete. Structures are
+// The operations of a step: products, norms and gates, rotary embedding, MoE, attention.
+// All threads of a team call them, and they return when the results are complete. Structures are
 // mirrored in baton/engine/kernels/native/interface.py, field for field.
 #pragma once
 
@@ -10,108 +10,106 @@
 
 namespace baton {
 
-// In the order of `packing.py`.
-enum Numbers : int32_t { INT4, FP8, MXFP4 };
+// The formats of group-scaled weights, in the order of GROUP_FORMATS in packing.py.
+enum GroupFormat : int32_t { INT4, FP8, MXFP4 };
 
 // y = x @ weight.T + bias.
 struct Linear {
     const void* packed;      // [panels][groups][PANEL][GROUP]; depth and columns padded with zeros
-    const float* scales;     // int8: [out], of each output; with a group: as `zeros`; otherwise null
-    const int32_t* offsets;  // int8 weights: [out], 128 times the sum of an output's weights
-    const float* zeros;      // int4 weights: [panels][in / group][PANEL], 8 less zero points, or null
-    const int32_t* order;    // int4 weights: [in], the input of each place in the depth, or null
+    const float* scales;     // int8: [out]; group-scaled: as `zeros`; otherwise null
+    const int32_t* offsets;  // int8: [out], 128 times the sum of an output's weights
+    const float* zeros;      // int4: [panels][in / group][PANEL], 8 less zero points, or null
+    const int32_t* order;    // int4: [in], the input at each place in the depth, or null
     const Activation* bias;  // [out], or null
     int32_t in, out;
-    int32_t group;    // inputs that share a scale, a multiple of 32; 0: all, or there is none
-    Numbers numbers;  // of weights with a group
+    int32_t group;    // inputs that share a scale, a multiple of 32; 0: not group-scaled
+    GroupFormat format;  // of group-scaled weights
 };
 
 constexpr int PANEL = 64;  // columns packed side by side
 
-// Bytes of scratch that `linear` needs for quantised weights; 0 for others.
+// Bytes of scratch memory that `linear` needs.
 size_t linear_scratch(const Linear& weights, int rows);
 
-// x [rows][in] -> y [rows][out] of Output (Activation or float). Rows do not influence each other's
-// bits.
+// x [rows][in] -> y [rows][out] of Output (Activation or float). A row's bits do not depend on others.
 template <class Output>
 void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
             void* scratch);
 
-// Rows of results: of floats or of activations.
+// Rows of results: floats or activations.
 struct Results {
     void* rows;
     bool floats;
 };
 
-// The same of weights with a group, which `linear` calls.
-size_t grouped_scratch(const Linear& weights, int rows);
-void grouped_linear(Team& team, const Activation* x, int rows, const Linear& weights, Results y,
+// The same for group-scaled weights; called by `linear`.
+size_t group_scaled_scratch(const Linear& weights, int rows);
+void group_scaled_linear(Team& team, const Activation* x, int rows, const Linear& weights, Results y,
                     void* scratch);
 
-// A norm's weight, or null. A wide one is of floats: rows are rounded after it, and not before.
+// A norm's weight, or null. A wide one is of floats: rows are rounded only after multiplying with it.
 struct Norm {
     const void* weight;
     int32_t wide;
 };
 
-// The tokens [first, first + count), whose rows [count][size] a table has.
+// The embeddings [count][size] of tokens [first, first + count).
 struct Embedding {
     const Activation* table;
     int32_t first, count;
 };
 
-// hidden[row] = table[token_ids[row] - first] * scale, rows of `size` elements; zeros for tokens
-// that the table does not have.
+// hidden[row] = table[token_ids[row] - first] * scale, rows of `size` elements; zeros for tokens outside
+// the table.
 void embed(Team& team, const Embedding& embedding, const int32_t* token_ids, int rows, int size,
            float scale, Activation* hidden);
 
-// hidden += added * scale (unless null); out = hidden scaled to unit mean square, times the norm's
-// weight (unless null), which may be hidden itself.
+// hidden += added * scale, unless added is null; out = RMS norm of hidden, unless the norm is null. out
+// may be hidden.
 void add_rms_norm(Team& team, Activation* hidden, const Activation* added, float scale, Norm norm,
                   float eps, int rows, int size, Activation* out);
 
-// Of a gate, in the order of `models/config.py`.
+// Activation functions of the gate, in the order of kernels/activation.py.
 enum Gate : int32_t { SILU, GELU_TANH, SWIGLU_OAI };
 
-// out = activation(gate) * up, of gate_up [rows][2 * size], gate first; with SWIGLU_OAI both are
-// limited, and up is one more.
+// out = activation(gate) * up, of gate_up [rows][2 * size], gate first; SWIGLU_OAI clamps both, and adds
+// one to up.
 void act_mul(Team& team, const Activation* gate_up, int rows, int size, Gate kind, Activation* out);
 
-// logits [rows][size] *= scale, and softcapped to cap * tanh(logit / cap) unless the cap is 0.
+// logits [rows][size] *= scale, then cap * tanh(logit / cap) unless the cap is 0.
 void scale_logits(Team& team, float* logits, int rows, int size, float scale, float cap);
 
-// What rows take of a mixture of experts. A slot is one of the experts of one row.
+// The experts of each row. A slot is one expert of one row.
 struct Routing {
     float* shares;               // [rows][per_token]
     int32_t* taken;              // [rows][per_token], experts
-    int32_t* place;              // [rows][per_token], of the slot among all, which lie by expert
-    int32_t* first;              // [experts + 1], each one's first place
-    int32_t own_begin, own_end;  // the experts that this rank has
+    int32_t* place;              // [rows][per_token], index of the slot in the order of experts
+    int32_t* first;              // [experts + 1], first place of each expert
+    int32_t own_begin, own_end;  // this rank's experts
 
     bool is_own(int at) const { return at >= first[own_begin] && at < first[own_end]; }
 };
 
-// The `per_token` experts with the best scores [rows][experts], and their shares by softmax over
-// all; normed, they add up to 1.
+// The `per_token` experts with the best scores [rows][experts], and their shares: softmax over all
+// experts, or if normed over those taken.
 void route(Team& team, const float* scores, int rows, int experts, int per_token, bool normed,
            const Routing& to);
 
-// x [rows][size] -> to [places][size], of own experts.
+// x [rows][size] -> to [places][size], for slots of this rank's experts.
 void gather(Team& team, const Activation* x, int rows, int per_token, int size,
             const Routing& routing, Activation* to);
 
-// out [rows][size] = the outputs [places][size] of each row's slots, those of own experts, times
-// their shares; plus, where there is a gate [rows], what is in out times its sigmoid. Added up in the
-// row's own order.
+// out [rows][size] = sum over a row's slots of own experts of outputs [places][size] times shares; with a
+// gate [rows], plus out times the gate's sigmoid. Added in the row's own order.
 void mix(Team& team, const Activation* outputs, int rows, int per_token, int size,
          const Routing& routing, const float* gate, Activation* out);
 
 constexpr int MAX_HEAD_SIZE = 256;
 constexpr int MAX_QUERIES = 128;  // query heads that share a KV head
 
-// The pool [blocks][layers][2][all_heads][head], K at 0 and V at 1, of which the heads
-// [first_head, first_head + kv_heads) are used. A block's head is [block_size][head_size] elements
-// of the compute type, or of int8 and behind them float scales [block_size].
+// The KV pool [blocks][layers][2][all_heads][head], K at 0 and V at 1, of which the heads
+// [first_head, first_head + kv_heads) are used. A head of a block is [block_size][head_size] elements of
+// the compute type, or of int8 followed by float scales [block_size].
 struct Pool {
     void* data;
     int32_t layers, all_heads, first_head, kv_heads;
@@ -130,21 +128,21 @@ struct Span {
 
 struct AttentionShape {
     int32_t heads, layer;
-    int32_t window;          // tokens a row sees, its own included; 0: all
-    float scale, cap, eps;   // of scores, and their softcap or 0; of q_norm and k_norm
+    int32_t window;          // tokens that a row attends to, its own included; 0: all
+    float scale, cap, eps;   // scale and softcap (or 0) of scores; eps of q_norm and k_norm
     const float *cos, *sin;  // [max_context][head_size]
-    Norm q_norm, k_norm;     // of each head, or of all heads of a row together
-    int32_t row_norms;       // 1: of all heads together
+    Norm q_norm, k_norm;     // over each head, or over all heads of a row
+    int32_t row_norms;       // 1: over all heads of a row
     const float* sinks;      // [heads], a further score of each softmax with a value of 0; or null
 };
 
-// qkv [rows][(heads + 2 * kv_heads) * head_size] -> out [rows][2], q's and k's mean squares by
-// `ranks`: added up over so many ranks, those of all heads.
+// qkv [rows][(heads + 2 * kv_heads) * head_size] -> out [rows][2], mean squares of q and k divided by the
+// number of ranks, whose sum over ranks is that of all heads.
 void mean_squares(Team& team, const Activation* qkv, int rows, const AttentionShape& shape,
                   const Pool& pool, int ranks, float* out);
 
-// qkv as above: normalises and turns q in place, and writes k (normalised, turned) and v to the pool.
-// mean_squares [rows][2]: of q and k where they are normed with other ranks' heads; else null.
+// qkv as above: norms and rotates q in place, and writes k (normed, rotated) and v to the pool.
+// mean_squares [rows][2]: of q and k, where they are normed over all ranks' heads; else null.
 void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_spans,
                       const AttentionShape& shape, const Pool& pool, const float* mean_squares);
 
@@ -153,9 +151,7 @@ void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_sp
 void attend(Team& team, const Activation* qkv, const Span* spans, int num_spans,
             const AttentionShape& shape, const Pool& pool, Activation* out);
 
-// Where a sequence's KV lies in the pool, and how a step's rows are cut into pieces of work.
-
-// Positions next to each other in one block, from a multiple of RUN on.
+// Adjacent positions of one block, from a multiple of RUN on.
 constexpr int RUN = 16;
 
 enum Part { KEYS, VALUES };
@@ -182,7 +178,7 @@ struct PagedRows {
     // The row of a position that the table has a block for.
     char* at(int position) const { return block_of(position) + position % block_size * stride; }
 
-    // Its scale, where rows are int8; those of its block's next positions follow.
+    // The scale of a position's int8 row; those of its block's next positions follow.
     float* scale_at(int position) const {
         return (float*)(block_of(position) + block_size * stride) + position % block_size;
     }
@@ -193,24 +189,23 @@ struct PagedRows {
     }
 };
 
-// Some rows of a span, [first, first + count) of its own rows.
+// Rows [first, first + count) of a span, for some KV heads.
 struct Piece {
     const Span* span;
     int first;
     int count;
-    int first_head, kv_heads;  // KV heads
+    int first_head, kv_heads;
 };
 
-// All spans' rows in pieces of at most `rows`, each once for every `together` of the KV heads; the last
-// rows come first, because in causal attention they take longest. A cursor: it may skip pieces, but
-// not go back.
+// Divides all spans' rows into pieces of at most `rows` rows and `heads_per_piece` KV heads. The last
+// rows come first, because in causal attention they take longest. A cursor: indices must not decrease.
 class Pieces {
    public:
-    Pieces(const Span* spans, int num_spans, int rows, int kv_heads, int together)
+    Pieces(const Span* spans, int num_spans, int rows, int kv_heads, int heads_per_piece)
         : spans_(spans),
           rows_(rows),
-          together_(together),
-          times_(kv_heads / together),
+          heads_per_piece_(heads_per_piece),
+          times_(kv_heads / heads_per_piece),
           span_(num_spans) {
         for (int i = 0; i < num_spans; i++) total_ += pieces_of(spans[i]);
     }
@@ -226,15 +221,15 @@ class Pieces {
         const Span& span = spans_[span_];
         const int from_end = (index - begin_) / times_;
         const int first = (pieces_of(span) - 1 - from_end) * rows_;
-        const int first_head = (index - begin_) % times_ * together_;
-        return Piece{&span, first, std::min(rows_, span.count - first), first_head, together_};
+        const int first_head = (index - begin_) % times_ * heads_per_piece_;
+        return Piece{&span, first, std::min(rows_, span.count - first), first_head, heads_per_piece_};
     }
 
    private:
     int pieces_of(const Span& span) const { return parts(span.count, rows_); }
 
     const Span* spans_;
-    const int rows_, together_, times_;
+    const int rows_, heads_per_piece_, times_;
     int span_, total_ = 0;
     int begin_ = 0, end_ = 0;  // indices of the current span's pieces
 };

@@ -1,4 +1,4 @@
-// A tile of keys and values: packed for `multiply`, or taken from the pool as it is multiplied.
+// A tile of keys and values: packed for `multiply`, or read from the pool while it is multiplied.
 #pragma once
 
 #include "kernels.h"
@@ -6,8 +6,6 @@
 namespace baton {
 
 constexpr int TILE_KEYS = 64;
-
-// First, how rows are brought into the order that products read: neighbours in depth side by side.
 
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
 typedef uint64_t WordPairs __attribute__((vector_size(REGISTER)));
@@ -58,11 +56,11 @@ inline Words widen_byte(Words words, int byte) {
     return (Words)__builtin_convertvector(whole, Floats);
 }
 
-// What keys, values, queries and weights are multiplied as.
+// The type that keys, values, queries and weights are multiplied in.
 typedef Operand<Activation> Factor;
 
-// Words of a type of row as factors: work(i, vector) of each GROUP neighbours in depth, of which a
-// word of four int8 holds several.
+// Words of a row as factors: calls work(i, vector) for each GROUP neighbours in depth, of which a word of
+// four int8 holds several.
 template <class Row, class Work>
 inline void widened(Words words, const Work& work) {
     if constexpr (std::is_same_v<Row, Factor>) {
@@ -70,7 +68,7 @@ inline void widened(Words words, const Work& work) {
     } else if constexpr (std::is_same_v<Row, bf16>) {
         for (int i = 0; i < 2; i++) work(i, (Words)Lanes<bf16>::right((bf16*)&words, i));
     } else if constexpr (sizeof(Factor) == 2) {
-        for (int i = 0; i < 2; i++)  // a bf16 holds an int8 exactly, in the upper half of its float
+        for (int i = 0; i < 2; i++)  // bf16, the upper half of a float, holds int8 exactly
             work(i, widen_byte(words, 2 * i) >> 16 | widen_byte(words, 2 * i + 1));
     } else {
         for (int i = 0; i < 4; i++) work(i, widen_byte(words, i));
@@ -92,7 +90,7 @@ inline f32x16 load_floats(const int8_t* from) {
     return __builtin_convertvector(whole, f32x16);
 }
 
-// 16 * VECTORS columns of as many rows as neighbours in depth lie side by side, as factors.
+// 16 * VECTORS columns of GROUP rows as factors.
 template <int VECTORS, class Row>
 inline void take_columns(const char* row, size_t stride, Words (&to)[VECTORS * LANES / WORDS]) {
     int v = 0;
@@ -124,8 +122,7 @@ struct HeadRows {
     int end;
 };
 
-// Brings rows that are needed soon into the cache, some lines whenever there is time: all at once
-// they would wait for each other, and the arithmetic for them.
+// Prefetches rows that are needed soon, some lines at a time: all at once would delay the arithmetic.
 class Prefetcher {
    public:
     void clear() { *this = Prefetcher(); }
@@ -157,23 +154,23 @@ class Prefetcher {
     int added_ = 0, begun_ = 0;
 };
 
-// The 64 keys from a multiple of 64 on; those behind a sequence's end are zeros.
+// 64 keys and values from a multiple of 64 on; zeros past a sequence's end.
 class KeyTile {
    public:
     static constexpr int GROUP = Product<Factor>::GROUP;
 
     alignas(64) Factor keys[MAX_HEAD_SIZE * TILE_KEYS];    // [head_size / GROUP][keys][GROUP]
     alignas(64) Factor values[TILE_KEYS * MAX_HEAD_SIZE];  // [keys / GROUP][head_size][GROUP]
-    alignas(64) float key_scales[TILE_KEYS];                // what scores are to be multiplied by
-    alignas(64) float value_scales[TILE_KEYS];              // and weights
-    Prefetcher prefetcher;                                  // of the tile that comes next
+    alignas(64) float key_scales[TILE_KEYS];                // multiply scores
+    alignas(64) float value_scales[TILE_KEYS];              // multiply weights
+    Prefetcher prefetcher;                                  // of the next tile
 
     KeyTile(int head_size, bool int8, float scale) : size_(head_size), int8_(int8), scale_(scale) {
         std::fill_n(key_scales, TILE_KEYS, scale);
         std::fill_n(value_scales, TILE_KEYS, 1.0f);
     }
 
-    // Begins with the tile from `first` on, and to fetch that of `next` from `next_first` on.
+    // Begins the tile from `first` on, and prefetching that of `next` from `next_first` on.
     void begin(const HeadRows& rows, int first, const HeadRows& next, int next_first) {
         prefetch(next, next_first);
         stride_ = rows.keys.stride;
@@ -181,7 +178,7 @@ class KeyTile {
         for (int i = 0; i < runs_; i++) {
             key_runs_[i] = rows.keys.at(first + i * RUN);
             value_runs_[i] = rows.values.at(first + i * RUN);
-            if (int8_) take_scales(rows, first + i * RUN, i * RUN);
+            if (int8_) load_scales(rows, first + i * RUN, i * RUN);
         }
     }
 
@@ -196,15 +193,14 @@ class KeyTile {
         for (int i = runs_; i < TILE_KEYS / RUN; i++) clear(i * RUN);
     }
 
-    // Scores of few queries [ROWS][head_size], read from the pool without packing, which pays for
-    // many queries alone. The same to the bit as from `keys`.
+    // Scores of few queries [ROWS][head_size] with keys read from the pool: packing pays only for many
+    // queries. Bit-equal to those with packed keys.
     template <int ROWS>
     void score(const Factor* queries, float (&scores)[ROWS][TILE_KEYS]) {
         by_row([&](auto row) { this->template score_runs<ROWS, decltype(row)>(queries, scores); });
     }
 
-    // The same for sums [ROWS][head_size]: what is there times each row's correction, plus weights times
-    // values.
+    // sums [ROWS][head_size] = sums * each row's correction + weights times values, read from the pool.
     template <int ROWS>
     void add_values(const Factor (&weights)[ROWS][TILE_KEYS], const float* corrections, float* sums) {
         constexpr int VECTORS = std::min(tile_vectors(ROWS), std::max(1, 24 / ROWS));
@@ -223,11 +219,11 @@ class KeyTile {
         for (const PagedRows* rows : {&next.keys, &next.values})  // in the order of their use
             for (int key = first; key < std::min(next.end, first + TILE_KEYS); key += RUN) {
                 prefetcher.add(rows->at(key), bytes);
-                if (int8_) __builtin_prefetch(rows->scale_at(key));  // a run's are a line
+                if (int8_) __builtin_prefetch(rows->scale_at(key));  // a run's scales are one line
             }
     }
 
-    // Calls work with a value of the type that rows have.
+    // Calls work with a value of the rows' type.
     template <class Work>
     void by_row(const Work& work) const {
         if (int8_)
@@ -236,7 +232,7 @@ class KeyTile {
             work(Activation{});
     }
 
-    void take_scales(const HeadRows& rows, int first, int run) {
+    void load_scales(const HeadRows& rows, int first, int run) {
         static_assert(RUN == LANES);
         store(key_scales + run, load<f32x16>(rows.keys.scale_at(first)) * scale_);
         store(value_scales + run, load<f32x16>(rows.values.scale_at(first)));
@@ -245,7 +241,7 @@ class KeyTile {
     // Calls work(depth, factors) along the depth of WORDS keys.
     template <class Row, class Work>
     void walk_keys(const char* rows, const Work& work) {
-        constexpr int PER_WORD = sizeof(uint32_t) / sizeof(Row);  // an int8 word becomes several
+        constexpr int PER_WORD = sizeof(uint32_t) / sizeof(Row);  // an int8 word becomes several words
         for (int i = 0; i < size_; i += 4 * PER_WORD) {
             prefetcher.fetch(4);
             Words columns[4];
@@ -329,7 +325,7 @@ class KeyTile {
     const int size_;
     const bool int8_;
     const float scale_;
-    // Where the tile's rows lie.
+    // Addresses of the tile's rows.
     const char *key_runs_[TILE_KEYS / RUN], *value_runs_[TILE_KEYS / RUN];
     size_t stride_;
     int runs_;

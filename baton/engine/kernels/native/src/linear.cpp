@@ -1,47 +1,47 @@
-// Products of dense and int8 weights, packed into panels, with rows of activations.
+// Products with dense and int8 weights, packed into panels.
 #include "panels.h"
 
 namespace baton {
 namespace {
 
-constexpr int GROUP_LINES = PANEL * 4 / LINE;  // of one group of a panel
+constexpr int GROUP_LINES = PANEL * 4 / LINE;  // lines of one group of a panel
 
-// A product of few rows waits for memory, one of many for the multipliers. In between, weights must
-// arrive while all rows go through those that are here. So the depth is cut into chunks, and while
-// one is in use the next is fetched: into a corner of the first-level cache where there are few
-// rows, otherwise as long as the second-level cache allows, for sums are kept between chunks.
+// A product of few rows is bound by memory, one of many rows by arithmetic. In between, the next weights
+// must arrive while all rows are multiplied with the present ones. So the depth is cut into chunks, and
+// the next chunk is prefetched: a short one, for the first-level cache, with few rows; otherwise as long
+// as the second-level cache allows, because sums are stored between chunks.
 constexpr int MANY_ROWS = 3 * TILE_ROWS + 1;
 #ifdef __AVX512F__
-constexpr int SHORT_CHUNK = 64, LONG_CHUNK = 1024;  // groups, of 256 bytes of weights
-constexpr int LONE_ROWS = 2;  // so few need no help: the memory's own look-ahead is fast enough
+constexpr int SHORT_CHUNK = 64, LONG_CHUNK = 1024;  // in groups of 256 bytes of weights
+constexpr int LONE_ROWS = 2;  // at most so many need no prefetch: the hardware's suffices
 #else
-// Narrow tiles go through a panel several times, in steps that look-ahead does not recognise.
+// Narrow tiles read a panel several times, in steps that hardware prefetch does not recognise.
 constexpr int SHORT_CHUNK = 64, LONG_CHUNK = 64;
 constexpr int LONE_ROWS = 0;
 #endif
 
-// Where tiles are narrow, or weights narrower than what they are multiplied as, this many rows or more
-// go through weights that have been widened and laid out in the order of the tiles, a chunk at a time.
+// Where tiles are narrow, or weights narrower than the type they are multiplied in, products of
+// WIDENED_ROWS rows or more widen a chunk of weights first and lay it out in the order of tiles.
 template <class Weight>
 constexpr bool WIDENS = REGISTER < 64 || !std::is_same_v<Operand<Weight>, Weight>;
 constexpr int WIDENED_ROWS = 9;
-constexpr int WIDENED_STEPS = 256;  // a chunk's depth, of 32 bits a column
+constexpr int WIDENED_STEPS = 256;  // depth of a chunk, in 32 bits a column
 
-// The left operand of a product: activations as they are, or quantised.
+// The left operand of a product: activations, or quantised activations.
 template <class Weight>
 struct Left {
     const typename Product<Weight>::Left* rows;
-    size_t stride;        // elements from row to row
-    const float* scales;  // int8: of each row
+    size_t stride;        // elements between rows
+    const float* scales;  // int8: one for each row
 };
 
-// Part of the depth, which all rows of a block go through before the next.
+// A part of the depth, processed for all rows of a block before the next.
 struct Chunk {
     int first, groups;
-    bool ends;  // the depth
+    bool ends;  // whether it is the last
 };
 
-// Makes outputs of the sums of sixteen columns.
+// Converts the sums of sixteen columns to outputs.
 struct Finish {
     f32x16 bias{}, scales{};
     i32x16 offsets{};
@@ -58,7 +58,7 @@ struct Finish {
     }
 };
 
-// Sixty-four columns of the weights, and a block of rows to go through them.
+// The product of 64 columns of the weights with a block of rows.
 template <class Weight>
 struct Panel {
     typedef Product<Weight> P;
@@ -67,14 +67,14 @@ struct Panel {
     const Linear& weights;
     const Left<Weight>& left;
     const Weight* b;
-    int column;      // its first
+    int column;      // first column
     int begin, end;  // rows
     Results y;
-    Sum (*kept)[PANEL / LANES];  // sums between chunks, of each row of the block
-    Operand<Weight>* widened;    // room for a chunk
+    Sum (*kept)[PANEL / LANES];  // partial sums of each row of the block
+    Operand<Weight>* widened;    // scratch for a chunk
 
-    // All rows, in tiles of nearly equal height.
-    void take(const Chunk& chunk, const Weight* next) const {
+    // Multiplies a chunk with all rows, in tiles of nearly equal height.
+    void run(const Chunk& chunk, const Weight* next) const {
         const int tiles = parts(end - begin, DIRECT_ROWS<Weight>);
         const int passes = tiles * (PANEL / LANES / tile_vectors(parts(end - begin, tiles)));
         const int lines = end - begin > LONE_ROWS ? parts(GROUP_LINES, passes) : 0;
@@ -89,8 +89,9 @@ struct Panel {
         });
     }
 
-    // The same by way of `widened`. Tiles one below the other share columns, which stay in the cache.
-    void take_widened(const Chunk& chunk, const Weight* next) const {
+    // `run` over a widened copy of the chunk. Tiles of the same columns run one after the other, so that
+    // the columns stay in the cache.
+    void run_widened(const Chunk& chunk, const Weight* next) const {
         widen(chunk);
         const size_t bytes = size_t(chunk.groups) * GROUP_LINES * LINE;
         Fetch fetch{(const char*)next, (const char*)next + bytes, 1};
@@ -142,7 +143,7 @@ struct Panel {
             for (int v = 0; v < VECTORS; v++) kept[row - begin + r][vector + v] = sums[r][v];
     }
 
-    // A last group that is not full: what follows the row in memory may be anything, a NaN too.
+    // Adds a last group that is not full: memory after the row may hold anything, also a NaN.
     template <int ROWS, int VECTORS>
     void add_rest(const Weight* a, const Weight* from, int groups, Sum (&sums)[ROWS][VECTORS]) const {
         Weight padded[ROWS * P::GROUP] = {};
@@ -152,8 +153,8 @@ struct Panel {
         multiply(padded, P::GROUP, from + size_t(groups) * PANEL * P::GROUP, 0, 1, sums);
     }
 
-    // Sixteen columns of a tile; its rows' sums lie `step` apart. Not inlined for every tile: that would
-    // be half of the compiler's time, and no faster.
+    // Writes sixteen columns of a tile, whose rows' sums lie `step` apart. Not inlined: inlining doubles
+    // the compile time and is no faster.
     [[gnu::noinline]] void finish(const Sum* sums, int step, int row, int rows, int first) const {
         const int count = weights.out - first;
         if (count <= 0) return;
@@ -185,7 +186,7 @@ void product(Team& team, const Left<Weight>& left, int rows, const Linear& weigh
         alignas(64) uint32_t widened[WIDENS<Weight> ? WIDENED_STEPS * PANEL : 1];
         const int begin = i / panels * block, end = begin + block < rows ? begin + block : rows;
         const Weight* b = (const Weight*)weights.packed + i % panels * panel_size;
-        const Weight* following = b + team.threads() * panel_size;  // most likely this thread's
+        const Weight* following = b + team.threads() * panel_size;  // most likely this thread's next
         const Panel<Weight> panel{weights, left, b, i % panels * PANEL,       begin,
                                   end,     y,    kept, (Operand<Weight>*)widened};
         for (int first = 0; first == 0 || first < whole; first += groups) {
@@ -195,21 +196,21 @@ void product(Team& team, const Left<Weight>& left, int rows, const Linear& weigh
             const Chunk chunk{first, now, ends};
             if constexpr (WIDENS<Weight>)
                 if (block >= WIDENED_ROWS) {
-                    panel.take_widened(chunk, ends ? following : next);
+                    panel.run_widened(chunk, ends ? following : next);
                     continue;
                 }
-            panel.take(chunk, ends ? following : next);
+            panel.run(chunk, ends ? following : next);
         }
     });
 }
 
-// Elements of a left operand's row in scratch memory: whole groups.
+// Elements of a left operand's row in scratch memory, a multiple of the group.
 template <class Weight>
 inline size_t scratch_stride(int in) {
     return size_t(parts(in, Product<Weight>::GROUP)) * Product<Weight>::GROUP;
 }
 
-// Rows as the left operand of weights of their own type.
+// Rows as the left operand of weights of the same type.
 template <class Element>
 Left<Element> widened(Team& team, const Element* x, int rows, int in, void* scratch) {
     if constexpr (std::is_same_v<Operand<Element>, Element>) {
@@ -236,7 +237,7 @@ inline void store_bytes(int16_t* to, u8x16 bytes, int count) {  // 0 and 2 of ea
     store_some(to, (fours & 0xff00ff) | (fours << 24 & 0xff00ff00000000), count);
 }
 
-// One row as bytes 128 + q, where x is about q times the scale that is returned.
+// Writes one row as bytes 128 + q, where x is about q times the returned scale.
 template <class Left>
 float quantize(const Activation* x, int size, Left* to, int stride) {
     const Units units(x, size);
@@ -250,7 +251,7 @@ float quantize(const Activation* x, int size, Left* to, int stride) {
 }  // namespace
 
 size_t linear_scratch(const Linear& weights, int rows) {
-    if (weights.group) return grouped_scratch(weights, rows);
+    if (weights.group) return group_scaled_scratch(weights, rows);
     if (weights.scales)
         return rows * (scratch_stride<int8_t>(weights.in) * sizeof(Int8Operand) + sizeof(float));
     if (std::is_same_v<Operand<Activation>, Activation>) return 0;
@@ -262,8 +263,8 @@ void linear(Team& team, const Activation* x, int rows, const Linear& weights, Ou
             void* scratch) {
     const Results y{to, std::is_same_v<Output, float>};
     const size_t in = weights.in;
-    if (weights.group) return grouped_linear(team, x, rows, weights, y, scratch);
-    Linear padded = weights;  // to whole groups, as the weights are and rows in scratch memory
+    if (weights.group) return group_scaled_linear(team, x, rows, weights, y, scratch);
+    Linear padded = weights;  // to whole groups, as weights and rows in scratch memory are
     if (!weights.scales) {
         const Left<Activation> left = widened(team, x, rows, weights.in, scratch);
         padded.in = int(left.stride);

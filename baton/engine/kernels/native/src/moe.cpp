@@ -1,5 +1,5 @@
-// A mixture of experts: which ones rows take, and the sum of what those make of them. Between the
-// two each expert is multiplied with the rows that take it, brought together.
+// Mixture of experts: routing, gathering each expert's rows, and the weighted sum of the outputs. The
+// products in between are in forward.cpp.
 #include <cmath>
 
 #include "kernels.h"
@@ -32,7 +32,7 @@ void route(Team& team, const float* scores, int rows, int experts, int per_token
         std::fill_n(to.first, experts + 1, 0);
         for (int i = 0; i < slots; i++) to.first[to.taken[i] + 1]++;
         for (int i = 0; i < experts; i++) to.first[i + 1] += to.first[i];
-        // Counts up to the next expert's first, and back.
+        // `first` is used as a counter, which ends at the next expert's first place, and restored.
         for (int i = 0; i < slots; i++) to.place[i] = to.first[to.taken[i]]++;
         for (int i = experts; i > 0; i--) to.first[i] = to.first[i - 1];
         to.first[0] = 0;

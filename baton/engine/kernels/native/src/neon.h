@@ -1,7 +1,7 @@
-// What 64-bit ARM has in place of the intrinsics that the kernels take from x86.
+// 64-bit ARM's equivalents of the x86 intrinsics in the kernels.
 //
-// All else is in GCC's vector extensions, which become NEON's registers. No ARM CPU has run this yet:
-// it was compiled and compared with AVX2's results in an emulator.
+// All else is in GCC's vector extensions. Not yet run on an ARM CPU: its results were compared with
+// AVX2's in an emulator.
 #pragma once
 
 #include <arm_neon.h>
@@ -15,7 +15,7 @@ typedef uint32_t u32x4 __attribute__((vector_size(16)));
 typedef int32_t i32x4 __attribute__((vector_size(16)));
 typedef float f32x4 __attribute__((vector_size(16)));
 
-// Products of pairs of int16, added up.
+// Sums of products of pairs of int16.
 inline i32x4 dot_int16(i16x8 a, i16x8 b) {
     return vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b));
 }

@@ -1,20 +1,20 @@
-// How products go through the panels of packed weights, whatever these are made of.
+// Tiling, prefetching and writing of products with packed weights of any format.
 #pragma once
 
 #include "kernels.h"
 
 namespace baton {
 
-constexpr int LINE = 64;  // bytes that memory delivers together
+constexpr int LINE = 64;  // bytes of a cache line
 
-// Rows of a tile that takes its columns from the weights themselves: their parts need registers.
+// Rows of a tile that reads packed weights directly: unpacking them needs registers.
 template <class Weight>
 constexpr int DIRECT_ROWS = REGISTER == 32 && Lanes<Weight>::PARTS > 1 ? 4 : TILE_ROWS;
 
-// Rows that go through a panel together: the sums of more would not stay in the cache.
+// Rows that are multiplied with a panel at a time: the sums of more would not stay in the cache.
 constexpr int BLOCK = 48 * TILE_ROWS;
 constexpr int SMALL_BLOCK = 8 * TILE_ROWS;
-constexpr int PIECES_PER_THREAD = 8;  // at least, so that all threads end at nearly the same time
+constexpr int PIECES_PER_THREAD = 8;  // at least, so that threads end at nearly the same time
 
 inline int block_rows(int rows, int panels, int threads) {
     const int wanted = threads > 1 ? parts(PIECES_PER_THREAD * threads, panels) : 1;
@@ -23,7 +23,7 @@ inline int block_rows(int rows, int panels, int threads) {
     return parts(rows, blocks > needed ? blocks : needed);
 }
 
-// Fetches some lines of the next weights a group, while a product is computed from others.
+// Prefetches some lines of the next weights for each group that is multiplied.
 struct Fetch {
     const char* from;
     const char* end;
@@ -38,7 +38,7 @@ struct Fetch {
     }
 };
 
-// Sixteen of a row's results, or as many as there are columns left.
+// Writes the first `count` of sixteen results of a row.
 inline void write(Results y, size_t at, f32x16 result, int count) {
     if (y.floats)
         store_floats((float*)y.rows + at, result, count);

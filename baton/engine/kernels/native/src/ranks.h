@@ -1,5 +1,4 @@
-// Sums and gathers over the processes ("ranks") that compute one model together, through memory that
-// they share.
+// All-reduce and gather over the processes ("ranks") of one model, through shared memory.
 #pragma once
 
 #include <linux/futex.h>
@@ -14,18 +13,18 @@
 
 namespace baton {
 
-constexpr size_t EXCHANGE_BYTES = 4 << 20;  // of one rank at a time
+constexpr size_t EXCHANGE_BYTES = 4 << 20;  // of one rank, exchanged at a time
 
-// Shared by all ranks, zero at first. Behind it lie two buffers, used in turns, with a place for each
+// Shared by all ranks, initially zero. Two buffers follow it, used alternately, with a place for each
 // rank: when one is written again, every rank has read it. Mirrored by baton/engine/ranks.py.
 struct alignas(64) Exchange {
     std::atomic<uint32_t> arrived, round, aborted;
-    uint32_t timeout_ms;  // a rank that is so late counts as hung
-    uint64_t took_ns;     // what all exchanges took so far, on the first rank
+    uint32_t timeout_ms;  // after which a rank counts as hung
+    uint64_t total_ns;     // total duration of exchanges, on rank 0
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
-// One rank's, or none: `exchange` is null where there is one rank only.
+// This rank; `exchange` is null where there is one rank only.
 struct Ranks {
     Exchange* exchange;
     int32_t rank, count;
@@ -33,32 +32,32 @@ struct Ranks {
 
 class Exchanges {
    public:
-    // All ranks begin at the same turn: none can be ahead of one that has not come yet.
+    // All ranks begin at the same turn, because none can be ahead of one that has not arrived.
     Exchanges(Team& team, const Ranks& ranks)
         : team_(team),
           ranks_(ranks),
           turn_(ranks.exchange ? ranks.exchange->round.load(std::memory_order_acquire) : 0) {}
 
-    // x [count] of every rank added up in the order of ranks, on all of them: the same bits.
+    // Adds x [count] of all ranks in the order of ranks: the same bits on all of them.
     template <class Element>
-    void sum(Element* x, size_t count) {
+    void all_reduce(Element* x, size_t count) {
         if (!ranks_.exchange) return;
         const uint64_t began = now_ns();
         const size_t most = EXCHANGE_BYTES / sizeof(Element);
         for (size_t first = 0; first < count; first += most)
-            sum_piece(x + first, std::min(most, count - first));
-        took(began);
+            reduce_piece(x + first, std::min(most, count - first));
+        add_time(began);
     }
 
-    // Returns when every rank has come so far: what it wrote into the pool is there.
+    // Returns when every rank has called it and written its KV to the pool.
     void finish() {
         if (!ranks_.exchange) return;
         meet();
         turn_++;
     }
 
-    // part [rows][columns of each rank] -> whole [rows][columns] on rank 0. Rank r has the columns
-    // from r * columns / ranks on.
+    // part [rows][columns of the rank] -> whole [rows][columns] on rank 0. Rank r has the columns from
+    // r * columns / ranks on.
     void gather(const float* part, int rows, int columns, float* whole) {
         const auto first = [&](int rank) { return size_t(columns) * rank / ranks_.count; };
         const size_t mine = first(ranks_.rank + 1) - first(ranks_.rank);
@@ -85,7 +84,7 @@ class Exchanges {
                 });
             turn_++;
         }
-        took(began);
+        add_time(began);
     }
 
    private:
@@ -95,14 +94,14 @@ class Exchanges {
         return now.tv_sec * uint64_t(1'000'000'000) + now.tv_nsec;
     }
 
-    void took(uint64_t began) {
-        if (team_.thread == 0 && ranks_.rank == 0) ranks_.exchange->took_ns += now_ns() - began;
+    void add_time(uint64_t began) {
+        if (team_.thread == 0 && ranks_.rank == 0) ranks_.exchange->total_ns += now_ns() - began;
     }
 
-    static constexpr int CHUNK = 4096;  // elements that a thread adds up at a time
+    static constexpr int CHUNK = 4096;  // elements that a thread adds at a time
 
     template <class Element>
-    void sum_piece(Element* x, size_t count) {
+    void reduce_piece(Element* x, size_t count) {
         Element* mine = (Element*)place(ranks_.rank);
         const int chunks = int((count + CHUNK - 1) / CHUNK);
         team_.share(chunks, [&](int i) {
@@ -123,13 +122,13 @@ class Exchanges {
         turn_++;
     }
 
-    // Where a rank puts what it gives in this turn.
+    // A rank's place in the buffer of this turn.
     char* place(int rank) const {
         char* begin = (char*)(ranks_.exchange + 1);
         return begin + (size_t(turn_ % 2) * ranks_.count + rank) * EXCHANGE_BYTES;
     }
 
-    // Returns when every rank has given what it gives, or one has failed.
+    // Returns when every rank has written its data, or one has failed.
     void meet() {
         team_.barrier();
         if (team_.thread == 0) wait();
@@ -151,7 +150,7 @@ class Exchanges {
             if (is_over()) return;
             _mm_pause();
         }
-        // Who aborts does not wake anyone.
+        // A rank that aborts does not wake others, so waits are short.
         const timespec nap{0, NAP_MS * 1'000'000};
         const uint64_t began = now_ns(), most = all.timeout_ms * uint64_t(1'000'000);
         while (now_ns() - began < most) {  // a signal ends a nap
@@ -166,7 +165,7 @@ class Exchanges {
 
     Team& team_;
     const Ranks& ranks_;
-    uint32_t turn_;  // the exchange that comes next
+    uint32_t turn_;  // number of the next exchange
 };
 
 }  // namespace baton

@@ -1,4 +1,4 @@
-// What happens to rows one by one: norms, the gate, rotary embedding and the writing of K and V.
+// Operations on rows: embedding, norms, the gate, rotary embedding and writing K and V.
 #include <cmath>
 
 #include "kernels.h"
@@ -12,7 +12,7 @@ inline f32x16 rounded(f32x16 value, const float*) { return value; }
 
 inline f32x16 rounded(f32x16 value, const bf16*) { return widen_bf16(round_bf16(value)); }
 
-// A row scaled to unit mean square, times weight; rounded where `rms_norm` of decoder.py does.
+// RMS norm of a row, rounded where `rms_norm` of kernels/torch/rows.py rounds.
 inline void normalise(const Activation* row, f32x16 squares, Norm norm, float eps, int size,
                       Activation* out) {
     const float factor = 1.0f / std::sqrt(sum(squares) / float(size) + eps);
@@ -28,7 +28,7 @@ inline void normalise(const Activation* row, f32x16 squares, Norm norm, float ep
         weigh((const Activation*)norm.weight, row);
 }
 
-// Turns each pair (d, d + size / 2) of a head by its angle.
+// Rotates each pair (d, d + size / 2) of a head by its angle.
 void turn(Activation* head, const float* cos, const float* sin, int size) {
     const int half = size / 2;
     for (int i = 0; i < half; i += LANES) {
@@ -40,7 +40,7 @@ void turn(Activation* head, const float* cos, const float* sin, int size) {
     }
 }
 
-// A head as int8, and the float that one unit stands for.
+// Quantises a head to int8; *scale is the value of one unit.
 void quantise(const Activation* head, int size, char* row, float* scale) {
     const Units units(head, size);
     for (int i = 0; i < size; i += LANES)
@@ -57,8 +57,8 @@ f32x16 squares_of(const Activation* x, int size) {
     return squares;
 }
 
-// Queries or keys of a row, each head or all of them together, in place. mean_square: of all ranks'
-// heads, or null.
+// Norms queries or keys of a row in place, over each head or over all heads. mean_square: over all
+// ranks' heads, or null.
 void norm_heads(Activation* heads, int count, int size, Norm norm, const AttentionShape& shape,
                 const float* mean_square) {
     if (!norm.weight) return;
@@ -70,7 +70,7 @@ void norm_heads(Activation* heads, int count, int size, Norm norm, const Attenti
     }
 }
 
-// One row of the batch: `heads` [q of all heads, k, v], at a position of the sequence of `table`.
+// Norms, rotates and stores one row, `heads` [q of all heads, k, v], at a position of its sequence.
 void rotate_row(Activation* heads, int position, const int32_t* table, const AttentionShape& shape,
                 const Pool& pool, const float* mean_squares) {
     const int size = pool.head_size, turned = shape.heads + pool.kv_heads;

@@ -1,7 +1,7 @@
-// Sixteen lanes of float, bf16 pairs or int8 quads, and the one product tile everything is built on.
+// Vectors of sixteen lanes (float, bf16 pairs or int8 quads), and the product tile of all kernels.
 //
 // Written in GCC's vector extensions, which become registers of AVX-512, AVX2 or NEON, with intrinsics
-// where an instruction has no other name.
+// where an instruction has no other expression.
 #pragma once
 
 #ifdef __aarch64__
@@ -64,8 +64,8 @@ struct RegisterOf {
     typedef Element type __attribute__((vector_size(REGISTER)));
 };
 
-// work(vectors...) of sixteen lanes, register by register: comparisons of wider vectors the compiler
-// takes apart lane by lane.
+// work(vectors...) of sixteen lanes, register by register: the compiler splits comparisons of wider
+// vectors lane by lane.
 template <class Work, class... Vectors>
 inline f32x16 by_registers(const Work& work, Vectors... vectors) {
 #ifdef __AVX512F__
@@ -211,8 +211,8 @@ inline float largest_magnitude(const auto* from, int size) {
     return largest(peak);
 }
 
-// How a row becomes whole numbers of 127 at most: what its elements are multiplied by, and what one
-// unit stands for. The formula of weights/quantize.py.
+// Quantisation of a row to integers up to 127: the factor of its elements, and the value of one unit. The
+// formula of kernels/torch/row_quantization.py.
 struct Units {
     float inverse, scale;
 
@@ -223,7 +223,7 @@ struct Units {
     }
 };
 
-// What elements of one type are multiplied as: themselves where an instruction takes a group of them.
+// The type that elements are multiplied in: their own where an instruction multiplies groups of them.
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 typedef bf16 Bf16Operand;
 #else
@@ -240,8 +240,8 @@ using Operand = std::conditional_t<
     std::conditional_t<std::is_same_v<Element, int8_t>, Int8Operand, Element>>;
 
 // How elements of one type are multiplied: `GROUP` neighbours along the depth in one 32-bit lane, which
-// are `WIDTH` elements. The left operand is widened beforehand; of int8 it is an int8 plus 128: what
-// that adds is taken off by the caller.
+// are `WIDTH` elements. The left operand is widened beforehand; that of int8 has 128 added, which the
+// caller subtracts from the sums.
 template <class Element>
 struct Product {
     static constexpr int GROUP = 4 / sizeof(Element), WIDTH = GROUP;
@@ -249,8 +249,8 @@ struct Product {
     typedef std::conditional_t<std::is_integral_v<Element>, i32x16, f32x16> Sum;
 };
 
-// The CPU's own registers. Without AVX-512 products are taken in these, of eight lanes: the compiler
-// would keep vectors of sixteen in memory.
+// Vectors of the CPU's register size, in which products are computed: without AVX-512 the compiler would
+// keep vectors of sixteen lanes in memory.
 #ifdef __AVX512F__
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;  // the largest tile whose sums stay in 24 of 32
 constexpr int tile_vectors(int) { return TILE_VECTORS; }  // how wide a tile of so many rows is
@@ -273,13 +273,13 @@ inline Words repeat(const void* from) {
 #if defined(__AVX512F__) || defined(__aarch64__)
     return Words{} + load<uint32_t>((const char*)from);
 #else
-    // Of the plain form the compiler makes arithmetic on scalars, which is slower.
+    // The compiler would make slower scalar arithmetic of the plain form.
     return (Words)_mm256_broadcastd_epi32(_mm_loadu_si32(from));
 #endif
 }
 
-// How groups are multiplied in registers. Where the left operand is wider, so are they: they are taken
-// in two parts, each of 32 bits a lane.
+// How groups are multiplied in registers. Where the left operand is wider, they are widened in two parts,
+// each of 32 bits a lane.
 template <class Element>
 struct Lanes {  // float
     static constexpr int PARTS = 1;
@@ -366,8 +366,8 @@ struct Nothing {
 //
 // a: ROWS rows of elements, `a_stride` elements apart · b: packed `[groups][columns][WIDTH]`, the
 // 16 * VECTORS columns of one group next to each other, groups `b_stride` elements apart ·
-// meanwhile: called once a group, to fetch what is needed next.
-// A sum depends on its own row and column alone, and is always added up in the same order.
+// meanwhile: called once a group, to prefetch.
+// A sum depends on its own row and column only, and is always added in the same order.
 template <int ROWS, int VECTORS, class Element, class Meanwhile = Nothing>
 inline void multiply(const typename Product<Element>::Left* a, size_t a_stride, const Element* b,
                      size_t b_stride, int groups,
@@ -377,7 +377,7 @@ inline void multiply(const typename Product<Element>::Left* a, size_t a_stride, 
     constexpr int GROUP = Product<Element>::GROUP, WIDTH = Product<Element>::WIDTH;
     constexpr int REGISTERS = VECTORS * LANES / WORDS;
     typename L::Sum held[ROWS][REGISTERS];
-    // Not as a whole: they would stay in memory.
+    // Register by register, because whole vectors would stay in memory.
     const auto at = [&](int r, int v) { return (int32_t*)sums[r] + v * WORDS; };
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < REGISTERS; v++) held[r][v] = load<typename L::Sum>(at(r, v));
@@ -409,8 +409,8 @@ inline void with_constant(int size, const Work& work) {
     }
 }
 
-// Calls work(size, first) for all of [first, end) in as few parts as a size of MAX allows, all
-// about equal; `size` is a constant.
+// Calls work(size, first) for parts of [first, end): as few as a size of MAX allows, about equal; `size`
+// is a constant.
 template <int MAX, class Work>
 inline void in_parts(int first, int end, const Work& work) {
     for (int left = parts(end - first, MAX); left; left--) {

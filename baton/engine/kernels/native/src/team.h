@@ -1,4 +1,4 @@
-// The threads that compute one step together.
+// The threads of a step.
 #pragma once
 
 #include <omp.h>
@@ -9,10 +9,10 @@
 
 namespace baton {
 
-// One per thread; every thread calls the same things in the same order.
+// One object for each thread; all threads make the same calls in the same order.
 class Team {
    public:
-    // What the threads of a team share; lives as long as they work.
+    // State shared by the threads of a team.
     struct Shared {
         std::atomic<int> arrived{0};
         std::atomic<unsigned> round{0};
@@ -25,8 +25,8 @@ class Team {
     const int thread;
     int threads() const { return threads_; }
 
-    // Calls work(i) for every i below count, each on whichever thread is free, and returns when all
-    // have been done. A thread that the machine holds up delays the others by one piece at most.
+    // Calls work(i) for every i below count, each on a free thread, and returns when all calls have. A
+    // descheduled thread delays the others by one call at most.
     template <class Work>
     void share(int count, const Work& work) {
         if (threads_ == 1) {
@@ -40,7 +40,7 @@ class Team {
         barrier();
     }
 
-    // Returns when every thread has come here.
+    // Returns when every thread has called it.
     void barrier() {
         if (threads_ == 1) return;
         const unsigned round = shared_.round.load(std::memory_order_relaxed);
@@ -54,19 +54,18 @@ class Team {
             if (shared_.round.load(std::memory_order_acquire) != round) return;
             _mm_pause();
         }
-        // Another process has the core that a slower thread needs: give this one up.
+        // Another process may have the core of a slower thread: sleep, to free this one.
         shared_.round.wait(round, std::memory_order_acquire);
     }
 
    private:
-    static constexpr int SPINS = 4096;  // some 50 microseconds, longer than most waits
+    static constexpr int SPINS = 4096;  // about 50 microseconds, longer than most waits
     const int threads_;
     Shared& shared_;
     unsigned turn_ = 0;
 };
 
-// Runs work(team) on so many threads at once, or on fewer where OpenMP grants fewer: OMP_THREAD_LIMIT
-// and OMP_DYNAMIC may say so. A barrier waits for those that are there.
+// Runs work(team) on `threads` threads, or on fewer where OMP_THREAD_LIMIT or OMP_DYNAMIC limits them.
 template <class Work>
 void with_team(int threads, const Work& work) {
     Team::Shared shared;

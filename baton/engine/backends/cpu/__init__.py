@@ -1,0 +1,1 @@
+"""The engine on a CPU: native kernels, or torch's."""

@@ -1,0 +1,110 @@
+"""The decoder by native kernels, one call for each operation.
+
+For models that the native step (`native_model.py`) does not support: operations that native code
+lacks are torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.engine.batch import StepBatch
+from baton.engine.collectives import SINGLE_RANK, Collectives
+from baton.engine.kernels.native import library
+from baton.engine.kernels.native.interface import AttentionShape, Pool, Span
+from baton.engine.kernels.native.rows import NATIVE_ROW_OPS, c_norm
+from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.models.weights import LayerWeights, ModelWeights
+
+INT32 = 4  # bytes
+
+
+class NativeOps(DecoderModel):
+    """Norms, gates and products are native, and attention if `attends`."""
+
+    ops = NATIVE_ROW_OPS
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        dtype: torch.dtype,
+        attends: bool = True,
+        shard: Shard = WHOLE,
+        ranks: Collectives = SINGLE_RANK,
+    ) -> None:
+        """attends: whether heads and blocks have sizes that native attention supports.
+
+        Raises ConfigError where there is no library.
+        """
+        tables_dtype = torch.float32 if attends else dtype
+        super().__init__(config, weights, dtype, torch.device("cpu"), tables_dtype, shard, ranks)
+        config = self.config
+        self._native = library.require(dtype)
+        self._attends = attends
+        # Over all ranks' heads, which single native calls do not exchange.
+        self._norms_in_torch = config.arch.qk_norm == "row" and ranks is not SINGLE_RANK
+        self._kv_heads = range(config.num_kv_heads)  # of the pool that are used
+        self._shapes = list(map(self._shape, range(config.num_layers), weights.layers))
+
+    def _place(self, batch: StepBatch, pool: Tensor) -> Any:
+        """The spans of the batch's sequences, and the pool, for native code."""
+        if not self._attends:
+            return super()._place(batch, pool)
+        query_lens, row = batch.query_lens.tolist(), 0
+        spans = (Span * len(query_lens))()
+        table, stride = batch.block_tables.data_ptr(), batch.block_tables.shape[1] * INT32
+        for at, context in enumerate(batch.context_lens.tolist()):
+            spans[at] = Span(row, query_lens[at], context, table + at * stride)
+            row += query_lens[at]
+        return spans, self._pool(pool)
+
+    def _rope_and_write(
+        self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
+    ) -> Tensor:
+        """Returns `qkv`, with its queries normed and rotated."""
+        if not self._attends:
+            return super()._rope_and_write(qkv, placed, index, layer, pool)
+        if self._norms_in_torch:
+            q, k, _ = self._split(qkv)
+            for x, normed in zip((q, k), self._rows_normed(q, k, layer), strict=True):
+                x.copy_(normed)
+        spans, paged = placed
+        shape, threads = self._shapes[index], torch.get_num_threads()
+        self._native.baton_rotate(threads, qkv.data_ptr(), spans, len(spans), shape, paged)
+        return qkv
+
+    def _attend(self, q: Tensor, placed: Any, index: int, pool: Tensor) -> Tensor:
+        if not self._attends:
+            return super()._attend(q, placed, index, pool)
+        spans, paged = placed
+        out = q.new_empty(len(q), self.config.num_heads * self.config.head_size)
+        self._native.baton_attend(
+            torch.get_num_threads(), q.data_ptr(), spans, len(spans), self._shapes[index], paged,
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def _shape(self, index: int, layer: LayerWeights) -> AttentionShape:
+        """The attention of a layer, for native code."""
+        config = self.config
+        cos, sin = self._tables[self._table_of[index]]
+        norms = (None, None) if self._norms_in_torch else (layer.q_norm, layer.k_norm)
+        return AttentionShape(
+            *(config.num_heads, index, config.windows[index] or 0),
+            *(config.score_scale, config.attention_softcap, config.rms_eps),
+            *(cos.data_ptr(), sin.data_ptr(), *(c_norm(norm, self.dtype) for norm in norms)),
+            config.arch.qk_norm == "row",
+            None if layer.sinks is None else layer.sinks.data_ptr(),
+        )
+
+    def _pool(self, pool: Tensor) -> Pool:
+        _, layers, _, heads, block_size, _ = pool.shape
+        int8, mine = pool.dtype == torch.int8, self._kv_heads
+        used = (heads, mine.start, len(mine))
+        return Pool(pool.data_ptr(), layers, *used, block_size, self.config.head_size, int8)

@@ -1,0 +1,1 @@
+"""The files of a model directory: config fields and safetensors."""

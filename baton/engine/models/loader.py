@@ -1,0 +1,392 @@
+"""Loads a model's weights from safetensors, or makes random ones for benchmarks.
+
+Query, key and value projections are joined into one matrix, and so are gate and up: each part is
+copied from the mapped file to its place on the device, so that memory stays near the model's size
+and a GPU's model needs none of the host's. Weights are converted one by one as they are read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from baton.config import EngineConfig
+from baton.engine.checkpoint.tensors import ELEMENT_BYTES, FLOATS, StoredTensor, stored_tensors
+from baton.engine.models.lora import LoraAdapter
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.models.tensor_names import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    StackedPart,
+    check_tensors,
+    checkpoint_tensors,
+    expert_tensors,
+    is_quantized,
+    layer_tensors,
+    num_parameters,
+    stacked_part,
+)
+from baton.engine.models.weights import ExpertWeights, LayerWeights, ModelWeights, MoeWeights
+from baton.engine.quantization.config import Shapes, weight_format
+from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
+from baton.engine.quantization.methods import read_weight
+from baton.engine.quantization.mxfp4 import Mxfp4Weight
+from baton.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+RANDOM_STD = 0.02
+_NOISE = (1 << 24) - 3  # numbers; prime, so that a matrix's rows differ
+_GIB = float(1 << 30)
+_EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
+
+Prepare = Callable[[LinearWeight, bool], LinearWeight]
+"""Converts a weight as soon as it is read; the flag says that it is the output layer's."""
+
+
+MakeTensor = Callable[[Shapes], Tensor]
+"""Makes the tensor that these parts of the checkpoint, by name, join to along the first axis."""
+
+MakeWeight = Callable[[Shapes], LinearWeight]
+
+
+def _as_read(weight: LinearWeight, is_output: bool) -> LinearWeight:
+    return weight
+
+
+def load_weights(
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    prepare: Prepare = _as_read,
+    lora: Path | None = None,
+    shard: Shard = WHOLE,
+) -> ModelWeights:
+    """The weights in a model directory, converted to dtype and moved to device.
+
+    lora: an adapter's directory · prepare: applied to every weight but routers; embedding, norms
+    and biases stay as they are.
+
+    Raises CheckpointError naming the file and the tensor when a file is missing, broken, truncated
+    or pickled, or when a tensor is missing, unknown or of another shape than the config implies.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a model directory: it has no weights to load")
+    stored = stored_tensors(path, config.tie_embeddings)
+    if config.tie_embeddings and _has_own_head(stored):
+        log.warning(
+            "%s has an lm_head.weight of its own, which is used: tie_word_embeddings in "
+            "config.json should be false", path,
+        )  # fmt: skip
+        config = replace(config, tie_embeddings=False)
+    check_tensors(path, config, stored)
+    with ExitStack() as stack:
+        files = {
+            file: stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+            for file in {tensor.file for tensor in stored.values()}
+        }
+        reader = _Reader(config, stored, files, dtype, device, shard, lora)
+        return _assemble(config, reader.tensor, reader.weight, lambda shapes: None, prepare, shard)
+
+
+class _Reader:
+    """Reads the tensors of a checkpoint, which have been checked, and logs progress."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        stored: Mapping[str, StoredTensor],
+        files: Mapping[Path, Any],
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard,
+        lora: Path | None,
+    ) -> None:
+        """files: `safe_open` results by path · lora: an adapter's directory."""
+        self._config, self._stored, self._files = config, stored, files
+        self._dtype, self._device = dtype, device
+        self._specs = specs = checkpoint_tensors(config)
+        self._adapter = None
+        if lora is not None:
+            dense = {
+                name: spec.shape
+                for name, spec in specs.items()
+                if len(spec.shape) == 2 and spec.dtypes == FLOATS
+            }
+            self._adapter = LoraAdapter.load(lora, dense)
+        own = shard.experts(config)
+        self._unread = {name for name in stored.keys() & specs.keys() if _is_here(name, own)}
+        self._total_bytes = sum(_num_bytes(stored[name]) for name in self._unread)
+        self._read_bytes = 0
+        self._began = self._logged = time.monotonic()
+
+    def tensor(self, shapes: Shapes) -> Tensor:
+        """The tensor that these parts join to, with the adapter's updates."""
+        result = torch.empty(_joined_shape(shapes), dtype=self._dtype, device=self._device)
+        parts = result.split([shape[0] for shape in shapes.values()])
+        for name, target in zip(shapes, parts, strict=True):
+            part = stacked_part(self._config, name)
+            tensor = _read_stacked(part, self._read) if part else self._read(name)
+            if self._adapter is not None:
+                tensor = self._adapter.adapted(name, tensor.to(self._device))
+            target.copy_(tensor)
+        self._log_progress()
+        return result
+
+    def weight(self, shapes: Shapes) -> LinearWeight:
+        """The weight that these parts join to, in the checkpoint's format."""
+        config = self._config
+        parts = [part for name in shapes if (part := stacked_part(config, name))]
+        if parts and config.experts and config.experts.mxfp4:
+            weight: LinearWeight = _read_mxfp4(parts, self._read, self._device)
+        elif config.quantization is None or not is_quantized(config, shapes):
+            return DenseWeight(self.tensor(shapes))
+        else:
+            modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items()}
+            self._check_absent_biases(modules)
+            weight = read_weight(config.quantization, modules, self._read_to_device)
+        self._log_progress()
+        return weight
+
+    def _check_absent_biases(self, modules: Shapes) -> None:
+        """Raises CheckpointError for a bias that the model does not have, unless it is zeros."""
+        for bias in (f"{module}.bias" for module in modules):
+            if bias in self._stored and self._specs[bias].optional and self._read(bias).any():
+                raise CheckpointError(
+                    f"{self._stored[bias].file}: tensor {bias} is not part of "
+                    f"{self._config.architecture} as config.json describes it"
+                )
+
+    def _read(self, name: str) -> Tensor:
+        """A view of a mapped file."""
+        stored = self._stored[name]
+        if name in self._unread:
+            self._unread.remove(name)
+            self._read_bytes += _num_bytes(stored)
+        tensor: Tensor = self._files[stored.file].get_tensor(stored.name)
+        return tensor
+
+    def _read_to_device(self, name: str) -> Tensor | None:
+        return self._read(name).to(self._device) if name in self._stored else None
+
+    def _log_progress(self) -> None:
+        """Logs at most once a second."""
+        if (now := time.monotonic()) < self._logged + 1.0:
+            return
+        self._logged, rate = now, self._read_bytes / (now - self._began)
+        left = self._total_bytes - self._read_bytes
+        log.info(
+            "loading weights: %.2f of %.2f GiB, %.2f GiB/s, %.0f s left",
+            self._read_bytes / _GIB, self._total_bytes / _GIB, rate / _GIB, left / rate,
+        )  # fmt: skip
+
+
+def _read_stacked(part: StackedPart, get: Callable[[str], Tensor]) -> Tensor:
+    """An expert's matrix `[out, in]` or bias `[out]` that is not quantised."""
+    if part.is_bias:
+        return get(f"{part.tensor}_bias")[part.expert, part.outputs]
+    return get(part.tensor)[part.expert, :, part.outputs].T
+
+
+def _read_mxfp4(
+    parts: Sequence[StackedPart], get: Callable[[str], Tensor], device: torch.device
+) -> Mxfp4Weight:
+    """An expert's matrix in MXFP4, whose parts are joined along the outputs."""
+
+    def read(kind: str) -> list[Tensor]:
+        return [
+            get(f"{part.tensor}_{kind}")[part.expert, part.outputs].to(device) for part in parts
+        ]
+
+    return Mxfp4Weight.from_blocks(read("blocks"), read("scales"))
+
+
+def _is_here(name: str, experts: range) -> bool:
+    """Whether a tensor belongs to one of these experts, or to no expert."""
+    found = _EXPERT_NUMBER.search(name)
+    return found is None or int(found[1]) in experts
+
+
+def _has_own_head(stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether a tied model's output layer differs from its embedding, so that it is not tied.
+
+    So does transformers. A tensor of another shape does not belong to this model.
+    """
+    embedding, head = stored.get(EMBEDDING), stored.get(LM_HEAD)
+    if embedding is None or head is None or head.shape != embedding.shape:
+        return False
+    with ExitStack() as stack:
+        values, others = (
+            stack.enter_context(safe_open(one.file, framework="pt")).get_tensor(one.name)
+            for one in (embedding, head)
+        )
+        return not torch.equal(values, others.to(values.dtype))
+
+
+def random_weights(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    prepare: Prepare = _as_read,
+    shard: Shard = WHOLE,
+) -> ModelWeights:
+    """Seeded random weights, equal on every machine: for benchmarks that need no real model.
+
+    On a GPU each tensor is filled from one set of numbers, shifted by one from tensor to tensor:
+    equal on every GPU and made in seconds, but different from a CPU's.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.empty(0 if device.type == "cpu" else _NOISE)
+    noise = noise.normal_(std=RANDOM_STD, generator=generator).to(device, dtype)
+    shifts = itertools.count()
+
+    def make(shapes: Shapes) -> Tensor:
+        shape = _joined_shape(shapes)
+        if next(iter(shapes)).endswith("norm.weight"):
+            return torch.ones(shape, dtype=dtype, device=device)
+        if device.type == "cpu":  # rounded last: torch 2.11 makes other numbers for each type
+            return torch.empty(shape).normal_(std=RANDOM_STD, generator=generator).to(dtype)
+        result, shifted = torch.empty(shape, dtype=dtype, device=device), noise.roll(next(shifts))
+        for piece in result.view(-1).split(_NOISE):
+            piece.copy_(shifted[: len(piece)])
+        return result
+
+    # Other ranks' experts are made, too: the numbers that follow must be equal on all ranks.
+    return _assemble(config, make, lambda shapes: DenseWeight(make(shapes)), make, prepare, shard)
+
+
+def _assemble(
+    config: ModelConfig,
+    make: MakeTensor,
+    make_weight: MakeWeight,
+    skip: Callable[[Shapes], object],
+    prepare: Prepare,
+    shard: Shard,
+) -> ModelWeights:
+    """A rank's weights. skip: called in place of `make` for the tensors of other ranks' experts."""
+    sizes, own_experts = (config.vocab_size, config.hidden_size), shard.experts(config)
+
+    def part(field: str, parts: Shapes, shard: Shard) -> Any:
+        if any(len(shape) != 2 for shape in parts.values()):
+            return shard.tensor(config, field, _arranged(config, field, make(parts)))
+        weight = make_weight(parts)
+        if field == "qkv" and config.head_order is not None:
+            rows = torch.arange(weight.shape[0])[:, None]
+            weight = weight.take_outputs(_arranged(config, field, rows)[:, 0])
+        weight = shard.weight(config, field, weight)
+        return weight if field in ("router", "shared_gate") else prepare(weight, False)
+
+    def parts_of(tensors: dict[str, Shapes], shard: Shard = shard) -> dict[str, Any]:
+        return {field: part(field, parts, shard) for field, parts in tensors.items()}
+
+    def layer(index: int) -> LayerWeights:
+        once, each = expert_tensors(config, index)
+        fields, experts, own = parts_of(layer_tensors(config, index)), None, list[ExpertWeights]()
+        for number, tensors in enumerate(each):
+            if number in own_experts:
+                own.append(
+                    ExpertWeights(**parts_of(tensors, WHOLE if shard.expert_parallel else shard))
+                )
+            else:
+                for parts in tensors.values():
+                    skip(parts)
+        if each:
+            experts = MoeWeights(experts=tuple(own), **parts_of(once))
+        return LayerWeights(**fields, experts=experts)
+
+    embedding = shard.tensor(config, "embedding", make({EMBEDDING: sizes}))
+    layers = tuple(layer(index) for index in range(config.num_layers))
+    norm = _arranged(config, "final_norm", make({FINAL_NORM: sizes[1:]}))
+    tied = config.tie_embeddings
+    lm_head: LinearWeight = DenseWeight(embedding)
+    if not tied:
+        lm_head = shard.weight(config, "lm_head", make_weight({LM_HEAD: sizes}))
+    return ModelWeights(embedding, layers, norm, prepare(lm_head, True))
+
+
+def _arranged(config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
+    """Converts a checkpoint's tensor to the order and type that the decoder expects."""
+    if field.endswith("norm"):
+        if config.arch.norm_rounds_once:
+            tensor = tensor.float()
+        if config.arch.norm_plus_one:
+            tensor = tensor + 1
+    if field == "sinks":
+        return tensor.float()
+    order = config.head_order
+    if order is not None and field in ("qkv", "qkv_bias", "q_norm", "k_norm"):
+        heads = tensor.view(-1, config.head_size, *tensor.shape[1:])
+        rotated = heads[: config.num_heads + config.num_kv_heads]  # values follow
+        rotated.copy_(rotated[:, order])
+    return tensor
+
+
+def _joined_shape(shapes: Shapes) -> tuple[int, ...]:
+    first, *_ = shapes.values()
+    return (sum(shape[0] for shape in shapes.values()), *first[1:])
+
+
+def _num_bytes(stored: StoredTensor) -> int:
+    return math.prod(stored.shape) * ELEMENT_BYTES[stored.dtype]
+
+
+_CPU_WEIGHTS_SEED, _GPU_WEIGHTS_SEED = 0, 2
+_SIMULATED_SEED = -1  # so that simulated workers are never paired with real ones
+
+
+def load_or_make_weights(
+    settings: EngineConfig,
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: str,
+    prepare: Prepare = _as_read,
+    shard: Shard = WHOLE,
+) -> ModelWeights:
+    """The weights of the model at `path`, or random ones if the settings say so.
+
+    kernels: their name, for the log. Raises CheckpointError, and ConfigError.
+    """
+    started, held = time.monotonic(), weight_format(settings, config.quantization)
+    seed = random_seed(settings, device)
+    if seed is not None:
+        weights = random_weights(config, dtype, device, seed, prepare, shard)
+    else:
+        weights = load_weights(path, config, dtype, device, prepare, settings.lora, shard)
+    log.info(
+        "loaded %s%s: %.1f M parameters, %.2f GiB a step, %s%s on %s, %s kernels, %.1f s",
+        path.name, f" with {settings.lora.name}" if settings.lora else "",
+        num_parameters(config) / 1e6, weights.num_bytes / _GIB,
+        f"{held} weights, " if held != "none" else "", dtype, device, kernels,
+        time.monotonic() - started,
+    )  # fmt: skip
+    return weights
+
+
+def random_seed(settings: EngineConfig, device: torch.device) -> int | None:
+    """The seed of random weights; None where a checkpoint is read.
+
+    It is part of the model's fingerprint: a GPU's weights differ from a CPU's, and workers with
+    different weights must not be paired.
+    """
+    if settings.simulate:
+        return _SIMULATED_SEED
+    if not settings.random_weights:
+        return None
+    return _CPU_WEIGHTS_SEED if device.type == "cpu" else _GPU_WEIGHTS_SEED

@@ -1,0 +1,139 @@
+"""One rank's part of a model under tensor and expert parallelism.
+
+Query, key, value, gate and up projections, embedding and output layer are split by outputs; the
+projections that read their results are split by inputs, so that the ranks' results add up (Shoeybi
+et al., "Megatron-LM", 2019). Norms are replicated, and so is a KV head that several ranks' queries
+read. Each rank has a part of every expert or, with expert parallelism, some entire experts; all
+ranks route all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from baton.config import EngineConfig, kv_heads_of
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.quantization.linear_weight import LinearWeight
+from baton.errors import ConfigError
+
+BY_INPUTS = ("o", "down")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` ranks. expert_parallel: experts are not split but distributed."""
+
+    rank: int = 0
+    count: int = 1
+    expert_parallel: bool = False
+
+    def settings(self, settings: EngineConfig) -> EngineConfig:
+        """Settings with the rank's share of the worker's threads and cores."""
+        if self.count == 1:
+            return settings
+        cpus = settings.cpus
+        if len(cpus) >= self.count:
+            cpus = tuple(cpus[at] for at in self._part(len(cpus)))
+        threads = (settings.threads or len(settings.cpus) or torch.get_num_threads()) // self.count
+        return replace(settings, cpus=cpus, threads=max(1, threads))
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises ConfigError for a model that cannot be split among these ranks."""
+        ranks, experts = self.count, config.experts
+        sizes = {"num_attention_heads": config.num_heads}
+        if experts is None or not all(experts.layers):
+            sizes["intermediate_size"] = config.intermediate_size
+        if experts is None and self.expert_parallel:
+            raise ConfigError("--expert-parallel: the model has no experts")
+        if experts is not None:
+            if not self.expert_parallel:
+                sizes["moe_intermediate_size"] = experts.size
+            elif ranks > experts.count:
+                raise ConfigError(f"--tp {ranks} is more than the model's {experts.count} experts")
+            if experts.shared_size:
+                sizes["shared_expert_intermediate_size"] = experts.shared_size
+        for name, size in sizes.items():
+            if size % ranks:
+                remedy = ": add --expert-parallel" if name == "moe_intermediate_size" else ""
+                raise ConfigError(
+                    f"--tp {ranks} does not divide the model's {name}, {size}{remedy}"
+                )
+        if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
+            raise ConfigError(
+                f"--tp {ranks} neither divides the model's {config.num_kv_heads} KV heads nor is a "
+                "multiple of them"
+            )
+
+    def kv_heads(self, config: ModelConfig) -> range:
+        """The KV heads that this rank's queries read."""
+        return kv_heads_of(self.rank, self.count, config.num_kv_heads)
+
+    def tokens(self, config: ModelConfig) -> range:
+        """The tokens whose embeddings and logits this rank has."""
+        return self._part(config.vocab_size)
+
+    def experts(self, config: ModelConfig) -> range:
+        """The experts that this rank has, entirely or in part."""
+        count = config.experts.count if config.experts else 0
+        return self._part(count) if self.expert_parallel else range(count)
+
+    def config(self, config: ModelConfig) -> ModelConfig:
+        """The model's configuration with this rank's heads; other sizes are the model's."""
+        heads = len(self._part(config.num_heads))
+        return replace(config, num_heads=heads, num_kv_heads=len(self.kv_heads(config)))
+
+    def weight(self, config: ModelConfig, field: str, weight: LinearWeight) -> LinearWeight:
+        """This rank's part of the matrix of a field of `ModelWeights`."""
+        if self.count == 1:
+            return weight
+        outputs, inputs = weight.shape
+        if field in BY_INPUTS:
+            return weight.take_inputs(self._part(inputs))
+        return weight.take_outputs(self._outputs(config, field, outputs))
+
+    def tensor(self, config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a norm or bias; a bias that all ranks add is zero but on rank 0."""
+        is_of_heads = field == "sinks" or (
+            field in ("q_norm", "k_norm") and config.arch.qk_norm == "row"
+        )
+        if self.count == 1 or (field.endswith("norm") and not is_of_heads):
+            return tensor
+        if is_of_heads:
+            keys = field == "k_norm"
+            heads = self.kv_heads(config) if keys else self._part(config.num_heads)
+            by_head = tensor.view(config.num_kv_heads if keys else config.num_heads, -1)
+            return by_head[heads.start : heads.stop].flatten()
+        name = field.removesuffix("_bias")
+        if name in BY_INPUTS:
+            return tensor if self.rank == 0 else torch.zeros_like(tensor)
+        return tensor[self._outputs(config, name, len(tensor))]
+
+    def _outputs(self, config: ModelConfig, field: str, outputs: int) -> Tensor:
+        match field:
+            case "qkv":
+                heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
+                queries, keys = self._part(heads), self.kv_heads(config)
+                starts = accumulate((heads, kv_heads), initial=0)
+                parts = [
+                    range((start + part.start) * size, (start + part.stop) * size)
+                    for start, part in zip(starts, (queries, keys, keys), strict=True)
+                ]
+            case "gate_up":
+                half = outputs // 2
+                part = self._part(half)
+                parts = [part, range(half + part.start, half + part.stop)]
+            case "embedding" | "lm_head":
+                parts = [self._part(outputs)]
+            case _:  # routers and shared gates are replicated
+                parts = [range(outputs)]
+        return torch.cat([torch.arange(part.start, part.stop) for part in parts])
+
+    def _part(self, size: int) -> range:
+        return range(size * self.rank // self.count, size * (self.rank + 1) // self.count)
+
+
+WHOLE = Shard()

@@ -1,0 +1,221 @@
+"""The tensors of a checkpoint: their names, shapes and types, as a model's configuration implies.
+
+gpt-oss's checkpoints have the experts of a layer in one tensor, plain or in MXFP4. Plain,
+`gate_up_proj` is `[experts, in, out]`. In MXFP4 `gate_up_proj_blocks` is uint8
+`[experts, out, in / 32, 16]`, two numbers of 4 bits a byte, and `gate_up_proj_scales` uint8
+`[experts, out, in / 32]`. Even outputs are the gate's and odd ones up's. `down_proj` is stored
+alike, and biases are `[experts, out]`. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from baton.engine.checkpoint.tensors import StoredTensor
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.quantization.config import MXFP4_GROUP, Shapes, TensorSpec
+from baton.errors import CheckpointError
+
+EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_PART = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+
+
+class StackedPart(NamedTuple):
+    """The place of an expert's matrix or bias: some outputs of an expert in `tensor`."""
+
+    tensor: str
+    expert: int
+    outputs: slice
+    is_bias: bool
+
+    @classmethod
+    def from_name(cls, name: str) -> StackedPart | None:
+        """Parses a name such as `….experts.3.up_proj.weight`; None if it is not an expert's."""
+        if not (found := _PART.fullmatch(name)):
+            return None
+        module, expert, which, kind = found.groups()
+        outputs = {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}[which]
+        tensor = f"{module}.{'down' if which == 'down' else 'gate_up'}_proj"
+        return cls(tensor, int(expert), outputs, kind == "bias")
+
+    def specs(self, shape: tuple[int, ...], experts: int, mxfp4: bool) -> dict[str, TensorSpec]:
+        """The checkpoint's tensors, of all experts, that hold a part of this shape."""
+        outputs = shape[0] * (self.outputs.step or 1)
+        if self.is_bias:
+            return {f"{self.tensor}_bias": TensorSpec((experts, outputs))}
+        inputs = shape[1]
+        if not mxfp4:
+            return {self.tensor: TensorSpec((experts, inputs, outputs))}
+        if inputs % MXFP4_GROUP:
+            raise CheckpointError(
+                f"{self.tensor} has {inputs} inputs: in MXFP4 they have to be a multiple of "
+                f"{MXFP4_GROUP}"
+            )
+        blocks, kinds = (experts, outputs, inputs // MXFP4_GROUP), ("U8",)
+        return {
+            f"{self.tensor}_blocks": TensorSpec((*blocks, MXFP4_GROUP // 2), kinds),
+            f"{self.tensor}_scales": TensorSpec(blocks, kinds),
+        }
+
+
+def layer_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
+    """The parts that each field of a layer's `LayerWeights` is joined from, but absent fields."""
+    hidden, head = config.hidden_size, config.head_size
+    q, kv = config.num_heads * head, config.num_kv_heads * head
+    layer, attention = f"model.layers.{index}", f"model.layers.{index}.self_attn"
+    arch, tensors = config.arch, dict[str, Shapes]()
+    for field in ("input_norm", "attention_norm", "mlp_norm", "output_norm"):
+        if name := getattr(arch, field):
+            tensors[field] = {f"{layer}.{name}.weight": (hidden,)}
+    if arch.qk_norm != "none":
+        sizes = (head, head) if arch.qk_norm == "head" else (q, kv)
+        for name, size in zip("qk", sizes, strict=True):
+            tensors[f"{name}_norm"] = {f"{attention}.{name}_norm.weight": (size,)}
+    if arch.sinks:
+        tensors["sinks"] = {f"{attention}.sinks": (config.num_heads,)}
+    for field, outputs, inputs, biased in (
+        (
+            "qkv",
+            {"self_attn.q": q, "self_attn.k": kv, "self_attn.v": kv},
+            hidden,
+            config.qkv_bias,
+        ),
+        ("o", {"self_attn.o": hidden}, q, config.o_bias),
+        *((field, *matrix) for field, matrix in _mlp(config, index).items()),
+    ):
+        parts = {f"{layer}.{name}_proj": size for name, size in outputs.items()}
+        if field in arch.joined:
+            module = next(iter(outputs)).partition(".")[0]
+            parts = {f"{layer}.{module}.{field}_proj": sum(outputs.values())}
+        tensors[field] = {f"{name}.weight": (size, inputs) for name, size in parts.items()}
+        if biased:
+            tensors[f"{field}_bias"] = {f"{name}.bias": (size,) for name, size in parts.items()}
+    return tensors
+
+
+def _mlp(config: ModelConfig, index: int) -> dict[str, tuple[dict[str, int], int, bool]]:
+    """The matrices of a layer's MLP, or of the expert that all tokens take."""
+    hidden, inner, module = config.hidden_size, config.intermediate_size, "mlp"
+    if config.experts is not None and config.experts.layers[index]:
+        inner, module = config.experts.shared_size, "mlp.shared_expert"
+    if not inner:
+        return {}
+    return {
+        "gate_up": ({f"{module}.gate": inner, f"{module}.up": inner}, hidden, config.mlp_bias),
+        "down": ({f"{module}.down": hidden}, inner, config.mlp_bias),
+    }
+
+
+def expert_tensors(
+    config: ModelConfig, index: int
+) -> tuple[dict[str, Shapes], list[dict[str, Shapes]]]:
+    """The parts of a layer's `MoeWeights`, and of each of its `ExpertWeights`."""
+    names, experts = config.arch.experts, config.experts
+    if names is None or experts is None or not experts.layers[index]:
+        return {}, []
+    module, hidden = f"model.layers.{index}.{names.module}", config.hidden_size
+    router = f"{module}.{names.router}"
+    shared: dict[str, Shapes] = {"router": {f"{router}.weight": (experts.count, hidden)}}
+    if names.biased:
+        shared["router_bias"] = {f"{router}.bias": (experts.count,)}
+    if experts.shared_size:
+        shared["shared_gate"] = {f"{module}.shared_expert_gate.weight": (1, hidden)}
+    each: list[dict[str, Shapes]] = []
+    for number in range(experts.count):
+        prefix, tensors = f"{module}.experts.{number}", dict[str, Shapes]()
+        for field, modules, outputs, inputs in (
+            ("gate_up", names.gate_up, experts.size, hidden),
+            ("down", (names.down,), hidden, experts.size),
+        ):
+            parts = [f"{prefix}.{name}" for name in modules]
+            tensors[field] = {f"{name}.weight": (outputs, inputs) for name in parts}
+            if names.biased:
+                tensors[f"{field}_bias"] = {f"{name}.bias": (outputs,) for name in parts}
+        each.append(tensors)
+    return shared, each
+
+
+def _parts(config: ModelConfig) -> Iterator[Shapes]:
+    """All tensors of a model, those that are joined together; a tied `lm_head` is left out."""
+    yield {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    for index in range(config.num_layers):
+        shared, each = expert_tensors(config, index)
+        for fields in (layer_tensors(config, index), shared, *each):
+            yield from fields.values()
+    yield {FINAL_NORM: (config.hidden_size,)}
+    if not config.tie_embeddings:
+        yield {LM_HEAD: (config.vocab_size, config.hidden_size)}
+
+
+def checkpoint_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+    """The tensors that a checkpoint must have. Raises CheckpointError for unsupported shapes."""
+    found: dict[str, TensorSpec] = {}
+    for parts in _parts(config):
+        for name, shape in parts.items():
+            if is_quantized(config, parts):
+                assert config.quantization is not None
+                found |= config.quantization.tensors(name.removesuffix(".weight"), shape)
+            elif (part := stacked_part(config, name)) is not None:
+                assert config.experts is not None
+                found |= part.specs(shape, config.experts.count, config.experts.mxfp4)
+            else:
+                found[name] = TensorSpec(shape)
+    return found
+
+
+def stacked_part(config: ModelConfig, name: str) -> StackedPart | None:
+    """The place of an expert's tensor, where the checkpoint stacks experts; else None."""
+    names = config.arch.experts
+    return StackedPart.from_name(name) if names is not None and names.stacked else None
+
+
+def is_quantized(config: ModelConfig, parts: Shapes) -> bool:
+    """Whether the checkpoint has this matrix quantised. Raises CheckpointError if only in part."""
+    if config.quantization is None or EMBEDDING in parts:
+        return False
+    modules = [name.removesuffix(".weight") for name, shape in parts.items() if len(shape) == 2]
+    found = {module: config.quantization.is_quantized(module) for module in modules}
+    if len(set(found.values())) > 1:
+        raise CheckpointError(
+            f"quantization_config ignores some of {', '.join(found)}: they are multiplied "
+            "together, and have to be quantised all or none"
+        )
+    return any(found.values())
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Weights and biases; tied embeddings count once."""
+    return sum(math.prod(shape) for parts in _parts(config) for shape in parts.values())
+
+
+def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
+    """Raises CheckpointError unless a checkpoint's tensors are those that its config implies."""
+    expected = checkpoint_tensors(config)
+    for name, (shape, dtypes, optional) in expected.items():
+        if name not in stored:
+            if optional:
+                continue
+            raise CheckpointError(f"{path} lacks tensor {name}, which its config.json implies")
+        found = stored[name]
+        if found.dtype not in dtypes:
+            raise CheckpointError(
+                f"{found.file}: tensor {name} has dtype {found.dtype}; supported: "
+                f"{', '.join(dtypes)}"
+            )
+        if found.shape != shape:
+            raise CheckpointError(
+                f"{found.file}: tensor {name} has shape {list(found.shape)}; config.json implies "
+                f"{list(shape)}"
+            )
+    for name in sorted(stored.keys() - expected.keys()):
+        # Old exports saved rotary tables, and copies of a tied embedding.
+        tied_copy = config.tie_embeddings and name == LM_HEAD
+        if not tied_copy and not name.endswith("rotary_emb.inv_freq"):
+            raise CheckpointError(
+                f"{stored[name].file}: tensor {name} is not part of {config.architecture} as "
+                "config.json describes it"
+            )

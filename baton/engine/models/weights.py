@@ -1,0 +1,81 @@
+"""The weights of a model, by layer and field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from baton.engine.quantization.linear_weight import LinearWeight
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One expert of a mixture: an MLP."""
+
+    gate_up: LinearWeight
+    down: LinearWeight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MoeWeights:
+    """The experts of a layer.
+
+    router: `[experts, in]`, scores them · experts: this rank's · shared_gate: `[1, in]`, weighs
+    the expert that all tokens take.
+    """
+
+    router: LinearWeight
+    experts: tuple[ExpertWeights, ...]
+    router_bias: Tensor | None = None
+    shared_gate: LinearWeight | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """One decoder layer. Absent biases and norms are None."""
+
+    input_norm: Tensor | None = None
+    qkv: LinearWeight
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    o: LinearWeight
+    o_bias: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    gate_up: LinearWeight | None = None  # in layers with experts, of the one that all tokens take
+    gate_up_bias: Tensor | None = None
+    down: LinearWeight | None = None
+    down_bias: Tensor | None = None
+    attention_norm: Tensor | None = None  # of attention's output
+    output_norm: Tensor | None = None  # of the MLP's output
+    experts: MoeWeights | None = None
+    sinks: Tensor | None = None  # float32 `[heads]`
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """A model's weights; a tied `lm_head` shares `embedding`'s tensor, unless it is quantised."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    lm_head: LinearWeight
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all that a step reads; of a tied embedding and output layer, the latter."""
+        return _num_bytes((self.layers, self.final_norm, self.lm_head))
+
+
+def _num_bytes(part: object) -> int:
+    """Size of a tensor, of a weight, or of all tensors in a part of a model."""
+    if isinstance(part, Tensor):
+        return part.nbytes
+    if isinstance(part, LinearWeight):
+        return part.num_bytes
+    if part is None:
+        return 0
+    return sum(map(_num_bytes, part if isinstance(part, tuple) else vars(part).values()))

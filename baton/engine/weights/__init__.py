@@ -1,1 +1,0 @@
-"""Checkpoints, weight types and quantisation."""

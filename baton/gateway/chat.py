@@ -1,0 +1,190 @@
+"""/v1/chat/completions: parses bodies and formats outputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import UNSET
+
+from baton.errors import InvalidRequest
+from baton.gateway import api
+from baton.gateway.api import ChatDelta, ChatLogprobs, ChatToken
+from baton.gateway.output import MIN_LOGPROB, ChoiceOutput
+from baton.gateway.parsed_request import (
+    ParsedRequest,
+    base_request,
+    check_choices,
+    check_prompt_alone,
+    structured_output_of,
+)
+from baton.generation.sampling_params import FILL_CONTEXT
+from baton.generation.tool_call import ToolCallDelta
+from baton.v1 import common_pb2, inference_pb2
+from router.output.text_stream import ParsedOutput
+
+
+def parse_chat(text: bytes) -> ParsedRequest:
+    """Parses a body of /v1/chat/completions. Raises InvalidRequest naming the field."""
+    return parsed_chat(api.decode(api.ChatRequest, text))
+
+
+def parsed_chat(body: api.ChatRequest) -> ParsedRequest:
+    """Translates a chat; without a limit its output may fill the context."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    most = body.max_completion_tokens or body.max_tokens
+    if most == 0:
+        check_prompt_alone(body, "max_tokens")
+    output, restriction = structured_output_of(body)
+    request = base_request(body, FILL_CONTEXT if most is None else most, logprobs, output)
+    request.chat.CopyFrom(chat_message(body, body.messages))
+    _set_tool_choice(request.chat, body)
+    n, size = body.n or 1, sum(len(message.content) for message in request.chat.messages)
+    check_choices(body, n, 1, size)
+    older_name = body.max_tokens is not None and not body.max_completion_tokens
+    return ParsedRequest(
+        request,
+        (),
+        body,
+        n=n,
+        kept=n,
+        logprobs=logprobs,
+        max_tokens_given=most is not None,
+        fields={
+            **dict.fromkeys(("input", "chat", "token_ids"), "messages"),
+            "max_tokens": "max_tokens" if older_name else "max_completion_tokens",
+            "include_stop": "include_stop_str_in_output",
+            "structured_output": restriction,
+            "tool_name": "tool_choice",
+            "max_thinking_tokens": (
+                "max_thinking_tokens"
+                if body.thinking_token_budget is None
+                else "thinking_token_budget"
+            ),
+            "template_kwargs": "chat_template_kwargs",
+        },
+    )
+
+
+def chat_message(
+    body: api.ChatRequest | api.TokenizeRequest, messages: Sequence[api.Message]
+) -> inference_pb2.Chat:
+    """Builds the protocol's chat from a body and its messages."""
+    chat = inference_pb2.Chat(continue_final_message=bool(body.continue_final_message))
+    for message in messages:
+        content = message.content or ""
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        turn = chat.messages.add(role=message.role, content=content)
+        turn.name, turn.tool_call_id = message.name or "", message.tool_call_id or ""
+        turn.reasoning = message.reasoning or message.reasoning_content or ""
+        for call in message.tool_calls or ():
+            function = call.function
+            name = "" if function.name is UNSET else function.name
+            turn.tool_calls.add(id=call.id, name=name, arguments=function.arguments)
+    for tool in body.tools or ():
+        parameters = tool.function.parameters
+        chat.tools.add(
+            name=tool.function.name,
+            description=tool.function.description or "",
+            parameters="" if parameters is None else json.dumps(parameters, ensure_ascii=False),
+        )
+    variables = dict(body.chat_template_kwargs or {})
+    if body.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = body.add_generation_prompt
+    if isinstance(body, api.ChatRequest) and body.reasoning_effort:
+        variables["reasoning_effort"] = body.reasoning_effort
+    if variables:
+        chat.template_kwargs = json.dumps(variables)
+    return chat
+
+
+def _set_tool_choice(chat: inference_pb2.Chat, body: api.ChatRequest) -> None:
+    choice = body.tool_choice
+    if isinstance(choice, api.NamedTool):
+        chat.tool_name = choice.function.name
+    elif choice == "required":
+        chat.tool_choice = inference_pb2.TOOL_CHOICE_REQUIRED
+    elif choice == "none":
+        chat.tool_choice = inference_pb2.TOOL_CHOICE_NONE
+    chat.single_tool_call = body.parallel_tool_calls is False
+    most, budget = body.max_thinking_tokens, body.thinking_token_budget
+    if most is not None and budget is not None:
+        name = "thinking_token_budget"
+        raise InvalidRequest(f"{name} and max_thinking_tokens are the same setting: give one", name)
+    if most is None and budget != -1:
+        most = budget
+    if most is not None:
+        chat.max_thinking_tokens = most
+
+
+class ChatOutput(ChoiceOutput):
+    """The output of a chat's choice."""
+
+    id_prefix = "chatcmpl-"
+    answer = api.ChatCompletion
+    chunk_object = "chat.completion.chunk"
+
+    def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> ChatLogprobs:
+        """Formats one entry for each token."""
+        return ChatLogprobs(
+            [
+                ChatToken(
+                    *self._entry(position.chosen),
+                    [api.TopToken(*self._entry(other)) for other in position.top],
+                )
+                for position in positions
+            ]
+        )
+
+    def _entry(self, token: common_pb2.TokenLogprob) -> tuple[str, float, list[int]]:
+        text, piece = self.token_text(token.token_id)
+        return text, max(token.logprob, MIN_LOGPROB), list(piece)
+
+    @classmethod
+    def answer_members(cls, outputs: Sequence[ChoiceOutput]) -> dict[str, Any]:
+        return {"prompt_logprobs": outputs[0].prompt_logprobs()}
+
+    def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> api.ChatChoice:
+        members_of_parsed = _reasoning(parsed)
+        if parsed.tool_calls:
+            members_of_parsed["tool_calls"] = _whole_calls(parsed.tool_calls)
+        content = None if members_of_parsed and not text else text
+        return api.ChatChoice(message=api.AssistantMessage(content, **members_of_parsed), **members)
+
+    def _chunk(self, text: str, parsed: ParsedOutput | None, **members: Any) -> api.ChatChoice:
+        members_of_parsed = _reasoning(parsed)
+        if parsed and parsed.tool_calls:
+            members_of_parsed["tool_calls"] = [_call_delta(call) for call in parsed.tool_calls]
+        delta = ChatDelta(
+            UNSET if members_of_parsed and self._begun and not text else text, **members_of_parsed
+        )
+        if not self._begun:
+            delta.role = "assistant"
+        return api.ChatChoice(delta=delta, **members)
+
+
+def _reasoning(parsed: ParsedOutput | None) -> dict[str, Any]:
+    if parsed is None or not parsed.reasoning:
+        return {}
+    return {"reasoning": parsed.reasoning, "reasoning_content": parsed.reasoning}
+
+
+def _call_delta(call: ToolCallDelta) -> api.ChatToolCallDelta:
+    function = api.CalledFunction(call.arguments, call.name or UNSET)
+    if not call.id:
+        return api.ChatToolCallDelta(index=call.index, function=function)
+    return api.ChatToolCallDelta(index=call.index, id=call.id, type="function", function=function)
+
+
+def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[api.ToolCall]:
+    calls: list[api.ToolCall] = []
+    for delta in deltas:
+        if delta.id:
+            function = api.CalledFunction("", delta.name)
+            calls.append(api.ToolCall(id=delta.id, function=function))
+        calls[-1].function.arguments += delta.arguments
+    return calls

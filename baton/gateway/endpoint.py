@@ -1,0 +1,99 @@
+"""An endpoint reads, decompresses and parses the JSON body of a POST, then answers it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from baton.errors import InvalidRequest, quoted
+from baton.gateway.headers import caller_of
+from baton.net.http_errors import HttpError
+from baton.net.http_server import HttpExchange
+from baton.net.rpc import MAX_MESSAGE_BYTES, max_request_bytes
+from router.generation_service import Caller, GenerationService
+
+MAX_BODY_BYTES = MAX_MESSAGE_BYTES
+_LARGE_BODY_BYTES = 64 << 10  # larger bodies are parsed in a thread
+_CODINGS = frozenset(("gzip", "x-gzip", "deflate"))  # Content-Encodings of bodies
+_MAX_CODINGS = 2  # applied one after the other
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Endpoint(Generic[T]):
+    """The handler of POSTs to one path: `parse` decodes the body, `answer` responds to it."""
+
+    parse: Callable[[bytes], T]
+    answer: Callable[[GenerationService, T, Caller, HttpExchange], Awaitable[None]]
+
+    async def __call__(
+        self, service: GenerationService, exchange: HttpExchange, caller: Caller | None = None
+    ) -> None:
+        """Answers a POST; `caller` replaces the caller that the headers name."""
+        caller = caller or caller_of(exchange)
+        service.tenant_of(caller).check()
+        await self.answer(service, await self._parsed(service, exchange), caller, exchange)
+
+    async def _parsed(self, service: GenerationService, exchange: HttpExchange) -> T:
+        """Parses the body as JSON under any content-type, because `curl -d` sends a form's.
+
+        Web pages can therefore post here, but without a key, which browsers do not add.
+        """
+        max_bytes = max_request_bytes(service.max_context)
+        body = await exchange.body(max_bytes, MAX_BODY_BYTES)
+        if body is None:
+            close = ((b"connection", b"close"),)  # the rest of the body is not read
+            raise HttpError(413, f"the body may have {max_bytes} bytes: send a shorter one", close)
+        if codings := exchange.headers.get(b"content-encoding"):
+            body = await service.admission.prompts.run_in_thread(
+                decompressed, body, codings, max_bytes
+            )
+        try:
+            if len(body) <= _LARGE_BODY_BYTES:
+                return self.parse(body)
+            return await service.admission.prompts.run_in_thread(self.parse, body)
+        except InvalidRequest as error:
+            kind = exchange.headers.get(b"content-type", b"").decode("latin-1")
+            if error.field or "json" in kind.lower():
+                raise
+            raise InvalidRequest(
+                f"{error} (its content-type is {quoted(kind)}: send application/json)"
+            ) from error
+
+
+def decompressed(body: bytes, codings: bytes, max_bytes: int) -> bytes:
+    """Decompresses a body.
+
+    Raises HttpError 415 for codings other than gzip and deflate, HttpError 413 if the result has
+    more than `max_bytes`, and InvalidRequest if the body does not match its coding.
+    """
+    names = [name.strip() for name in codings.decode("latin-1").lower().split(",")]
+    names = [name for name in names if name not in ("", "identity")]
+    if len(names) > _MAX_CODINGS or not _CODINGS.issuperset(names):
+        raise HttpError(
+            415,
+            f"content-encoding may be gzip or deflate, not {quoted(', '.join(names))}: send the "
+            "body without it",
+            ((b"accept-encoding", b"gzip, deflate"),),
+        )
+    for name in reversed(names):
+        if name == "deflate":  # zlib's format; some clients send raw deflate data
+            has_header = body[:1] == b"x" and int.from_bytes(body[:2], "big") % 31 == 0
+            inflater = zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
+        else:
+            inflater = zlib.decompressobj(16 + zlib.MAX_WBITS)
+        try:
+            body = inflater.decompress(body, max_bytes + 1)
+        except zlib.error as error:
+            raise InvalidRequest(f"the body is not {name}: {error}") from error
+        if len(body) > max_bytes:
+            raise HttpError(
+                413,
+                f"the body may have {max_bytes} bytes decompressed ({name}): send a shorter one",
+            )
+        if not inflater.eof or inflater.unused_data:
+            problem = "has bytes after its end" if inflater.eof else "is truncated"
+            raise InvalidRequest(f"the {name} data of the body {problem}")
+    return body

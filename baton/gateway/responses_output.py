@@ -1,0 +1,361 @@
+"""Answers of OpenAI's Responses API: output items, whole or as typed events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from baton.gateway import api
+from baton.gateway.generation import Generation
+from baton.gateway.responses import (
+    FunctionChoice,
+    FunctionTool,
+    PlainText,
+    ReasoningOptions,
+    ResponsesRequest,
+    TextOptions,
+)
+from baton.net.http_errors import CONTEXT_OVERFLOW, Failure
+from baton.v1 import common_pb2, inference_pb2
+from router.output.sink import Piece
+from router.output.text_stream import ParsedOutput
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+FailureCode = Literal[
+    "server_error", "rate_limit_exceeded", "invalid_prompt", "context_length_exceeded"
+]
+
+
+class OutputText(Struct, tag="output_text"):
+    """The text of a message."""
+
+    text: str = ""
+    annotations: list[None] = []
+    logprobs: list[None] = []
+
+
+class ReasoningText(Struct, tag="reasoning_text"):
+    """The text of reasoning."""
+
+    text: str = ""
+
+
+class ReasoningItem(Struct, tag="reasoning", kw_only=True):
+    """Reasoning before an answer."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    content: list[ReasoningText] = []
+    summary: list[None] = []
+    encrypted_content: None = None
+
+
+class MessageItem(Struct, tag="message", kw_only=True):
+    """An answer."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText] = []
+
+
+class FunctionCallItem(Struct, tag="function_call", kw_only=True):
+    """A function call with its arguments in JSON."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+Item = ReasoningItem | MessageItem | FunctionCallItem
+
+
+class InputTokensDetails(Struct):
+    """Cached tokens of the input; tokens written to the cache are not counted."""
+
+    cached_tokens: api.Count
+    cache_write_tokens: api.Count = 0
+
+
+class OutputTokensDetails(Struct):
+    """Reasoning tokens of the output."""
+
+    reasoning_tokens: api.Count
+
+
+class ResponseUsage(Struct):
+    """Token counts of a response."""
+
+    input_tokens: api.Count
+    input_tokens_details: InputTokensDetails
+    output_tokens: api.Count
+    output_tokens_details: OutputTokensDetails
+    total_tokens: api.Count
+    baton: list[api.ServedBy] | UnsetType = UNSET  # for requests with x-baton-route
+
+
+class IncompleteDetails(Struct):
+    """Why an output is incomplete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseError(Struct):
+    """Why a stream failed after it had started; `code` is one of OpenAI's."""
+
+    code: FailureCode
+    message: str
+    type: str
+    param: str | None
+
+
+class Response(Struct, kw_only=True):
+    """The answer, with the settings of its request."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: api.Count
+    completed_at: api.Count | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    model: str
+    output: list[Item] = []
+    usage: ResponseUsage | None = None
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    reasoning: ReasoningOptions
+    temperature: float
+    text: TextOptions
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice
+    tools: list[FunctionTool]
+    top_p: float
+    background: Literal[False] = False
+    previous_response_id: None = None
+    store: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+
+
+# Prefixes of ids, and of names of events, by the class of the item.
+_PREFIXES = {ReasoningItem: "rs", MessageItem: "msg", FunctionCallItem: "fc"}
+_EVENTS = {
+    ReasoningItem: "response.reasoning_text",
+    MessageItem: "response.output_text",
+    FunctionCallItem: "response.function_call_arguments",
+}
+# OpenAI's codes of failures by status; others are "server_error".
+_CODES: dict[int, FailureCode] = {
+    429: "rate_limit_exceeded",
+    400: "invalid_prompt",
+}
+Emit = Callable[..., None]
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass
+class ResponseGeneration(Generation):
+    """A request to /v1/responses."""
+
+    _num_events: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        emit = self._emit if self.parsed.options.stream else _ignore
+        self._output = ItemsOutput(self.on_start, emit)
+
+    @property
+    def sinks(self) -> Sequence[ItemsOutput]:
+        return [self._output]
+
+    async def answer(self) -> bytes:
+        return _encode(self._ended())
+
+    def release(self) -> None:
+        del self._output
+
+    def last_event(self, failure: Failure | None) -> bytes:
+        if failure is None:
+            response = self._ended()
+            return self._events(f"response.{response.status}", response=response)
+        error = msgspec.json.decode(failure.body, type=api.Error).error
+        code: FailureCode = _CODES.get(failure.status, "server_error")
+        if error.code == CONTEXT_OVERFLOW:
+            code = "context_length_exceeded"
+        if not self._num_events:  # nothing but comments was sent
+            return self._event("error", code=code, message=error.message, param=error.param)
+        failed = ResponseError(code, error.message, error.type, error.param)
+        done = [item for item in self._output.items if item.status == "completed"]
+        response = self._response(status="failed", output=done, error=failed)
+        return self._event("response.failed", response=response)
+
+    def _emit(self, kind: str, **members: Any) -> None:
+        events = self._events(kind, **members)
+        if "delta" not in members:  # such events repeat whole texts of request and answer
+            self.unread.allow(len(events))
+        self.send(events)
+
+    def _events(self, kind: str, **members: Any) -> bytes:
+        """Encodes an event; those that begin a response precede the first one."""
+        begin = b""
+        if not self._num_events:
+            for first in ("response.created", "response.in_progress"):
+                begin += self._event(first, response=self._response())
+        return begin + self._event(kind, **members)
+
+    def _event(self, kind: str, **members: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._num_events, **members}
+        self._num_events += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(event))
+
+    def _ended(self) -> Response:
+        end = self._output.end
+        usage = self.usage_of([end])
+        reasoning = end.usage.reasoning_tokens
+        cut = end.reason == common_pb2.FINISH_REASON_LENGTH
+        return self._response(
+            status="incomplete" if cut else "completed",
+            completed_at=None if cut else int(time.time()),
+            incomplete_details=IncompleteDetails() if cut else None,
+            output=self._output.items,
+            usage=ResponseUsage(
+                usage.prompt_tokens,
+                InputTokensDetails(end.usage.cached_tokens),
+                usage.completion_tokens,
+                OutputTokensDetails(reasoning),
+                usage.total_tokens,
+                usage.baton,
+            ),
+        )
+
+    def _response(self, **members: Any) -> Response:
+        body, defaults = self.parsed.options, self.service.admission.sampling_defaults
+        assert isinstance(body, ResponsesRequest)
+        return Response(
+            id=f"resp_{self.started.request_id}",
+            created_at=self.created,
+            model=self.model,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning=body.reasoning or ReasoningOptions(),
+            temperature=defaults["temperature"] if body.temperature is None else body.temperature,
+            text=TextOptions((body.text and body.text.format) or PlainText()),
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_p=defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
+            **members,
+        )
+
+
+def _ignore(kind: str, **members: Any) -> None:
+    """The `emit` of an answer that is not streamed."""
+
+
+@dataclass(eq=False)
+class ItemsOutput:
+    """The sink that collects output in items, and emits an event for each change."""
+
+    on_start: Callable[[inference_pb2.Started], None]
+    emit: Emit
+
+    def __post_init__(self) -> None:
+        self.items: list[Item] = []
+        self.end = inference_pb2.Finish()
+        self._id = ""
+        self._open: Item | None = None  # the last item, until it is complete
+        self._pieces: list[str] = []  # text of the open item
+        self._item_members: dict[str, Any] = {}  # common members of its events
+        self._text_members: dict[str, Any] = {}  # common members of events with its text
+        self._delta = ""  # type of events with a piece of text
+
+    def start(self, started: inference_pb2.Started) -> None:
+        self._id = started.request_id
+        self.on_start(started)
+
+    def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
+        """Never called: this API has no log-probabilities of prompts."""
+
+    def put(self, piece: Piece) -> None:
+        text, reason = piece.text, piece.finish_reason
+        reasoning, calls = piece.parsed or ParsedOutput()
+        if reasoning:
+            self._add(ReasoningItem, reasoning)
+        if calls and not calls[0].id:  # continues the open call, which text would end
+            self._extend(calls[0].arguments)
+            calls = calls[1:]
+        if text:
+            self._add(MessageItem, text)
+        for call in calls:
+            if call.id:
+                item_id = self._new_id(FunctionCallItem)
+                self._begin(FunctionCallItem(id=item_id, call_id=call.id, name=call.name))
+            if call.arguments:
+                self._extend(call.arguments)
+        if reason:
+            self._finish(reason)
+
+    async def finish(self, finish: inference_pb2.Finish) -> None:
+        self.end = finish
+
+    def _finish(self, reason: common_pb2.FinishReason) -> None:
+        cut = reason == common_pb2.FINISH_REASON_LENGTH
+        # An output that is not cut has an answer, which may be empty.
+        if not cut and (self._open is None or isinstance(self._open, ReasoningItem)):
+            self._begin(MessageItem(id=self._new_id(MessageItem)))
+        self._close("incomplete" if cut else "completed")
+
+    def _add(self, kind: type[ReasoningItem | MessageItem], text: str) -> None:
+        if not isinstance(self._open, kind):
+            self._begin(kind(id=self._new_id(kind)))
+        self._extend(text)
+
+    def _new_id(self, kind: type[Item]) -> str:
+        return f"{_PREFIXES[kind]}_{self._id}_{len(self.items)}"
+
+    def _extend(self, text: str) -> None:
+        self._pieces.append(text)
+        self.emit(self._delta, **self._text_members, delta=text)
+
+    def _begin(self, item: Item) -> None:
+        self._close("completed")
+        self._open = item
+        self._item_members = {"item_id": item.id, "output_index": len(self.items)}
+        self._text_members = self._item_members
+        self._delta = f"{_EVENTS[type(item)]}.delta"
+        self.items.append(item)
+        self.emit("response.output_item.added", output_index=len(self.items) - 1, item=item)
+        if not isinstance(item, FunctionCallItem):
+            self._item_members = self._text_members = {**self._item_members, "content_index": 0}
+            part: OutputText | ReasoningText = ReasoningText()
+            if isinstance(item, MessageItem):
+                part, self._text_members = OutputText(), {**self._item_members, "logprobs": []}
+            self.emit("response.content_part.added", **self._item_members, part=part)
+
+    def _close(self, status: ItemStatus) -> None:
+        item, text = self._open, "".join(self._pieces)
+        if item is None:
+            return
+        item.status = status
+        done = f"{_EVENTS[type(item)]}.done"
+        if isinstance(item, FunctionCallItem):
+            item.arguments = text
+            self.emit(done, **self._item_members, name=item.name, arguments=text)
+        else:
+            if isinstance(item, MessageItem):
+                item.content = [OutputText(text)]
+            else:
+                item.content = [ReasoningText(text)]
+            self.emit(done, **self._text_members, text=text)
+            self.emit("response.content_part.done", **self._item_members, part=item.content[0])
+        self.emit("response.output_item.done", output_index=len(self.items) - 1, item=item)
+        self._open, self._pieces = None, []

@@ -1,0 +1,137 @@
+"""Turns one request's tokens into text: detokenizing, stop strings, reasoning and tool calls.
+
+It belongs to the request and not to an attempt, so a worker's failure never loses part of a
+character or of a stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from baton.generation.sampling_params import ReasoningTracker
+from baton.generation.tool_call import ToolCallDelta
+from baton.text import Detokenizer, StopStrings, Tokenizer
+from baton.text.tool_calls import ToolParser
+from router.request import OutputFormat, TokenizedRequest
+
+
+class ParsedOutput(NamedTuple):
+    """The parts of an output, or of a piece of it, that are not content."""
+
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCallDelta] = ()
+
+
+class TextStream:
+    """Turns one request's tokens, in order, into text; `stop` is set once a stop string was met.
+
+    The text is content. The other parts, if the request has an output format, are in `parsed`;
+    stop strings are not searched for in reasoning.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: TokenizedRequest) -> None:
+        output = request.output_format
+        pieces = output.pieces if output else tokenizer.pieces
+        if request.show_special_tokens:
+            pieces = pieces.showing_all
+        self._detokenizer = Detokenizer(pieces, request.prompt)
+        self._stops = StopStrings(request.stop, request.include_stop)
+        self._singly = bool(request.stop)
+        self._parser = _OutputParser(output) if output else None
+        self.stop: str | None = None
+        self.parsed: ParsedOutput | None = None  # of the last tokens; None without a format
+        if request.resumed:
+            self.advance(request.resumed, None)  # the interrupted stream has sent their text
+
+    @property
+    def calls_tools(self) -> bool:
+        return self._parser is not None and self._parser.calls_tools
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._parser.tracker.num_tokens if self._parser and self._parser.tracker else 0
+
+    def advance(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, int]:
+        """Content that is final with these tokens, and how many tokens precede a stop string's end.
+
+        With a `finish_reason` they are the last tokens, and all remaining content is returned. A
+        token that ended the sequence by itself ("stop") has no text.
+        """
+        parser = self._parser
+        if parser is None:
+            return self._content(token_ids, finish_reason)
+        shown = token_ids[:-1] if finish_reason == "stop" else token_ids
+        count = parser.push_reasoning(shown, self._detokenizer, last=finish_reason is not None)
+        text, num_content = self._content(token_ids[count:], finish_reason)
+        cut = finish_reason == "length" or self.stop is not None
+        text, self.parsed = parser.parse(text, last=cut or finish_reason is not None, cut=cut)
+        return text, count + num_content
+
+    def _content(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, int]:
+        if finish_reason is None and not self._singly:
+            return self._detokenizer.push(token_ids), len(token_ids)
+        shown = token_ids[:-1] if finish_reason == "stop" else token_ids
+        text, count = "", 0
+        for tokens in ([token] for token in shown) if self._singly else (shown,):
+            final, self.stop = self._stops.push(self._detokenizer.push(tokens))
+            text, count = text + final, count + len(tokens)
+            if self.stop is not None:
+                return text, count
+        if finish_reason is not None:
+            rest, self.stop = self._stops.push(self._detokenizer.flush())
+            text += rest + ("" if self.stop is not None else self._stops.flush())
+        return text, len(token_ids)
+
+
+class _OutputParser:
+    """Splits an output into reasoning, content and tool calls; a function of its tokens.
+
+    White space around reasoning belongs to the model's format and is dropped.
+    """
+
+    def __init__(self, output: OutputFormat) -> None:
+        self.tracker = ReasoningTracker(output.reasoning) if output.reasoning else None
+        self._begin = output.reasoning.begin_token_id if output.reasoning else -1
+        self._tools = (
+            ToolParser(output.tools, single=output.single_tool_call) if output.tools else None
+        )
+        self._reasoning = ""  # text of the last tokens
+        self._space: str | None = None  # trailing white space, not sent yet; None before reasoning
+        self._behind_reasoning = False
+
+    @property
+    def calls_tools(self) -> bool:
+        return self._tools is not None and self._tools.num_calls > 0
+
+    def push_reasoning(
+        self, token_ids: Sequence[int], detokenizer: Detokenizer, *, last: bool
+    ) -> int:
+        """Returns how many of the next tokens are reasoning; `parse` returns their text."""
+        self._reasoning = ""
+        tracker = self.tracker
+        if tracker is None:
+            return 0
+        count = tracker.take(token_ids)
+        if not (count or (last and tracker.inside)):
+            return 0
+        tokens = [token for token in token_ids[:count] if token != self._begin]
+        ends = not tracker.inside
+        text = detokenizer.push(tokens[:-1] if ends else tokens)
+        if ends or last:
+            text += detokenizer.flush()
+        self._behind_reasoning = ends
+        if self._space is not None or (text := text.lstrip()):
+            text = (self._space or "") + text
+            self._reasoning = text.rstrip()
+            self._space = text[len(self._reasoning) :]
+        return count
+
+    def parse(self, text: str, *, last: bool, cut: bool) -> tuple[str, ParsedOutput]:
+        """Content, and the other parts; see `ToolParser.push`."""
+        if self._behind_reasoning and (text := text.lstrip()):
+            self._behind_reasoning = False
+        calls: Sequence[ToolCallDelta] = ()
+        if self._tools is not None:
+            text, calls = self._tools.push(text, last=last, cut=cut)
+        return text, ParsedOutput(self._reasoning, calls)
