@@ -39,11 +39,12 @@ class LivenessConfig:
 
     @property
     def heartbeat_ms(self) -> int:
-        """Requested of workers: a worker is suspected after it has missed about three.
+        """Requested of workers: one that is late by half an interval is suspected, and one that
+        has missed three is lost. Each costs a router about 0.14 ms, so they are no more frequent.
 
         Any other message from the worker counts as a heartbeat, too.
         """
-        return int(1000 * self.silence_s / 7.5)
+        return int(1000 * self.silence_s / 3)
 
     @cached_property
     def lost_ticks(self) -> int:
