@@ -1,4 +1,4 @@
-# Everything a person or a machine does here. `make demo` and `make test` need Python 3.11 and pip only.
+# Development tasks. `make demo` and `make test` need only Python 3.11 and pip.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -19,16 +19,16 @@ $(STAMP): pyproject.toml constraints.txt scripts/protos.py $(PROTOS)
 demo: $(STAMP)
 	@$(BIN)/baton demo
 
-# Unit and contract tests side by side, a thread each; then real clusters, two at a time, whatever
-# became of the first.
+# Unit and contract tests in parallel, one thread each; then clusters, two at a time, also after
+# failures of the first.
 test: $(STAMP)
 	@status=0; \
 	$(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 1)) --dist worksteal tests/unit tests/contract tests/chaos || status=1; \
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/gpu tests/cluster tests/compose || status=1; \
 	exit $$status
 
-# And what takes long or needs more: chaos for ten minutes, and for half as long with workers of
-# several ranks each way; the stack in containers.
+# Also long tests: chaos for ten minutes, with workers of several ranks for five each way, and the
+# containers.
 test-all: test chaos chaos-ranks compose-test
 
 fuzz: $(STAMP)
@@ -44,7 +44,7 @@ chaos-ranks: $(STAMP)
 compose-test: $(STAMP)
 	@BATON_COMPOSE_TEST=1 $(BIN)/python -m pytest tests/compose
 
-# Against others, where they are installed: docs/comparison.md. For example
+# Comparisons with other engines, if installed: docs/comparison.md. For example
 # make bench-engine RIVALS=~/rivals/venv LLAMA_CPP=~/rivals/llama.cpp SHAPE=L ROUNDS=3 JSON=engine.json
 BENCH_ARGS = --shape $(or $(SHAPE),M) --rivals "$(RIVALS)" --llama-cpp "$(LLAMA_CPP)" \
 	$(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(CPUS),--cpus $(CPUS)) $(if $(JSON),--json $(JSON)) \
@@ -56,9 +56,9 @@ bench-engine: $(STAMP)
 bench-serve: $(STAMP)
 	@$(BIN)/python -m benchmarks serve $(BENCH_ARGS)
 
-# On a machine with an NVIDIA GPU: kernels, engine and cluster, right and how fast, in 8 minutes. It
-# needs no set-up: the virtual environment's Python where that sees a GPU, else any with torch and
-# triton. For example  make gpu SHAPE=1B MINUTES=4 JSON=figures.json ARGS="--only speed,engine"
+# On a machine with an NVIDIA GPU: correctness and speed of kernels, engine and cluster, in 8 minutes.
+# It uses the virtual environment's Python if that sees a GPU, else any with torch and triton.
+# For example  make gpu SHAPE=1B MINUTES=4 JSON=figures.json ARGS="--only speed,engine"
 GPU_ARGS = $(if $(SHAPE),--shape $(SHAPE)) $(if $(MINUTES),--minutes $(MINUTES)) \
 	$(if $(JSON),--json $(JSON)) $(ARGS)
 SEES_GPU = import sys, torch; sys.exit(not torch.cuda.is_available())
@@ -82,11 +82,11 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The documentation as a site in build/site; a broken link or anchor is an error.
+# The documentation's site in build/site; broken links and anchors are errors.
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# build/dist/*.whl with the native kernels for all CPUs of this machine's kind: needs no compiler where it is installed.
+# build/dist/*.whl with native kernels for all CPUs of this architecture, which need no compiler.
 wheel: $(STAMP)
 	@$(BIN)/python -m baton.engine.kernels.native.library
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/dist .
@@ -96,8 +96,8 @@ wheel: $(STAMP)
 protos: $(STAMP)
 	@$(BIN)/python scripts/protos.py
 
-# The image's libraries with their hashes, all but torch: after a change of pyproject.toml or
-# constraints.txt. With torch's CPU index, or CUDA's libraries are locked as well.
+# Locks the image's libraries with hashes, all but torch, after a change of pyproject.toml or
+# constraints.txt. Needs torch's CPU index, or CUDA's libraries are locked as well.
 LOCK = PIP_CONSTRAINT=constraints.txt PIP_EXTRA_INDEX_URL="$$PIP_EXTRA_INDEX_URL $(TORCH_INDEX)" \
 	build/lock/bin/pip-compile --quiet --generate-hashes --strip-extras --no-header --no-annotate \
 	--no-emit-options --constraint constraints.txt

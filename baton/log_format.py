@@ -49,13 +49,13 @@ class RateLimit:
         self._unlogged = 0
 
     def warning(self, text: str, *args: object) -> None:
-        """As `Logger.warning`, without `extra`."""
+        """Logs a warning, as `Logger.warning` without `extra` does."""
         self.line(logging.WARNING, text, *args)
 
     def line(
         self, level: int, text: str, *args: object, extra: Mapping[str, object] | None = None
     ) -> None:
-        """As `Logger.log`."""
+        """Logs a line, as `Logger.log` does."""
         self._unlogged += 1
         if (now := time.monotonic()) >= self._log_after:
             text = f"{text} (%d more since the last line)"

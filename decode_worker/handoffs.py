@@ -260,10 +260,11 @@ class Handoffs:
             handoff = self._handoffs.get(seq_id)
             if handoff is None:
                 continue
-            if handoff.events.per_token:
+            events = handoff.events
+            if events.per_token:
                 # Hundreds in each step: as little work as possible for each.
-                if handoff.events.router is not router:
-                    router = handoff.events.router
+                if events.router is not router:
+                    router = events.router
                     add_event = router.outgoing.events.add
                 handoff.spans.token()
                 add_event(handoff_id=seq_id, token_ids=(token_id,))

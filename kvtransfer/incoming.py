@@ -69,7 +69,7 @@ class IncomingLink(RankEnds[ReceivingEnd]):
             posted.set()
 
     def checksum(self, slots: Slots) -> asyncio.Future[LinkDigest]:
-        """Of the slots' current content. One-sided only; raises TransferFailed."""
+        """Computes the slots' checksum. One-sided links only; raises TransferFailed."""
         return self._run(self._read_checksum, slots)
 
     def sender_pidfd(self) -> int | None:
@@ -119,7 +119,7 @@ class LinkUser(Protocol):
         """The prefill processes whose links are in use."""
 
     async def sender_exited(self, incarnation: str) -> None:
-        """That process has ended, and its link is closed."""
+        """Called when a sender's process has ended and its link is closed."""
 
 
 @dataclass(eq=False)
@@ -192,7 +192,7 @@ class IncomingLinks:
         return link
 
     async def opened(self, incarnation: str, epoch: int) -> IncomingLink:
-        """As `find`, once the sender has connected. Raises TransferFailed, too."""
+        """Returns what `find` does, once the sender has connected. Raises TransferFailed, too."""
         link = self.find(incarnation, epoch)
         await asyncio.wait({link.accepted})
         link.accepted.result()
@@ -204,7 +204,7 @@ class IncomingLinks:
             self._drop(incarnation)
 
     async def sender_exited(self, incarnation: str) -> None:
-        """That prefill process is dead: nothing of it is written once this returns."""
+        """Ends the link of a prefill process that is dead; no write follows its return."""
         if (link := self._links.get(incarnation)) is not None:
             # Receives from it fail now, not at their time-out.
             await asyncio.get_running_loop().run_in_executor(None, link.abort)

@@ -111,7 +111,7 @@ class KvPool:
         return int(self.tensor.shape[3]) * self.block_size * self.row_slot_bytes // 4
 
     def with_heads(self, heads: range) -> KvPool:
-        """The same pool with these heads alone."""
+        """Returns a view of this pool that has these heads only."""
         return self if heads == self.heads else KvPool(self.tensor, self.area, heads)
 
     @property

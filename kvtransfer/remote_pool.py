@@ -122,7 +122,7 @@ class RemotePool:
         self._heads: HeadRange = (heads.start, heads.stop) if heads is not None else None
 
     def with_heads(self, heads: range) -> RemotePool:
-        """The same pool with these heads alone."""
+        """Returns a view of this pool that has these heads only."""
         return RemotePool(self._connect, heads)
 
     def new_digest(self) -> Digest:

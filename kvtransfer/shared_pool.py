@@ -137,7 +137,7 @@ class ReceiverProcess:
         self._aborted = True
 
     def close(self) -> None:
-        """As `abort`, and closes the descriptor; may be called twice."""
+        """Aborts the link and closes the descriptor; may be called twice."""
         self._aborted, pidfd, self._pidfd = True, self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
@@ -215,7 +215,7 @@ def _connect(path: Path, timeout_s: float) -> socket.socket:
 
 
 def _receive(connection: socket.socket, max_bytes: int, max_fds: int) -> tuple[bytes, list[int]]:
-    """As `socket.recv_fds`, whose flags Python 3.11 ignores: children inherit none of these."""
+    """Receives descriptors that children do not inherit; Python 3.11's `recv_fds` ignores flags."""
     fds = array.array("i")
     room = socket.CMSG_LEN(max_fds * fds.itemsize)
     data, found, _, _ = connection.recvmsg(max_bytes, room, socket.MSG_CMSG_CLOEXEC)

@@ -90,7 +90,7 @@ class _Bench:
             for demand in islice(chain(long, workload.demands()), number)
         )
         generator = Generator(self.server, self.stop)
-        async with self.progress.of("warming up", generator.run):
+        async with self.progress.reporting("warming up", generator.run):
             done = await generator.closed_loop(demands, workload.concurrency or _WARM_UP)
         if done.outcomes and not self.stop.is_set() and not done.ok:
             first = done.outcomes[0]
@@ -110,7 +110,7 @@ class _Bench:
             demands = replace(stage.workload, salt=len(self.stages)).demands()
             generator = Generator(self.server, self.stop)
             stage.run = generator.run
-            async with self.progress.of(stage.workload.label, generator.run):
+            async with self.progress.reporting(stage.workload.label, generator.run):
                 if workload.concurrency:
                     limit_s = workload.duration_s
                     await generator.closed_loop(demands, workload.concurrency, limit_s)

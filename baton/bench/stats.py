@@ -49,7 +49,7 @@ class Figure(NamedTuple):
     factor: float = 1
     form: str = ".1f"
 
-    def of(self, stats: Any) -> float | None:
+    def value_in(self, stats: Any) -> float | None:
         """Reads the number from statistics; None if missing."""
         for key in self.path.split("."):
             stats = stats and stats[key]

@@ -49,7 +49,7 @@ def median_table(
     """
     rows = [[title, *rounds]]
     for figure in figures:
-        values = [[figure.of(one) for one in found] for found in rounds.values()]
+        values = [[figure.value_in(one) for one in found] for found in rounds.values()]
         known = [[v * figure.factor for v in some if v is not None] for some in values]
         if any(known):
             rows.append([figure.title, *(median_of(some, figure.form) for some in known)])
@@ -68,7 +68,7 @@ def median_of(values: Sequence[float], form: str) -> str:
 
 def _stage(stage: Mapping[str, Any]) -> Iterator[str]:
     stats = stage["figures"]
-    values = [(figure, figure.of(stats)) for figure in FIGURES]
+    values = [(figure, figure.value_in(stats)) for figure in FIGURES]
     rows = [(f"  {figure.title}", figure.show(value)) for figure, value in values if value]
     yield from ("", *align([(stage["label"], ""), *rows]))
     if goodput := stats["goodput"]:
@@ -114,7 +114,7 @@ class Progress:
         self.say = say or partial(print, file=sys.stderr)
 
     @asynccontextmanager
-    async def of(self, what: str, run: Run) -> AsyncIterator[None]:
+    async def reporting(self, what: str, run: Run) -> AsyncIterator[None]:
         """Reports the state of `run` every few seconds during the block."""
 
         async def repeat() -> None:

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has all that it wants, as `head`, and nobody is to be told. The
+        # The reader of our output, as `head`, has all that it wants: not an error. The
         # interpreter's last flush must not trip over it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE

@@ -162,8 +162,8 @@ def _reported(addresses: str, api_key: str | None, timeout_s: float) -> GetStatu
     deadline = time.monotonic() + _REPORT_S
     while True:
         status = _router_status(addresses, api_key, timeout_s)
-        told = status and all(one.sent_bytes for one in status.pairs if one.state == "OPEN")
-        if told or time.monotonic() > deadline:
+        reported = status and all(one.sent_bytes for one in status.pairs if one.state == "OPEN")
+        if reported or time.monotonic() > deadline:
             return status
         time.sleep(_HEARTBEAT_S)
 

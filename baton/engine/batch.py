@@ -90,7 +90,6 @@ class BatchBuilder:
         return self._last.batch(scheduled)
 
     def new_batch(self, scheduled: list[ScheduledSequence]) -> StepBatch:
-        """A batch of new tensors."""
         token_ids, logit_rows = list[int](), list[int]()
         for item in scheduled:
             if scored := item.scored:

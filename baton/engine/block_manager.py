@@ -55,7 +55,6 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that are not held and cache nothing."""
         return len(self._free)
 
     @property
@@ -70,12 +69,10 @@ class BlockManager:
 
     @property
     def num_held(self) -> int:
-        """Blocks that sequences hold."""
         return self.num_blocks - self.num_free - self.num_cached - self.num_quarantined
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be allocated."""
         return self.num_free + self.num_cached
 
     def allocate(self, count: int) -> list[int] | None:

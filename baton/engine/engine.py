@@ -187,7 +187,6 @@ class Engine(EngineLoop):
 
     @_command
     def load(self) -> Load:
-        """The current load."""
         return self._load()
 
     def _register(self, sequence: Sequence) -> None:

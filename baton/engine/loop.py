@@ -144,7 +144,6 @@ class EngineLoop:
         self.ended.set_running_or_notify_cancel()
 
     def start(self) -> None:
-        """Starts the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:

@@ -60,7 +60,7 @@ class Pooling:
 
 
 def pooled(work: Sequence[ScheduledSequence], hidden: Tensor) -> dict[str, Vector]:
-    """Of the sequences whose embeddings are wanted: the sum of their rows, by id.
+    """Sums the rows of each sequence whose embedding is wanted, by id.
 
     hidden: `[rows, hidden_size]`, of each work's `scored` positions, and then of those that it
     samples at.

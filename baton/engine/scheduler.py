@@ -58,7 +58,6 @@ class SequenceQueue:
         return self._entries[-1][2]
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a sequence."""
         insort(self._entries, (*sequence.order, sequence, sequence.num_pending))
         self.tokens += sequence.num_pending
 
@@ -110,13 +109,11 @@ class ScheduledStep:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the step's batch."""
         if not self.has_chunks:
             return len(self.sequences)
         return sum(item.count for item in self.sequences)
 
     def sort(self) -> None:
-        """Puts sequences with one row first."""
         self.sequences.sort(key=lambda item: item.count > 1)  # stable
 
     @property
@@ -126,12 +123,10 @@ class ScheduledStep:
 
     @property
     def num_proposed(self) -> int:
-        """Rows of proposed tokens."""
         return sum(len(item.proposed) for item in self.sequences) if self.has_chunks else 0
 
     @property
     def num_chunk_tokens(self) -> int:
-        """Rows of chunks of prompts."""
         if not self.has_chunks:
             return 0
         return sum(item.count for item in self.sequences if item.count > 1 + len(item.proposed))
@@ -161,7 +156,6 @@ class ChunkBudget:
 
     @property
     def tokens(self) -> int:
-        """The budget of the next step."""
         return min(self.max_tokens, max(self._min_tokens, int(self.tokens_per_s * self._seconds)))
 
     def estimate_s(self, step: ScheduledStep) -> float:
@@ -210,7 +204,6 @@ class Scheduler:
 
     @property
     def queue_tokens(self) -> int:
-        """Pending tokens of all sequences."""
         queued = self.waiting.tokens + self.holding.tokens + self.ready.tokens
         return queued + sum([len(one.tokens) - one.num_computed for one in self.running])
 

@@ -30,7 +30,7 @@ class TokenCounts:
         self._ids = np.empty(0, np.int64)
         self._times = np.empty(0, np.int64)  # counts in the output; 0: in the prompt only
 
-    def of(self, token_ids: Tokens[int], prompt_tokens: int, proposed: int) -> tuple[Ints, Ints]:
+    def count(self, token_ids: Tokens[int], prompt_tokens: int, proposed: int) -> tuple[Ints, Ints]:
         """(distinct tokens, count of each in the output), valid until the next call.
 
         proposed: how many of the last `token_ids` are proposals, which may be rejected.
@@ -123,7 +123,6 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: prompt and output."""
         return len(self.tokens)
 
     @property
@@ -153,11 +152,9 @@ class Sequence:
         return self.priority, self.arrival
 
     def parent_hash(self, index: int) -> int:
-        """Hash of the block before block `index`."""
         return self.block_hashes[index - 1] if index else root_hash(self.cache_salt)
 
     def hash_of(self, index: int, block_size: int) -> int:
-        """Hash of full block `index`."""
         while len(self.block_hashes) <= index:
             at = len(self.block_hashes)
             tokens = self.tokens[at * block_size : (at + 1) * block_size]

@@ -87,12 +87,10 @@ class StepReport:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of the step."""
         return len(self.token_ids) + len(self.others)
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that its sequences got."""
         return len(self.token_ids) + sum(len(one.token_ids) for one in self.others)
 
     @property

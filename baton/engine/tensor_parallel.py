@@ -196,7 +196,7 @@ class TensorParallelModel:
             raise RunnerFailed(self._failure) from error
 
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
-        """As `StepModel.step`. Raises RunnerFailed when a rank has ended or hangs."""
+        """Implements `StepModel.step`. Raises RunnerFailed when a rank has ended or hangs."""
         with self.on_all_ranks(rank_executor.RunStep.from_batch(batch)):
             logits: Tensor = self._model.step(batch, pool)
         self.hidden: Tensor | None = self._model.hidden

@@ -72,7 +72,7 @@ _CLOSE: Header = (b"connection", b"close")
 class HttpExchange:
     """A request and the way to answer it. Event-loop thread only.
 
-    Nothing that is sent waits for the client to read it: `unread_bytes` tells how much it leaves.
+    Sending never waits for the client to read; `unread_bytes` is how much it has not read.
     """
 
     def __init__(
@@ -474,7 +474,7 @@ class Connection(asyncio.Protocol):
         """Nothing is upgraded: a request that asks for that is answered as any other.
 
         Java's client asks for HTTP/2 with every request. The parser takes one as ended behind its
-        headers; what tells it of a body is given to it again, alone.
+        headers; the headers about a body are given to it again, alone.
         """
         while data:
             try:
@@ -568,7 +568,7 @@ class Connection(asyncio.Protocol):
             self._ends = not self._exchanges[-1].keep_alive
 
     def _look(self) -> None:
-        """Looks for the client's end now and then, which nobody is told while nothing is read."""
+        """Polls for the client's disconnect, which is not reported while nothing is read."""
         if not self._looks:
             self._looks = True
             self._loop.call_later(_LOOK_S, self._look_again)

@@ -21,6 +21,7 @@ from baton.errors import BatonError, InvalidRequest, Unavailable
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_UNSENT_BYTES = 16 << 20  # that gRPC does not take because the other end does not read
 CLOSE_S = 2.0  # for the last messages
+_END = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in its stubs
 _JOINED_BYTES = 32 << 10  # of messages of several turns that leave as one
 
 Received = TypeVar("Received", bound=Message)
@@ -108,7 +109,7 @@ class MessageStream(Generic[Received, Sent]):
 
     async def messages(self) -> AsyncIterator[Received]:
         """All that the other end sends. Raises InvalidRequest for bytes that are no message."""
-        while (data := await self._raw.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+        while (data := await self._raw.read()) is not _END:
             try:
                 message = self.parse(data)
             except DecodeError:
@@ -133,7 +134,7 @@ class MessageStream(Generic[Received, Sent]):
                 continue
             try:
                 await self._raw.write(self._next())
-            except asyncio.InvalidStateError:  # the call is over, and who reads is told why
+            except asyncio.InvalidStateError:  # the call is over; the reader gets the reason
                 await asyncio.sleep(CLOSE_S)
                 raise Unavailable("the stream has ended") from None
 

@@ -40,7 +40,7 @@ MAX_CALLS_OF_A_CONNECTION = 2048
 MAX_CALLS = 8192
 RECEIVE_S = 60.0  # for a request to come as a whole
 SEND_S = 10.0  # for a caller to take what is left of its output, and the status behind it
-# For calls on a connection whose client was told to open another one. A longer stream breaks, and
+# For calls on a connection whose client was asked to open another one. A longer stream breaks, and
 # the SDK goes on with it elsewhere.
 LONGEST_CALL_S = 3600.0
 

@@ -90,7 +90,7 @@ class EventLoop(uvloop.Loop):
     """
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
-        """As asyncio's; gRPC's wake-ups are taken together."""
+        """Adds a reader; gRPC's pending wake-ups are handled in one turn."""
         owner = getattr(getattr(callback, "func", None), "__self__", None)
         if type(owner).__name__ == "PollerCompletionQueue":
             callback = partial(_handle_all, fd, callback)
@@ -131,8 +131,8 @@ class Health:
     async def probed(self, host: str, port: int | None, shared: bool = False) -> AsyncIterator[str]:
         """Answers `GET /health` and `/ready` at that port meanwhile; gives its URL. None: nowhere.
 
-        Without TLS, which no kubelet speaks with a certificate; it tells nothing else. The port may
-        be `shared` with processes of the same user. Raises ConfigError when it is taken.
+        Without TLS, which no kubelet speaks with a certificate; it reports nothing else. The port
+        may be `shared` with processes of the same user. Raises ConfigError when it is taken.
         """
         if port is None:
             yield ""

@@ -50,7 +50,7 @@ class Reloaded(Generic[T]):
 
     @property
     def current(self) -> T:
-        """The same object until a file changes."""
+        """Returns the loaded object, and a new one after a file has changed."""
         if self._files.changed:
             self._files = WatchedFiles()
             try:

@@ -322,7 +322,7 @@ def _password(config: RegistryConfig) -> str:
 
 
 def _addresses(config: RegistryConfig, files: WatchedFiles) -> Addresses:
-    """Of each endpoint; TLS with https:// or a CA or certificate."""
+    """Parses the endpoints; https://, a CA or a certificate selects TLS."""
     has_files = bool(config.ca_file or config.cert_file)
     found: Addresses = []
     for text in config.etcd.split(","):

@@ -36,7 +36,7 @@ class ModelLimits:
     block_size: int
 
     @classmethod
-    def of(cls, loaded: Loaded) -> ModelLimits:
+    def from_loaded(cls, loaded: Loaded) -> ModelLimits:
         block_size = loaded.layout.block_size
         return cls(loaded.model_config.vocab_size, loaded.max_context, block_size)
 

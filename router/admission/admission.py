@@ -34,10 +34,9 @@ from router.admission.tenants import AdmissionLease, ReservedChoices, Tenant, Te
 from router.admission.validation import (
     check_fields,
     check_length,
-    check_prompt_limit,
+    check_prompt,
     check_prompt_logprobs,
     check_resumed,
-    check_token_ids,
     fit_max_tokens,
     smallest_limit,
 )
@@ -144,10 +143,9 @@ class Admission:
         if params.structured_output is not None:
             await self._check_grammar(request, params, resumed, deadline)
         check_resumed(request, params)
-        check_token_ids(prompt, resumed, self.tokenizer.vocab_size)
-        check_length(len(prompt) + len(resumed), limit)
-        tenant_limit = tenant.config.max_prompt_tokens
-        check_prompt_limit(len(prompt), smallest_limit(self.limits.max_prompt_tokens, tenant_limit))
+        limits = self.limits.max_prompt_tokens, tenant.config.max_prompt_tokens
+        vocab_size = self.tokenizer.vocab_size
+        check_prompt(prompt, resumed, vocab_size, limit, smallest_limit(*limits))
         check_prompt_logprobs(params, len(prompt))
         return TokenizedRequest(
             request_id=request_id,

@@ -145,16 +145,11 @@ class Tenant:
             with self._usage.lock:
                 self._charge(0, tokens)
 
-    def leave(self, refund_requests: int, refund_tokens: int) -> None:
-        """Ends a choice and returns what it was charged too much."""
+    def leave(self, choices: int, refund_requests: int = 0, refund_tokens: int = 0) -> None:
+        """Ends choices, or those that will not enter, and returns what was charged too much."""
         with self._usage.lock:
-            self._usage.add_running(-1)
+            self._usage.add_running(-choices)
             self._charge(-refund_requests, -refund_tokens)
-
-    def release_choices(self, count: int) -> None:
-        """Releases the places of choices that will not enter."""
-        with self._usage.lock:
-            self._usage.add_running(-count)
 
     def _check(self, choices: int, tokens: int | None) -> None:
         most, running = self.config.max_running, self._usage.running
@@ -213,7 +208,7 @@ class AdmissionLease:
         tenant = self._tenant
         tenant.fair_queue.remove(self.prompt)
         refused = isinstance(error, RetryableError) and not self._has_begun
-        tenant.leave(self._requests * refused, self._reserved + self._prompt_tokens * refused)
+        tenant.leave(1, self._requests * refused, self._reserved + self._prompt_tokens * refused)
 
 
 @dataclass
@@ -233,7 +228,7 @@ class ReservedChoices:
     def release(self) -> None:
         """Releases the remaining places; no more choices will enter."""
         if self._tenant is not None:
-            self._tenant.release_choices(self._count)
+            self._tenant.leave(self._count)
             self._count = 0
 
 

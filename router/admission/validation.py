@@ -50,21 +50,20 @@ def check_resumed(request: inference_pb2.GenerateRequest, params: SamplingParams
         )
 
 
-def check_token_ids(prompt: Sequence[int], resumed: Sequence[int], vocab_size: int) -> None:
-    """Checks that there is a prompt and that its tokens are in the vocabulary."""
+def check_prompt(
+    prompt: Sequence[int], resumed: Sequence[int], vocab_size: int, context: int, max_tokens: int
+) -> None:
+    """Checks tokens and length. `max_tokens`: the router's or tenant's limit; 0 is no limit."""
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", "input")
+    check_length(len(prompt) + len(resumed), context)
     if (largest := max(chain(prompt, resumed))) >= vocab_size:
         raise InvalidRequest(
             f"token id {largest} is not below the vocabulary size {vocab_size}", "token_ids"
         )
-
-
-def check_prompt_limit(num_tokens: int, limit: int) -> None:
-    """Checks a prompt against the limit of the router or the tenant; 0 is no limit."""
-    if limit and num_tokens > limit:
-        text = f"the prompt has {num_tokens} tokens and at most {limit} are accepted here"
-        raise ContextOverflow(text, "input", limit)
+    if max_tokens and len(prompt) > max_tokens:
+        text = f"the prompt has {len(prompt)} tokens and at most {max_tokens} are accepted here"
+        raise ContextOverflow(text, "input", max_tokens)
 
 
 def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:

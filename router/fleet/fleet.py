@@ -94,7 +94,7 @@ class Fleet:
             await _close(self._members.values(), "the router is stopping")
 
     def snapshot(self) -> Snapshot:
-        """The same object as before while nothing has changed."""
+        """Returns the current snapshot, a new object only after a change."""
         seen, opened = self._look(), self.breakers.all_open()
         if seen is not self._judged_by[0] or opened != self._judged_by[1]:
             self._judged = self.breakers.without_ejected(seen)

@@ -22,7 +22,7 @@ from router.fleet.snapshot import MISMATCH, READY, SILENT, STALLED, AssignedProm
 
 log = logging.getLogger(__name__)
 
-# What a worker tells of one sequence or prompt; an error is the last of it.
+# Reports of a worker about one sequence or prompt; an error is the last one.
 Event = (
     decode_pb2.ReserveResponse | decode_pb2.SequenceEvent | prefill_pb2.PrefillResponse | BatonError
 )

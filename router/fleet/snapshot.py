@@ -350,7 +350,7 @@ class Columns:
         self._split()
 
     def replaced(self, changed: Mapping[int, tuple[WorkerView, tuple[float, ...]]]) -> Columns:
-        """The same workers, some of them changed; by row their views and numbers."""
+        """Returns a copy in which these rows have new views and numbers."""
         new = copy(self)
         new._values = self._values.copy()
         if any(row < self._num_prefill for row in changed):

@@ -208,33 +208,36 @@ def _best_of(costs: Costs, p: Rows, d: Rows, p_full: Flags | None) -> _Rank | No
     """
     if not (p.size and d.size):
         return None
-    snapshot, columns, decode = costs.snapshot, costs.snapshot.columns, costs.decode
-    local, far, near = decode.local_us[d], decode.far_us[d], decode.near_us[d]
-    prefill_us = costs.prefill.us[p]
-    if len(snapshot.hosts) == 1:
-        handoff = np.minimum(far.min(), near.min())
-    else:
-        by_host = np.full(len(snapshot.hosts), far.min())
-        np.minimum.at(by_host, columns.decode.host[d], near)
-        handoff = by_host[columns.prefill.host[p]]
-    bound = np.minimum(local.min(), prefill_us + handoff)
     full = p_full[p] if p_full is not None else None
-    if full is not None and full.any():
-        bound[full] = _local_bound(prefill_us[full], local, far)
+    bound = _lower_bounds(costs, p, d, full) if p.size > 1 else np.zeros(1)
     ties = [tie[p] for tie in _prefill_ties(costs)]
-    steps = columns.decode.steps[d]
+    steps = costs.snapshot.columns.decode.steps[d]
     while (least := bound.min()) < inf:
         i = _first(bound, *ties)
         cost, decode_prefills = costs.pair_costs(p[i], d)
         if full is not None and full[i]:
             cost[~decode_prefills] = inf
-        if others := snapshot.excluded_rows.get(int(p[i])):
+        if others := costs.snapshot.excluded_rows.get(int(p[i])):
             cost[np.isin(d, others)] = inf
         j = _first(cost, steps)
-        if cost[j] <= least:
+        if cost[j] <= least or (p.size == 1 and cost[j] < inf):
             return (cost[j], *(tie[i] for tie in ties), p[i], steps[j], d[j])
         bound[i] = cost[j]
     return None
+
+
+def _lower_bounds(costs: Costs, p: Rows, d: Rows, full: Flags | None) -> Column:
+    """The least cost of each prefill worker with any of the decode workers."""
+    columns, decode = costs.snapshot.columns, costs.decode
+    local, far, near = decode.local_us[d], decode.far_us[d], decode.near_us[d]
+    by_host = np.full(len(costs.snapshot.hosts), far.min())
+    np.minimum.at(by_host, columns.decode.host[d], near)
+    prefill_us = costs.prefill.us[p]
+    handed_over = prefill_us + by_host[columns.prefill.host[p]]
+    bound: Column = np.minimum(local.min(), handed_over)
+    if full is not None and full.any():
+        bound[full] = _local_bound(prefill_us[full], local, far)
+    return bound
 
 
 def _local_bound(prefill_us: Column, local: Column, other: Column) -> Column:
@@ -302,7 +305,12 @@ def _pair(costs: Costs, p: int, d: int, full: Set[str] = frozenset(), candidates
     snapshot = costs.snapshot
     prefill, decode = snapshot.prefill[p], snapshot.decode[d]
     same_host = prefill.record.host_id == decode.record.host_id
-    cost_us, decode_prefills = costs.pair_costs(p, d)
+    handoff_us = (costs.decode.near_us if same_host else costs.decode.far_us)[d]
+    handed_over_us, local_us = (
+        float(costs.prefill.us[p] + handoff_us),
+        float(costs.decode.local_us[d]),
+    )
+    decode_prefills = local_us < handed_over_us
     handoff_ttft_s = float(costs.prefill.us[p]) / 1e6 + HANDOFF_S[same_host]
     return Pair(
         on_prefill=costs.on_prefill(p, full),
@@ -310,10 +318,10 @@ def _pair(costs: Costs, p: int, d: int, full: Set[str] = frozenset(), candidates
         demand=costs.demand,
         unusable=_why_unusable(snapshot, prefill, decode),
         same_host=same_host,
-        decode_prefills=bool(decode_prefills),
+        decode_prefills=decode_prefills,
         ttft_s=float(costs.decode.local_ttft_s[d]) if decode_prefills else handoff_ttft_s,
         handed_over_ttft_s=handoff_ttft_s,
-        score_ms=float(cost_us) / 1e3,
+        score_ms=min(local_us, handed_over_us) / 1e3,
         candidates=candidates,
     )
 

@@ -83,7 +83,7 @@ def _read_program(path: Path) -> str:
 
 
 def fingerprint(files: list[SourceFile]) -> str:
-    """A hex digest of the corpus, which tells whether two machines have the same text."""
+    """A hex digest of the corpus, by which two machines can check that they have the same text."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.path.encode() + b"\0" + file.text.encode() + b"\0")

@@ -144,7 +144,7 @@ def _check_workers(prefill, decode, done):
 def _check_complete(page, process):
     """Every documented metric is there, with exactly the documented attributes."""
     shown = {sample.name for sample in page}
-    for one in table.of(process).values():
+    for one in table.instruments_of(process).values():
         if one.name in SILENT:
             continue
         assert set(one.samples) <= shown, one.name

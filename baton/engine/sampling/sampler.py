@@ -216,7 +216,7 @@ class Sampler:
         repeats = params.repetition_penalty != 1.0  # counts the prompt, too
         if repeats or params.frequency_penalty or params.presence_penalty:
             counts = row.counts or TokenCounts()
-            ids, times = counts.of(row.token_ids, row.prompt_tokens, row.proposed)
+            ids, times = counts.count(row.token_ids, row.prompt_tokens, row.proposed)
             if not repeats:
                 ids, times = ids[times > 0], times[times > 0]
         biases = np.zeros(len(ids), np.float32)

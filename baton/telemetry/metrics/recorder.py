@@ -84,7 +84,7 @@ class Recorder(Collector):
     """One process's metrics. Event-loop thread only."""
 
     def __init__(self, process: str, resource: Mapping[str, str]) -> None:
-        self._instruments = table.of(process)
+        self._instruments = table.instruments_of(process)
         self._target = Info("target", "Which process this is.", registry=None)
         resource = {"service.name": f"baton-{process}", **resource}
         self._target.info({name.replace(".", "_"): value for name, value in resource.items()})

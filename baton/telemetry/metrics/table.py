@@ -223,6 +223,6 @@ TABLE: tuple[Instrument, ...] = (
 )  # fmt: skip
 
 
-def of(process: str) -> dict[str, Instrument]:
+def instruments_of(process: str) -> dict[str, Instrument]:
     """What a "router", "prefill" or "decode" process measures, by name."""
     return {instrument.name: instrument for instrument in TABLE if process in instrument.processes}

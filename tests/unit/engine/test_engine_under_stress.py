@@ -91,7 +91,7 @@ def test_hundreds_leave_at_once_and_the_next_one_is_served_at_once(bench):
     assert (load.blocks_held, load.queue_tokens, load.waiting, load.running) == (0, 0, 0, 0)
 
 
-def test_a_halted_sequence_runs_no_more_and_keeps_its_blocks(bench):
+def test_a_paused_sequence_does_not_run_and_keeps_its_blocks(bench):
     bench.engine.add(sequence("a"))
     assert bench.runner.begun.wait(WAIT_S)
     paused = bench.engine.pause("a")

@@ -276,7 +276,7 @@ def test_counts_that_are_kept_are_those_of_all_tokens(prompt, grown):
     for step, proposed in [([], 0), *grown]:
         tokens += step
         guessed = [*tokens, *range(6, 6 + proposed)]
-        ids, times = kept.of(guessed, len(prompt), proposed)
+        ids, times = kept.count(guessed, len(prompt), proposed)
         output = Counter(guessed[len(prompt) :])
         expected = {token_id: output[token_id] for token_id in guessed}
         assert dict(zip(ids.tolist(), times.tolist(), strict=True)) == expected

@@ -28,7 +28,7 @@ from router.admission.tenants import Tenants
 from router.shared_state import SharedState
 
 shared = SharedState(sys.argv[1], 2, int(sys.argv[2]))
-tenant = Tenants(Path(sys.argv[3]), lambda: 1000.0, shared=shared).of(())
+tenant = Tenants(Path(sys.argv[3]), lambda: 1000.0, shared=shared).tenant_for(())
 print("ready", flush=True)
 sys.stdin.readline()
 entered, most, leases, over = 0, 0, [], False

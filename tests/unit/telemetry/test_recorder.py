@@ -113,7 +113,7 @@ def test_a_bucket_leads_to_the_trace_of_an_exported_request(recorder):
 
 def test_everything_is_announced_before_anything_happened(recorder):
     page = recorder.render(OPEN)[1].decode()
-    for one in table.of("router").values():
+    for one in table.instruments_of("router").values():
         assert f"# TYPE {one.series} {one.kind}\n" in page
     assert page.endswith("# EOF\n")
 
@@ -125,7 +125,7 @@ def test_a_process_reports_itself_by_the_names_of_prometheus_own_clients(recorde
     assert 0 < samples["process_cpu_seconds_total"] < 1e6
     assert samples["process_resident_memory_bytes"] > 1 << 20
     assert samples["process_max_fds"] >= samples["process_open_fds"] > 2
-    listed = {name for one in table.of("router").values() for name in one.samples}
+    listed = {name for one in table.instruments_of("router").values() for name in one.samples}
     assert {name for name in samples if name.startswith("process_")} <= listed
 
 

@@ -93,7 +93,7 @@ def test_it_hashes_no_prompt(bench, loaded, monkeypatch):
     asked = common_pb2.SequenceSpec(
         handoff_id="a", token_ids=[5] * 200, prompt_tokens=200, sampling=sampling
     )
-    sequence = sequence_of(asked, ModelLimits.of(loaded))
+    sequence = sequence_of(asked, ModelLimits.from_loaded(loaded))
     engine.reserve(sequence).result(WAIT_S)
     engine.resume("a", 200, 7).result(WAIT_S)
     assert len(engine._blocks._by_hash) == 12

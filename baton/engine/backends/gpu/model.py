@@ -66,12 +66,12 @@ class _MoeExperts(MoeWeights):
         return cls(
             **{**vars(held), "router": router},
             few_router=few_router,
-            gate_up=MoeWeight.of(
+            gate_up=MoeWeight.from_weights(
                 [unwrapped(one.gate_up) for one in experts],
                 [one.gate_up_bias for one in experts],
                 dtype,
             ),
-            down=MoeWeight.of(
+            down=MoeWeight.from_weights(
                 [unwrapped(one.down) for one in experts], [one.down_bias for one in experts], dtype
             ),
         )

@@ -289,7 +289,7 @@ class PackedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Of all its tensors."""
+        """Bytes of all its tensors."""
         return sum(part.nbytes for part in vars(self).values() if isinstance(part, Tensor))
 
     @property

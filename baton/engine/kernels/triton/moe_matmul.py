@@ -69,7 +69,7 @@ class MoeWeight:
     bias: Tensor | None
 
     @classmethod
-    def of(
+    def from_weights(
         cls, weights: Sequence[LinearWeight | PackedWeight], biases: Sequence[Tensor | None],
         dtype: torch.dtype,
     ) -> MoeWeight:  # fmt: skip
@@ -361,7 +361,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         given = [last.empty(outputs, device)] * experts
     biases = [torch.randn(outputs, device=device).to(dtype) for _ in range(experts)]
     with_bias = bool(shape.get("bias"))
-    weight = MoeWeight.of(given, biases if with_bias else [None] * experts, dtype)
+    weight = MoeWeight.from_weights(given, biases if with_bias else [None] * experts, dtype)
     addresses: dict[str, Any] = {
         name: part.to(device) for name, part in vars(weight).items() if isinstance(part, Tensor)
     }

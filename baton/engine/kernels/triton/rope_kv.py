@@ -199,7 +199,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         return q, seen(pool)
 
     def reference() -> Outputs:
-        """The same in torch; rotation is in float32."""
+        """The kernel's results, computed by torch with float32 rotation."""
         q, k, v = qkv.view(rows, -1, head_size).split((heads, kv_heads, kv_heads), dim=1)
         if "norms" in shape:
             q, k = (rms_norm(x, norm, 1e-5) for x, norm in zip((q, k), norms, strict=True))

@@ -215,7 +215,7 @@ def test_experts_that_are_not_multiplied_together_are_refused():
         ((int4, replace(int4, order=torch.arange(64))), "act-order .* --device cpu"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            MoeWeight.of(weights, (None, None), torch.bfloat16)
+            MoeWeight.from_weights(weights, (None, None), torch.bfloat16)
 
 
 def test_bfloat16_is_as_near_to_float32_as_torch_is():
