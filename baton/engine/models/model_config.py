@@ -280,7 +280,7 @@ def _windows(
         first = fields.read("max_window_layers", whole(0, MAX_SIZE))
         slides = [index >= first for index in range(count)]
         if kind == "alternate":
-            slides = [index % 2 == 0 and not behind for index, behind in enumerate(slides)]
+            slides = [index % 2 == 0 and not slide for index, slide in enumerate(slides)]
     else:
         slides = [True] * count
     return tuple(window if slide else None for slide in slides)

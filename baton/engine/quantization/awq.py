@@ -7,7 +7,7 @@ from torch import Tensor
 
 from baton.engine.quantization.config import Shapes
 from baton.engine.quantization.int4 import Int4Part, Int4Weight, unpack_words
-from baton.engine.quantization.parts import Get, require
+from baton.engine.quantization.linear_weight import Get, require
 
 # The eight values of a word, lowest bits first, are of outputs 0 2 4 6 1 3 5 7. The inverse:
 _OUTPUT_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

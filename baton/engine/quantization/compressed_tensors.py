@@ -11,8 +11,7 @@ from baton.engine.quantization.config import CompressedTensorsConfig, Shapes
 from baton.engine.quantization.fp8 import Fp8Weight
 from baton.engine.quantization.int4 import Int4Part, Int4Weight, group_order, unpack_words
 from baton.engine.quantization.int8 import Int8Weight
-from baton.engine.quantization.linear_weight import LinearWeight
-from baton.engine.quantization.parts import Get, joined, require
+from baton.engine.quantization.linear_weight import Get, LinearWeight, joined, require
 
 
 def read_compressed_tensors(

@@ -55,6 +55,11 @@ class QuantizationConfig(ABC):
         """Whether a module such as `model.layers.0.mlp.up_proj` is quantised."""
         return not any(fnmatch.fnmatchcase(module, pattern) for pattern in self.ignored)
 
+    @classmethod
+    @abstractmethod
+    def parse(cls, fields: Fields) -> Self:
+        """Reads `quantization_config`. Raises CheckpointError for unsupported values."""
+
     @abstractmethod
     def tensors(self, module: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
         """The checkpoint's tensors, by name, that replace a module's weight `[out, in]`.
@@ -76,7 +81,6 @@ class AwqConfig(QuantizationConfig):
 
     @classmethod
     def parse(cls, fields: Fields) -> Self:
-        """Reads `quantization_config`. Raises CheckpointError for what is not supported."""
         fields.read("bits", one_of(4), fields.values.get("w_bit"))
         fields.read("version", one_of("gemm", "GEMM"), "gemm")
         fields.read("zero_point", one_of(True), True)
@@ -115,7 +119,6 @@ class GptqConfig(QuantizationConfig):
 
     @classmethod
     def parse(cls, fields: Fields) -> Self:
-        """Reads `quantization_config`. Raises CheckpointError for what is not supported."""
         fields.read("bits", one_of(4))
         fields.read("is_marlin_format", one_of(False), False)
         version = fields.read("checkpoint_format", one_of("gptq", "gptq_v2"), "gptq")
@@ -150,7 +153,6 @@ class Fp8Config(QuantizationConfig):
 
     @classmethod
     def parse(cls, fields: Fields) -> Self:
-        """Reads `quantization_config`. Raises CheckpointError for what is not supported."""
         fields.read("weight_block_size", one_of([BLOCK, BLOCK]))
         fields.read("activation_scheme", one_of("dynamic"))
         fields.read("fmt", one_of("e4m3"), "e4m3")
@@ -198,7 +200,6 @@ class CompressedTensorsConfig(QuantizationConfig):
 
     @classmethod
     def parse(cls, fields: Fields) -> Self:
-        """Reads `quantization_config`. Raises CheckpointError for what is not supported."""
         kinds = {"pack-quantized": "int4", "int-quantized": "int8", "float-quantized": "fp8"}
         kind = kinds[fields.read("format", one_of(*kinds))]
         for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
@@ -269,7 +270,7 @@ class CompressedTensorsConfig(QuantizationConfig):
         return tensors
 
 
-METHODS: dict[str, type[AwqConfig | GptqConfig | Fp8Config | CompressedTensorsConfig]] = {
+METHODS: dict[str, type[QuantizationConfig]] = {
     config.METHOD: config for config in (AwqConfig, GptqConfig, Fp8Config, CompressedTensorsConfig)
 }
 

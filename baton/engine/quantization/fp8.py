@@ -13,7 +13,7 @@ from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.quantization.config import BLOCK, Shapes
 from baton.engine.quantization.group_scaled import GroupScaledWeight
 from baton.engine.quantization.int8 import RowScaledWeight
-from baton.engine.quantization.parts import Get, joined, require
+from baton.engine.quantization.linear_weight import Get, joined, require
 
 
 class Fp8Weight(RowScaledWeight):

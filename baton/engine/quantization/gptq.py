@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.engine.quantization.config import GptqConfig, Shapes
 from baton.engine.quantization.int4 import Int4Part, Int4Weight, group_order, unpack_words
-from baton.engine.quantization.parts import Get, require
+from baton.engine.quantization.linear_weight import Get, require
 
 
 def read_gptq(config: GptqConfig, modules: Shapes, get: Get) -> Int4Weight:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.quantization.group_scaled import FourBitWeight
-from baton.engine.quantization.linear_weight import ROWS_AT_ONCE
-from baton.engine.quantization.parts import Get, joined
+from baton.engine.quantization.linear_weight import ROWS_AT_ONCE, Get, joined
 from baton.errors import CheckpointError
 
 

@@ -6,9 +6,11 @@ Native code and GPUs have subclasses (`kernels/native/packing.py`, `backends/gpu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from baton.engine.kernels.activation import Activation
@@ -17,6 +19,10 @@ from baton.engine.kernels.torch.rows import Norm, RowOps
 
 ROWS_AT_ONCE = 4096
 """Outputs quantised or dequantised at a time, so that no second copy of a large matrix exists."""
+
+
+Get = Callable[[str], Tensor | None]
+"""Reads a checkpoint's tensor by its name; None where it has none of that name."""
 
 
 class ResidualStream:
@@ -128,3 +134,15 @@ class DenseWeight(LinearWeight):
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return product(x, self.tensor, bias)
+
+
+def require(get: Get, name: str) -> Tensor:
+    """A tensor that the checkpoint has."""
+    tensor = get(name)
+    assert tensor is not None, "the checkpoint's tensors were checked"
+    return tensor
+
+
+def joined(parts: Iterable[Tensor]) -> Tensor:
+    """Tensors joined along the first axis."""
+    return torch.cat([part.contiguous() for part in parts])

@@ -16,8 +16,7 @@ from baton.engine.quantization.fp8 import Fp8Weight, read_fp8_blocks
 from baton.engine.quantization.gptq import read_gptq
 from baton.engine.quantization.int4 import Int4Weight
 from baton.engine.quantization.int8 import Int8Weight
-from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
-from baton.engine.quantization.parts import Get
+from baton.engine.quantization.linear_weight import DenseWeight, Get, LinearWeight
 
 
 def read_weight(config: QuantizationConfig, modules: Shapes, get: Get) -> LinearWeight:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.engine.quantization.config import MXFP4_GROUP
 from baton.engine.quantization.group_scaled import FourBitWeight
-from baton.engine.quantization.parts import joined
+from baton.engine.quantization.linear_weight import joined
 
 
 class Mxfp4Weight(FourBitWeight):

@@ -89,10 +89,10 @@ inline void softmax(TileScores (&scores)[ROWS], float cap, const Visible (&visib
 // Query rows of a piece. Packing a tile of keys costs as much as about ten.
 constexpr int QUERIES_AT_ONCE = 128;
 
-// Up to so many query rows, as in decode, keys and values are not packed.
+// Up to UNPACKED_QUERIES query rows, as in decode, keys and values are not packed.
 constexpr int UNPACKED_QUERIES = 8;
 
-// With at least so many sequences a thread, a piece has all KV heads, whose rows share memory pages.
+// With at least SPANS_PER_THREAD sequences a thread, a piece has all KV heads, whose rows share pages.
 constexpr int SPANS_PER_THREAD = 4;
 
 class PieceAttention {

@@ -42,7 +42,7 @@ struct Results {
     bool floats;
 };
 
-// The same for group-scaled weights; called by `linear`.
+// `linear_scratch` and `linear` for group-scaled weights.
 size_t group_scaled_scratch(const Linear& weights, int rows);
 void group_scaled_linear(Team& team, const Activation* x, int rows, const Linear& weights, Results y,
                     void* scratch);

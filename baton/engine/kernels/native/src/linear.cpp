@@ -13,7 +13,7 @@ constexpr int GROUP_LINES = PANEL * 4 / LINE;  // lines of one group of a panel
 constexpr int MANY_ROWS = 3 * TILE_ROWS + 1;
 #ifdef __AVX512F__
 constexpr int SHORT_CHUNK = 64, LONG_CHUNK = 1024;  // in groups of 256 bytes of weights
-constexpr int LONE_ROWS = 2;  // at most so many need no prefetch: the hardware's suffices
+constexpr int LONE_ROWS = 2;  // up to LONE_ROWS rows, the hardware's prefetch suffices
 #else
 // Narrow tiles read a panel several times, in steps that hardware prefetch does not recognise.
 constexpr int SHORT_CHUNK = 64, LONG_CHUNK = 64;

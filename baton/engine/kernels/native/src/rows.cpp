@@ -29,7 +29,7 @@ inline void normalise(const Activation* row, f32x16 squares, Norm norm, float ep
 }
 
 // Rotates each pair (d, d + size / 2) of a head by its angle.
-void turn(Activation* head, const float* cos, const float* sin, int size) {
+void rotate(Activation* head, const float* cos, const float* sin, int size) {
     const int half = size / 2;
     for (int i = 0; i < half; i += LANES) {
         const int count = std::min(LANES, half - i);
@@ -73,14 +73,14 @@ void norm_heads(Activation* heads, int count, int size, Norm norm, const Attenti
 // Norms, rotates and stores one row, `heads` [q of all heads, k, v], at a position of its sequence.
 void rotate_row(Activation* heads, int position, const int32_t* table, const AttentionShape& shape,
                 const Pool& pool, const float* mean_squares) {
-    const int size = pool.head_size, turned = shape.heads + pool.kv_heads;
+    const int size = pool.head_size, rotated = shape.heads + pool.kv_heads;
     const float* cos = shape.cos + size_t(position) * size;
     const float* sin = shape.sin + size_t(position) * size;
     norm_heads(heads, shape.heads, size, shape.q_norm, shape, mean_squares);
     norm_heads(heads + shape.heads * size, pool.kv_heads, size, shape.k_norm, shape,
                mean_squares ? mean_squares + 1 : nullptr);
-    for (int i = 0; i < turned; i++) turn(heads + i * size, cos, sin, size);
-    const Activation* kv[] = {heads + shape.heads * size, heads + turned * size};
+    for (int i = 0; i < rotated; i++) rotate(heads + i * size, cos, sin, size);
+    const Activation* kv[] = {heads + shape.heads * size, heads + rotated * size};
     for (int i = 0; i < pool.kv_heads; i++)
         for (Part part : {KEYS, VALUES}) {
             const PagedRows rows(pool, shape.layer, i, part, table);

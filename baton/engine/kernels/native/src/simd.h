@@ -253,7 +253,7 @@ struct Product {
 // keep vectors of sixteen lanes in memory.
 #ifdef __AVX512F__
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;  // the largest tile whose sums stay in 24 of 32
-constexpr int tile_vectors(int) { return TILE_VECTORS; }  // how wide a tile of so many rows is
+constexpr int tile_vectors(int) { return TILE_VECTORS; }  // width of a tile of `rows` rows
 #elif defined(__aarch64__)
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 1;  // 24 of 32
 constexpr int tile_vectors(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
