@@ -116,7 +116,7 @@ async def test_a_process_that_is_stopped_within_a_lock_delays_the_others_now_and
     for _ in range(100):
         with usage.lock, ours.usage("a").lock, ours.usage("b").lock:
             pass
-    ours._patience.none_until = 0.0
+    ours._stuck.skip_until = 0.0
     with usage.lock:
         assert slept
     await holder.communicate(b"\n")
