@@ -339,7 +339,7 @@ class OutgoingLinks:
         """The faster transport that this pair should use, and why it does not; warns once."""
         peer = decode.incarnation
         failed = ((k, self._unusable[peer, k]) for k in ONE_HOST if (peer, k) in self._unusable)
-        expected = next(failed, None) or pairing.fallback(used.kind, self.record, decode)
+        expected = next(failed, None) or pairing.missed_transport(used.kind, self.record, decode)
         if expected is None:
             return ""
         text = f"not {pairing.transport_name(expected[0])}: {expected[1]}"

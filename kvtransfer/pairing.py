@@ -88,7 +88,9 @@ def fastest(prefill: WorkerRecord, decode: WorkerRecord) -> Kind | None:
     return next((kind for kind in FASTEST_FIRST if not obstacle(kind, prefill, decode)), None)
 
 
-def fallback(used: Kind, prefill: WorkerRecord, decode: WorkerRecord) -> tuple[Kind, str] | None:
+def missed_transport(
+    used: Kind, prefill: WorkerRecord, decode: WorkerRecord
+) -> tuple[Kind, str] | None:
     """The faster transport that a pair using `used` is expected to use, and why it does not; None
     if `used` is the expected one.
 

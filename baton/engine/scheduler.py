@@ -415,14 +415,14 @@ class Scheduler:
             if sequence.grammar is not None:
                 sequence.grammar.advance(sequence.tokens, sequence.num_tokens)
                 count = sequence.grammar.accepts(draft)
-            count = self._slots_after(sequence, min(count, budget))
+            count = self._reserve_slots(sequence, min(count, budget))
             if count:
                 start = step.sequences[at].start
                 step.sequences[at] = ScheduledSequence(sequence, start, 1 + count, draft[:count])
                 budget -= count
 
-    def _slots_after(self, sequence: Sequence, count: int) -> int:
-        """Finds slots for up to `count` tokens after the known ones; returns how many.
+    def _reserve_slots(self, sequence: Sequence, count: int) -> int:
+        """Makes slots for up to `count` tokens after the known ones; returns how many there are.
 
         Allocates blocks only while every running sequence could get one, so that a proposal never
         causes a preemption.

@@ -249,7 +249,7 @@ def _problems(
         )
     elif chosen == common_pb2.TRANSPORT_NCCL:
         yield from _nccl_problems(prefill, decode)
-    elif expected := pairing.fallback(chosen, prefill, decode):
+    elif expected := pairing.missed_transport(chosen, prefill, decode):
         kind, why = expected
         yield (
             f"KV is sent over the network within one machine, not by {transport_name(kind)}: {why}",

@@ -72,7 +72,7 @@ class EtcdRegistration:
             await self._put()
 
     async def keep(self) -> None:
-        """Writes again and again, until it is cancelled."""
+        """Keeps the lease alive and the key as it should be, until cancelled."""
         backoff = Backoff()
         try:
             while True:
@@ -90,7 +90,7 @@ class EtcdRegistration:
             self._settled.set()
 
     async def write(self) -> None:
-        """One round; raises BatonError."""
+        """Renews the lease, or takes a new one; writes the record if needed. Raises BatonError."""
         if not self._lease or await self._client.keep_alive(self._lease) <= 0:
             if self._lease:
                 log.warning("the lease of %s is gone; registering again", self.key)

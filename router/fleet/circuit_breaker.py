@@ -128,7 +128,7 @@ class CircuitBreakers:
         self._not_closed: dict[Key, CircuitBreaker] = {}
 
     def __getitem__(self, key: Key) -> CircuitBreaker:
-        """Another one each time, until it has failed."""
+        """The key's breaker; before its first failure a new one each time, which is not stored."""
         return self._breakers.get(key) or CircuitBreaker(
             self._clock, key, self._breakers, self._not_closed
         )
@@ -185,8 +185,8 @@ class CircuitBreakers:
         return judged
 
     def _last_resort(self, snapshot: Snapshot, opened: Collection[Key]) -> tuple[Key, ...]:
-        """The keys of the pair that failed longest ago: of its workers and its own. Or of the
-        decode worker, where they serve alone."""
+        """The keys to allow although all are open: of the pair that failed longest ago, or, where
+        decode workers serve alone, of the worker that did."""
         if snapshot.alone:
             ready = [worker.incarnation for worker in snapshot.decode if worker.ready]
             return (min(ready, key=lambda name: self[name].failed_at),)

@@ -197,7 +197,7 @@ class Costs:
         return p_full | p_refused, d_full | d_refused
 
     def pair_costs(self, p: Any, d: Any) -> tuple[Any, Any]:
-        """Costs of pairs, by rows that broadcast, and whether decode computes the prompt."""
+        """Cost of each pair of rows, which broadcast, and whether decode computes the prompt."""
         columns, decode = self.snapshot.columns, self.decode
         same_host = columns.prefill.host[p] == columns.decode.host[d]
         handed_over = self.prefill.us[p] + np.where(same_host, decode.near_us[d], decode.far_us[d])

@@ -52,7 +52,7 @@ Part = TypeVar("Part")
 
 
 class StepShape(NamedTuple):
-    """StepShape of a padded step.
+    """The shape of a padded step.
 
     decodes: number of decode rows · chunk_rows: total rows of chunks; 0 for a step without chunks ·
     width: blocks of each block table.
