@@ -9,7 +9,7 @@ from baton.errors import ConfigError, KvMismatch
 from baton.kv_descriptor import differences
 from baton.v1 import common_pb2
 from kvtransfer import shared_pool
-from kvtransfer.pairing import PairTopology, choose, fallback, separation
+from kvtransfer.pairing import PairTopology, choose, missed_transport, separation
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import usable
 from tests.contract.kvtransfer_parts import make_pool
@@ -127,7 +127,7 @@ BLIND = worker(ON_GPUS, gpu="GPU-a")
 def test_a_slower_transport_than_two_workers_of_one_machine_should_have_is_a_fallback(
     used, prefill, decode, expected
 ):
-    assert fallback(used, prefill, decode) == expected
+    assert missed_transport(used, prefill, decode) == expected
 
 
 def test_equal_descriptors_pass_and_every_difference_is_named():
