@@ -29,8 +29,11 @@ class EventStream:
     per_token: bool = False
     _held: SequenceProgress | None = None  # tokens kept for the next event
 
-    def send(self, progress: SequenceProgress) -> None:
-        """Adds an event to the router's message, or keeps the tokens for the next one."""
+    def send(self, progress: SequenceProgress, *, from_step: bool = True) -> None:
+        """Adds an event to the router's message, or keeps the tokens for the next one.
+
+        from_step: False if the handoff was aborted, not an engine step.
+        """
         if (held := self._held) is not None:
             self._held = None
             if progress.abort_reason:  # the failed step gave none of the held tokens
@@ -44,11 +47,11 @@ class EventStream:
         is_full = len(progress.token_ids) >= self.interval
         if is_last or is_full or progress.prompt_logprobs or not self.started:
             self.started, self.per_token = True, self.interval <= 1
-            self._add(progress)
+            self._add(progress, from_step)
         else:
             self._held = progress
 
-    def _add(self, progress: SequenceProgress) -> None:
+    def _add(self, progress: SequenceProgress, from_step: bool = True) -> None:
         # Fields that most events lack are set separately: an empty argument costs like a set one.
         event = self.router.outgoing.events.add(
             handoff_id=self.handoff_id, token_ids=progress.token_ids
@@ -59,6 +62,7 @@ class EventStream:
             event.finish_reason = FINISH_REASONS[progress.finish_reason]
         if progress.abort_reason:
             event.abort_reason, event.invalid = progress.abort_reason, progress.invalid
+            event.step_failed = from_step
         if progress.prompt_logprobs is not None:
             event.prompt_logprobs.CopyFrom(prompt_logprobs_proto(progress.prompt_logprobs))
 

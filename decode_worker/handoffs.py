@@ -468,7 +468,8 @@ class Handoffs:
     def _give_up(self, handoff: Handoff, reason: str) -> None:
         """Ends a handoff for a reason that its router does not have yet."""
         self._end(handoff, reason)
-        handoff.events.send(SequenceProgress(handoff.handoff_id, 0, abort_reason=reason))
+        aborted = SequenceProgress(handoff.handoff_id, 0, abort_reason=reason)
+        handoff.events.send(aborted, from_step=False)
 
     def _end(self, handoff: Handoff, reason: str) -> None:
         """Frees the blocks, or quarantines those that a sender may still write into."""

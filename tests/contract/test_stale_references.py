@@ -85,7 +85,7 @@ class Cluster(Pair):
     async def held_write(self, wanted):
         """A handoff whose bytes are about to be written, all else being done."""
         (link,) = self.prefill.node._links._links.values()
-        return HeldWrite(link._link), await self.start(wanted)
+        return HeldWrite(link), await self.start(wanted)
 
     async def written(self):
         """Returns when no block is in quarantine any more."""
@@ -94,11 +94,11 @@ class Cluster(Pair):
 
 
 class HeldWrite:
-    """The link's next put waits for `go_on`, and those behind it with it."""
+    """The link's next put, in its thread, waits for `go_on`, and those behind it with it."""
 
     def __init__(self, link):
         self._begun, self._go, self._ended = (threading.Event() for _ in range(3))
-        self._put, link.put = link.put, self
+        self._put, link._put = link._put, self
 
     def __call__(self, *arguments):
         self._begun.set()

@@ -432,7 +432,7 @@ def test_where_no_gpu_is_it_says_so(
     assert "--smoke is a dry run without one" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         parser.parse_args(["--device", "cpu"])
-    assert "cpu is no cuda:N; --smoke is a dry run" in capsys.readouterr().err
+    assert "cpu is not cuda:N; --smoke is a dry run" in capsys.readouterr().err
 
 
 # All that a machine with a GPU need have beside Python: torch, what that requires, and three more.

@@ -190,7 +190,7 @@ def test_baton_is_measured_and_what_is_missing_is_named(tmp_path, capsys):
         "batch 1": 2, "batch 3": 2, "prompt 70": 2,
     }  # fmt: skip
     assert all(rate > 0 for of in rates.values() for rate in of) and not report["failures"]
-    assert report["about"]["baton-float32"]["model"] == "Model"
+    assert report["about"]["baton-float32"]["model"] == "DecoderModel"
     reason = "not installed: No module named 'vllm'; docs/comparison.md"
     assert report["absent"]["vllm-bf16"].startswith(reason)
     assert any(reason in line for line in compare.text_of(report) if isinstance(line, str))

@@ -7,7 +7,8 @@ makes greedy and seeded output independent of batching, chunking, workers and fa
 import pytest
 import torch
 
-from baton.engine.kernels.torch.linear import act_mul, product
+from baton.engine.kernels.torch.linear import product
+from baton.engine.kernels.torch.rows import act_mul
 from baton.engine.models.model_config import ExpertsConfig
 from baton.engine.models.rope import rope_table
 from baton.engine.models.rope_config import Rope

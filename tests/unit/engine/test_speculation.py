@@ -228,4 +228,4 @@ def test_nothing_is_kept_of_sequences_that_ended():
     proposer = UsualCost(4, 1000)
     scripted(LOOP * 20, SamplingParams(max_tokens=50), proposer=proposer)
     gc.collect()
-    assert not proposer._texts
+    assert not proposer._indexes

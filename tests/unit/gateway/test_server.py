@@ -538,7 +538,7 @@ async def test_connections_and_requests_at_a_time_are_limited(gateway_of):
     await seen(lambda: paused)
     busy = await gateway.complete()
     assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
-    assert "too many requests at a time" in busy.json()["error"]["message"]
+    assert "too many HTTP requests" in busy.json()["error"]["message"]
     heard = await said(gateway)  # the client keeps its connections
     assert heard.startswith(b"HTTP/1.1 503 ")
     assert b"\r\nretry-after: 1\r\n" in heard
@@ -782,7 +782,7 @@ def test_events_that_differ_in_their_text_alone_are_those_that_are_encoded(kind,
 
     fast, with_fast = events(False)
     slow, with_slow = events(True)
-    assert with_fast._around_text is not None and with_slow._around_text is None
+    assert with_fast._text_template is not None and with_slow._text_template is None
     for event in (decoded := [msgspec.json.decode(event) for event in slow]):
         assert event["choices"][0].pop("token_ids") == [7]
     assert [msgspec.json.decode(event) for event in fast] == decoded

@@ -277,11 +277,12 @@ class DecodeWorker(Worker):
         self.release(handoff_id)
         self.cancelled.put_nowait(handoff_id)
 
-    def send(self, handoff_id, *token_ids, reason=UNFINISHED, abort=""):
+    def send(self, handoff_id, *token_ids, reason=UNFINISHED, abort="", step_failed=False):
         """One step's output of one sequence."""
         event = decode_pb2.SequenceEvent(
-            handoff_id=handoff_id, token_ids=token_ids, finish_reason=reason, abort_reason=abort
-        )
+            handoff_id=handoff_id, token_ids=token_ids, finish_reason=reason, abort_reason=abort,
+            step_failed=step_failed,
+        )  # fmt: skip
         for router in self.routers:
             router.outgoing.events.append(event)
 

@@ -324,15 +324,16 @@ async def test_a_token_an_attempt_does_not_pay_for_one_attempt_after_the_other(c
 async def test_a_prompt_that_fails_its_steps_ends_and_its_neighbours_live(cluster_of, decodes):
     """A step with the poison fails, and with it all sequences of that step."""
     cluster = await cluster_of(decode=decodes, max_context=256)
-    shared, alone, ended = [], [], asyncio.Event()
+    shared, alone, ended, committed = [], [], asyncio.Event(), set()
 
     def step_of(decode, sequence, ahead):
+        committed.add(sequence.handoff_id)
         if sequence.handoff_id.startswith("poison"):
-            batch = {sequence.handoff_id} if sequence.alone else set(decode.held)
+            batch = {sequence.handoff_id} if sequence.alone else decode.held & committed
             (alone if sequence.alone else shared).append(batch)
             for handoff_id in batch:
                 decode.release(handoff_id)
-                decode.send(handoff_id, abort="engine step failed: poison")
+                decode.send(handoff_id, abort="engine step failed: poison", step_failed=True)
         elif ended.is_set():
             decode.run_to_end(sequence, ahead)
         else:
