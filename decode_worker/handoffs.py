@@ -63,6 +63,7 @@ class Handoffs:
     ) -> None:  # fmt: skip
         self._engine, self._limits, self._grammars = engine, limits, grammars
         self._lease_s, self._verify_timeout_s, self._count = lease_s, verify_timeout_s, count
+        # By handoff id; quarantined ones by reservation token, so that an id can be used again.
         self._handoffs: dict[str, Handoff] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
@@ -109,9 +110,7 @@ class Handoffs:
     def cancel(self, router: RouterStream, handoff_id: str) -> None:
         """Ends a handoff of this router, in any state; an unknown id is ignored."""
         handoff = self._handoffs.get(handoff_id)
-        if handoff is None or handoff.state is State.QUARANTINED:
-            return
-        if handoff.events.router is router:
+        if handoff is not None and handoff.events.router is router:
             self._end(handoff, "cancelled")
 
     def lost(self, router: RouterStream) -> None:
@@ -220,7 +219,8 @@ class Handoffs:
         Returns when posted receives have ended, too. Raises Stale for another sender, and if a
         handoff that is to be sent again is not reserved any more.
         """
-        handoff = self._handoffs.get(request.handoff_id)
+        quarantined = self._handoffs.get(request.reservation_token)
+        handoff = quarantined or self._handoffs.get(request.handoff_id)
         if handoff is not None and (transfer := handoff.transfer) is not None:
             handoff.check_sender(request.reservation_token, request.incarnation)
             self._stop_writing(handoff, request.reason, request.resend)
@@ -424,7 +424,7 @@ class Handoffs:
         in_background(self._tasks, self._freed(handoff.released, readmit=True))
         handoff.released = None
         handoff.enter(State.ENDED)
-        del self._handoffs[handoff.handoff_id]
+        del self._handoffs[handoff.token]
 
     # Leases and deadlines.
 
@@ -490,9 +490,11 @@ class Handoffs:
         self._set_timer(handoff, None)
         if handoff.compiled is not None:
             handoff.compiled.cancel()
+        del self._handoffs[handoff.handoff_id]
         if state is State.ENDED:
             handoff.transfer = None
-            del self._handoffs[handoff.handoff_id]
+        else:
+            self._handoffs[handoff.token] = handoff
         if all(one.state is State.QUARANTINED for one in self._handoffs.values()):
             self._idle.set()
 
@@ -507,8 +509,9 @@ class Handoffs:
 
     def check(self) -> None:
         """Asserts that each handoff is as its state says. For tests, after each operation."""
-        for handoff_id, handoff in self._handoffs.items():
-            assert handoff.handoff_id == handoff_id
+        for key, handoff in self._handoffs.items():
+            is_quarantined = handoff.state is State.QUARANTINED
+            assert key == (handoff.token if is_quarantined else handoff.handoff_id)
             handoff.check()
         live = [h for h in self._handoffs.values() if h.state is not State.QUARANTINED]
         assert self._idle.is_set() == (not live)

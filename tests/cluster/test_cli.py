@@ -107,7 +107,7 @@ async def test_a_pair_uses_the_transport_the_doctor_reports(clusters, transport)
         assert worker["transports"] == (["gloo"] if transport == "gloo" else ["shm", "gloo"])
     shown = doctor_command.render(report)  # as it is printed without --json
     assert "this machine" in shown and report["workers"][0]["incarnation"] in shown
-    assert "every worker is READY" in shown
+    assert "workers are READY" in shown
 
 
 async def counts(cluster):

@@ -20,7 +20,6 @@ from baton.telemetry.tracing import Telemetry
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from baton.worker import node
-from decode_worker.handoff import State
 from decode_worker.worker import DecodeWorker
 from kvtransfer import shared_pool
 from kvtransfer.control import Control
@@ -264,12 +263,13 @@ class Router:
         """Returns once their blocks are freed, or quarantined."""
         self.stream.outgoing.cancel.extend(handoff_ids)
         handoffs = self._worker.node._handoffs
-        live = lambda one: one is not None and one.state is not State.QUARANTINED  # noqa: E731
-        await until(
-            lambda: (
-                not handoffs._tasks and not any(map(live, map(handoffs._handoffs.get, handoff_ids)))
-            )
-        )
+
+        def freeing():
+            """Tasks other than receives, which go on after a handoff is quarantined."""
+            transfers = [one.transfer for one in handoffs._handoffs.values() if one.transfer]
+            return handoffs._tasks.difference(*(one.receives for one in transfers))
+
+        await until(lambda: not freeing() and not handoffs._handoffs.keys() & set(handoff_ids))
 
     async def event(self, handoff_id):
         """The sequence's next event; raises its failure."""
