@@ -87,6 +87,8 @@ class DispatchService:
         router = self._stream(self.worker, context)
         self.routers.add(router)
         try:
+            # Separately: a status after an unfinished first write would send them again, and fail.
+            await context.send_initial_metadata(())
             await router.run(self._handle_all(router))
         except BatonError as error:
             self._log.warning("router %s is cut off: %s", router.name, error)

@@ -134,6 +134,19 @@ async def test_bytes_that_are_refused_end_their_stream_alone(service, connect, s
     await until(lambda: service.worker.done == [("other", "h")])
 
 
+async def test_a_refusal_during_the_first_message_has_its_status(service, connect):
+    """The worker's first write is still under way when the stream ends."""
+
+    async def refused():
+        call = await connect("r")
+        with contextlib.suppress(grpc.RpcError):
+            await call.write(b"\xff\xff")
+        return (await ended(call)).code()
+
+    codes = [await asyncio.gather(*(refused() for _ in range(8))) for _ in range(40)]
+    assert {code for some in codes for code in some} == {grpc.StatusCode.INVALID_ARGUMENT}
+
+
 async def test_a_heartbeat_interval_that_is_no_number_is_refused(service, connect):
     error = await ended(await connect("r", **{"baton-heartbeat-ms": "often"}))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "milliseconds" in error.details()
