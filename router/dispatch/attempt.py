@@ -133,11 +133,12 @@ class Attempt:
         if not isinstance(event, decode_pb2.SequenceEvent):
             self._on_answer(event)
         elif event.abort_reason:
-            # Before Commit the handoff failed, and either end may be the cause. Prefill's message
-            # about Commit may come after decode's about the first step.
+            if event.step_failed:  # prefill's message about Commit may come after this one
+                self._handed_over = True
+                self.suspects.clear()
+            # Before Commit the handoff failed, and either end may be the cause.
             waits = self._prefill_over is not None and not self._handed_over
-            by_handoff = waits and not event.step_failed
-            failed: type[BatonError] = TransferFailed if by_handoff else InternalError
+            failed: type[BatonError] = TransferFailed if waits else InternalError
             if event.invalid:
                 failed = InvalidRequest
             self._decode_failed(failed(event.abort_reason))

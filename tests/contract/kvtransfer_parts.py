@@ -328,8 +328,8 @@ class Decode:
     def writing(self, handoff_id):
         """Whether a sender may write into its blocks."""
         self.handoffs.check()
-        handoff = self.handoffs._handoffs.get(handoff_id)
-        return handoff is not None and handoff.may_be_written
+        handoffs = self.handoffs._handoffs.values()
+        return any(one.may_be_written for one in handoffs if one.handoff_id == handoff_id)
 
     async def asked(self):
         """Returns when a handoff's first message has been taken in."""

@@ -312,7 +312,8 @@ def test_every_service_says_when_it_may_open_too_few_files(command):
     baton = [sys.executable, "-m", "baton", command]
     done = subprocess.run(baton, check=False, capture_output=True, text=True, preexec_fn=few)
     assert done.returncode == 1
-    assert done.stderr.startswith("baton: error: this process may open 64 files and needs 256")
+    why = "baton: error: this process may open 64 files and needs 256"
+    assert any(line.startswith(why) for line in done.stderr.splitlines())  # or a line of gRPC's
 
 
 def install(monkeypatch, name, **members):
@@ -625,7 +626,7 @@ def test_status_as_table_and_json(client, capsys):
         assert lines[number].endswith(end)
     changed["pairs"][0] |= {"transport": "gloo", "gb_per_s": 1.5, "fallback": "not shm: reason"}
     assert "gloo       OPEN    1.5  not shm: reason" in status.render(changed)
-    assert lines[-1].startswith("SILENT: is connected, but sent no heartbeat")
+    assert lines[-1].startswith("SILENT: sent no heartbeat")
     assert "no workers" in status.render({**STATUS, "workers": [], "pairs": []})
     sibling = {**STATUS["router"], "incarnation": "r2", "state": "NOT_SERVING", "running": 5}
     lines = status.render({**STATUS, "siblings": [sibling]}).splitlines()
