@@ -219,6 +219,7 @@ class RouterStream(MessageStream[RouterMessage, WorkerMessage]):
     def _report(self) -> None:
         self._reporting = None
         if self._report_is_due:
+            self._report_after = 0.0  # uvloop's timers may fire up to half a millisecond early
             _ = self.outgoing
 
 

@@ -226,6 +226,19 @@ async def test_what_a_slow_router_missed_comes_in_few_messages_with_the_last_loa
     assert messages < sent - 150 and reports[-1] == 7
 
 
+async def test_a_report_is_sent_though_its_timer_fires_early(service, connect):
+    call = await connect("r")
+    await call.read()
+    (router,) = service.routers
+    service.worker.report = lambda: LoadReport(load={"queue_tokens": 5})
+    service.worker.load_tracker.wake()
+    assert router._loop.time() < router._report_after
+    router._reporting.cancel()
+    router._report()
+    async with asyncio.timeout(PATIENCE_S):
+        assert WorkerMessage.FromString(await call.read()).report.load.queue_tokens == 5
+
+
 async def test_a_router_that_wants_no_heartbeats_gets_none_and_may_say_nothing(service, connect):
     silent = await connect("silent")
     often = await connect("often", **{"baton-heartbeat-ms": "50"})
