@@ -1,4 +1,4 @@
-"""Model shapes that are compared: sizes of public models, so that nobody must download one.
+"""Model shapes that are compared: sizes of public models, so that none must be downloaded.
 
 Weights do not matter to how long a step takes. Needs nothing but Python: candidates read it too.
 """

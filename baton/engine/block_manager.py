@@ -149,7 +149,7 @@ class BlockManager:
             self._quarantined.add(block)
 
     def end_quarantine(self, blocks: Iterable[int]) -> None:
-        """Frees quarantined blocks, which nobody writes any more."""
+        """Frees quarantined blocks, whose writers have ended."""
         for block in blocks:
             self._quarantined.remove(block)
             self._free.append(block)

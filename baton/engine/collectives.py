@@ -14,12 +14,12 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from baton.cuda import NCCL_ENVIRONMENT
 from baton.engine.runner import RunnerFailed
-from baton.rendezvous import Rendezvous
+from baton.rendezvous import Rendezvous, gloo_group, nccl_group
 
 
 class Collectives:
@@ -142,11 +142,8 @@ class GlooCollectives(GroupCollectives):
     """
 
     def _build(self) -> Any:
-        options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        device = distributed.ProcessGroupGloo.create_device(hostname=self._host)
-        options._devices, options._timeout, options._threads = [device], self._timeout, 1
-        rank, count = self._shard.rank, self._shard.count
-        return distributed.ProcessGroupGloo(self._store, rank, count, options)
+        shard, seconds = self._shard, self._timeout.total_seconds()
+        return gloo_group(self._store, shard.rank, shard.count, self._host, seconds)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self._shard.count, *x.shape)
@@ -195,10 +192,8 @@ class NcclCollectives(GroupCollectives):
         ending.join(_CLOSE_S)
 
     def _build(self) -> Any:
-        options = distributed.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout  # torch's watchdog does nothing then
-        rank, count = self._shard.rank, self._shard.count
-        return distributed.ProcessGroupNCCL(self._store, rank, count, options)
+        shard, seconds = self._shard, self._timeout.total_seconds()
+        return nccl_group(self._store, shard.rank, shard.count, seconds)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = x.contiguous()

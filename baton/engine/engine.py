@@ -181,7 +181,7 @@ class Engine(EngineLoop):
 
     @_command
     def end_quarantine(self, blocks: list[int]) -> None:
-        """Zeroes and frees quarantined blocks, which nobody writes any more."""
+        """Zeroes and frees quarantined blocks, whose writers have ended."""
         self._runner.zero_blocks(blocks)
         self._blocks.end_quarantine(blocks)
 

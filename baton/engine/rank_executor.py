@@ -147,7 +147,7 @@ class CaptureGraphs:
 
 @dataclass(frozen=True)
 class ReplayStep:
-    """GPU: run a padded step of this `Shape`; its inputs are broadcast by the first rank."""
+    """GPU: run a padded step of this `StepShape`; its inputs are broadcast by the first rank."""
 
     shape: Sequence[int]
 
@@ -166,7 +166,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Answer to `ReportMemory`: the GPU's name, and the fields of a `memory.Usage`."""
+    """Answer to `ReportMemory`: the GPU's name, and the fields of a `memory.MemoryProfile`."""
 
     gpu: str
     usage: Sequence[int]

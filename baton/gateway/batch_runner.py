@@ -2,9 +2,10 @@
 
     python -m baton.gateway.batch_runner
 
-Its standard input is a socket to the router that started it: `Settings` come first, `Report`s go
-back, and the runner ends with the socket. All state is in the database, so that a runner continues
-where the last one was, whatever its end; one batch of each tenant runs at a time.
+Its standard input is a socket to the router that started it: `RunnerSettings` come first,
+`RunnerReport`s go back, and the runner ends with the socket. All state is in the database, so that
+a runner continues where the last one was, whatever its end. One batch of each tenant runs at a
+time.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class BatchRunner:
         self._jobs: dict[str, _Job] = {}  # by the batch's id
         self._not_before: dict[str, float] = {}  # by the batch's id; of the monotonic clock
         self._clock_offset_s = _clock_offset_s()  # at the last scan
+        self._reported: dict[str, int] | None = None  # batches by status
 
     async def run(self) -> None:
         """Runs batches until cancelled. Raises sqlite3.Error where the database does not open."""
@@ -138,7 +140,9 @@ class BatchRunner:
     def _scan(self, group: asyncio.TaskGroup) -> None:
         """Starts batches that may run, and ends those that are cancelled or have no room."""
         jump_s = self._clock_jump_s()
-        self.report(RunnerReport(batches=self.store.count_batches()))
+        if (counted := self.store.count_batches()) != self._reported:
+            self.report(RunnerReport(batches=counted))
+            self._reported = counted
         for tenant, batch, is_full in self.store.unfinished():
             put_off(self.store, tenant, batch, jump_s)
             end = _why_ends(batch, is_full)

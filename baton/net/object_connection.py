@@ -179,7 +179,7 @@ def connect(
     return ObjectConnection(proven, messages)
 
 
-def prove_secret(connected: socket.socket, secret: bytes, ours: bytes, theirs: bytes) -> None:
+def _prove_secret(connected: socket.socket, secret: bytes, ours: bytes, theirs: bytes) -> None:
     """Both ends prove the secret by a MAC over fresh random bytes of both.
 
     ours, theirs: names of the two ends, which differ. Raises OSError, EOFError.
@@ -209,7 +209,7 @@ def _proven(
             connected = context.wrap_socket(
                 connected, server_side=not is_caller, server_hostname=server_name or None
             )
-        prove_secret(connected, secret, ours, theirs)
+        _prove_secret(connected, secret, ours, theirs)
         connected.settimeout(None)
         for option in _KEEPALIVE:
             connected.setsockopt(*option)

@@ -194,7 +194,7 @@ class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
     async def _request_call(self) -> Any:
         while len(self._requested) < _MOST_CALLS_A_TURN:
             call = asyncio.ensure_future(super()._request_call())
-            # When the server stops, those that have not come fail, and nobody waits for them.
+            # When the server stops, those that have not come fail, and are not awaited.
             call.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._requested.append(call)
         return await self._requested.popleft()
@@ -254,7 +254,7 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Gives what the handlers of a server raise as a status, and checks callers and requests.
 
     gRPC by itself reads and parses a request, up to 16 MiB of it on the event loop, before any
-    handler sees who calls, and waits for it without end. For a malformed one it would answer
+    handler sees the caller, and waits for it without end. For a malformed one it would answer
     UNKNOWN and log a traceback; here a line is logged now and then.
     """
 

@@ -322,7 +322,7 @@ class Tenants:
                 raise Unauthenticated("this router needs an API key: authorization: Bearer KEY")
             return self._keyless
         # The look-up's time may depend on the digest. That reveals nothing: without knowing a key
-        # nobody can choose the bits of its digest.
+        # no caller can choose the bits of its digest.
         if (tenant := self._by_digest.get(digest := hashlib.sha256(key).digest())) is None:
             if digest in self._admins:
                 raise Unauthenticated("the API key is an operator's: requests need a tenant's")

@@ -239,8 +239,8 @@ class Costs:
     def room_ms(self) -> tuple[Column, Column]:
         """How soon each prefill and each decode worker has room: 0 if it has, infinite if never.
 
-        Only comparable between workers: by the share of its sequences that must end, as nobody can
-        predict when they do, and by the time of a step.
+        Only comparable between workers: by the share of its sequences that must end, because when
+        they do cannot be predicted, and by the time of a step.
         """
         p, d = self.snapshot.columns.prefill, self.snapshot.columns.decode
         # A prefill worker without held blocks is full of prompts that go first.

@@ -141,7 +141,7 @@ async def decoding_process(cluster: LocalCluster, client: AsyncClient) -> str:
         workers = (await client.status())["workers"]
         return {w["pid"] for w in workers if w["role"] == "decode" and w["running"]}
 
-    # Another one's report about its last stream's end may be half a second late.
+    # Another one's report about its last stream's end may still be on its way.
     (pid,) = await eventually(pids, lambda found: len(found) == 1, "not one worker decodes")
     return next(name for name, process in cluster.processes.items() if process.pid == pid)
 

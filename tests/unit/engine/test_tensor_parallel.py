@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import distributed
 
+from baton import rendezvous
 from baton.config import EngineConfig
 from baton.cuda import NCCL_ENVIRONMENT, CudaArea
 from baton.engine import build, collectives, rank_executor, rank_process, tensor_parallel
@@ -354,7 +355,7 @@ class ProcessGroupNCCL:
     """What NCCL would be asked for; of two ranks, of which both have the same."""
 
     @staticmethod
-    def Options():
+    def Options(is_high_priority_stream):
         return SimpleNamespace(config=SimpleNamespace())
 
     def __init__(self, store, rank, size, options):
@@ -377,7 +378,7 @@ class ProcessGroupNCCL:
 def test_nccl_is_asked_for_what_graphs_can_hold(monkeypatch):
     """All calls go to the current stream; none is waited for on the host."""
     fake = SimpleNamespace(ProcessGroupNCCL=ProcessGroupNCCL)
-    monkeypatch.setattr(collectives, "distributed", fake)
+    monkeypatch.setattr(rendezvous, "distributed", fake)
     for name in NCCL_ENVIRONMENT:
         monkeypatch.setenv(name, "")
     store = Rendezvous(distributed.HashStore(), b"secret")

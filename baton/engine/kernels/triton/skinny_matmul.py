@@ -315,7 +315,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
             found = reference_act_mul(found, activation)
         return ((found if residual is None else residual + found).to(dtype),)
 
-    def apart() -> Outputs:
+    def separate() -> Outputs:
         """Separate launches around torch's product."""
         normed = x if norm is None else add_rms_norm(x, None, norm, _EPS)[0]
         found = F.linear(normed, weight, bias)
@@ -327,7 +327,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         config = config or choose(NAME, key, device)
         if config.get("LIBRARY"):
             if not shape.get("ours"):
-                return apart()
+                return separate()
             config = next(one for one in _candidates(key) if "LIBRARY" not in one)
         found = skinny_matmul(
             x, weight, counters, bias, dtype=dtype, scales=scales, norm=norm,

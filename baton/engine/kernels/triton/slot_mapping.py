@@ -76,8 +76,8 @@ def map_slots(
     `[sequences, width]`, the blocks of every row · block_size: tokens of a block.
     """
     assert block_tables.is_contiguous()
-    apart = -(-num_rows // _ALIGNED) * _ALIGNED
-    held = torch.empty((3, apart), dtype=torch.int32, device=context_lens.device)
+    stride = -(-num_rows // _ALIGNED) * _ALIGNED
+    held = torch.empty((3, stride), dtype=torch.int32, device=context_lens.device)
     positions, slots, lengths = held[:, :num_rows].unbind()
     ends = context_lens if query_lens is None else query_lens.cumsum(0, dtype=torch.int32)
     _slot_mapping_kernel[(triton.cdiv(num_rows, CONFIG["ROWS"]),)](
