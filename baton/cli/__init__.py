@@ -20,6 +20,7 @@ from baton.cli import (
     explain,
     generate,
     health,
+    planner,
     router,
     status,
     top,
@@ -50,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"baton {_version()}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (
-        *(up, demo, router, workers, generate, chat, status, explain, health),
+        *(up, demo, router, workers, planner, generate, chat, status, explain, health),
         *(doctor, top, trace, bench, certs),
     ):
         module.add_commands(commands)

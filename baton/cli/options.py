@@ -19,6 +19,7 @@ from baton.config import (
     TTFT_HINT,
     ClusterConfig,
     EngineConfig,
+    PlannerConfig,
     RouterConfig,
     WorkerConfig,
     options,
@@ -33,6 +34,7 @@ CONFIGS: dict[str, type[Any]] = {
     "router": RouterConfig,
     "prefill-worker": WorkerConfig,
     "decode-worker": WorkerConfig,
+    "planner": PlannerConfig,
     "generate": EngineConfig,  # with --local
     "bench engine": EngineConfig,
     "doctor": EngineConfig,  # with --model
