@@ -12,9 +12,9 @@ from baton.config.registry import RegistryConfig
 from baton.config.router import RouterConfig
 from baton.config.service import NAME_TEXT, ListenConfig, TlsConfig, new_incarnation
 from baton.config.slo import parse_all
+from baton.config.worker import ROLES
 from baton.errors import ConfigError
 
-ROLES = ("prefill", "decode", "mixed")
 MAX_WORKERS = 10_000
 TTFT_S, TPOT_S = 1.0, 0.05  # where no target is given
 

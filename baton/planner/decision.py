@@ -20,12 +20,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-PREFILL, DECODE, MIXED = ROLES = ("prefill", "decode", "mixed")
+from baton.config.worker import ROLES
+
+PREFILL, DECODE, MIXED = ROLES
 
 _BUSY = 0.8  # largest share of time that a worker is planned to be busy
 _IDLE = 0.2  # least: where more workers hardly shorten the wait, no more are asked for
 _TAIL = 3.0  # 95th percentile of an exponential wait, over its mean
 _NEAR = 0.7  # of a target: a latency above it keeps workers from being taken away
+_LATENCY_S = 60.0  # over which routers take percentiles
 _BAND = 0.1  # workers by which a need must exceed a number, or fall below it, to change it
 _GAIN = 0.9  # a change of roles must lower the higher load to this share of it
 _FLIP_SHARE = 8  # at most one worker in so many changes its role at a time
@@ -237,7 +240,9 @@ def _wanted(now: float, seen: Observation, state: State, policy: Policy) -> tupl
     A number goes up once every need of the window was above it, and down once every need was below:
     as fast in both directions, and a load that swings within a window changes nothing.
     """
-    wanted, texts, raised_s = {}, [], state.raised_s
+    wanted: dict[str, int] = {}
+    texts: list[str] = []
+    raised_s = state.raised_s
     for role in ROLES:
         before = state.wanted.get(role, len(_of(seen, role)))
         ready = len(_of(seen, role, ready=True))
@@ -270,8 +275,8 @@ def _floor(
 ) -> tuple[int, str]:
     """Workers that latencies demand whatever the model says, and why; 0: any number.
 
-    One more than there are, and no further one within a window or before that one is ready; none
-    where workers are idle already, which more of them would be, too.
+    One more than there are, and no further one before that one is ready and is seen in the
+    latencies; none where workers are idle already, which more of them would be, too.
     """
     needs = state.needs[-1][1]
     if needs[role] < ready / 2:
@@ -284,7 +289,7 @@ def _floor(
         return 0, ""
     name, seconds = ("TTFT", seen.ttft_p95_s) if ttft > tpot else ("TPOT", seen.tpot_p95_s)
     text = f"{name} (p95) of {seconds:.3g} s is {max(ttft, tpot):.2f} of its target"
-    pending = before > ready or now - state.raised_s < policy.window_s
+    pending = before > ready or now - state.raised_s < max(policy.window_s, _LATENCY_S)
     return (before if pending or max(ttft, tpot) <= 1 else ready + 1), text
 
 

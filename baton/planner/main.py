@@ -8,7 +8,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
 
 from google.protobuf import json_format
 from opentelemetry.context import Context
@@ -20,7 +21,7 @@ from baton.net import rpc
 from baton.net.metrics_server import serving
 from baton.net.server import Health, bind
 from baton.planner import decision
-from baton.planner.decision import Decision, Flip, Observation, Policy, State
+from baton.planner.decision import Decision, Flip, Observation, Policy, RolePlan, State
 from baton.planner.observer import Observer
 from baton.planner.routers import Routers
 from baton.planner.scaler import PublishedPlan, ScalerServicer
@@ -121,6 +122,7 @@ class Planner:
         self._addresses: dict[str, str] = {}  # of workers, by incarnation
         self._written_s = -math.inf
         self._said = ""
+        self._roles: Mapping[str, RolePlan] = {}
         self.published = PublishedPlan()
         self.failure: BaseException | None = None
         self._observe()
@@ -245,16 +247,14 @@ class Planner:
 
     def _observe(self) -> None:
         """Connects the gauges."""
-        self._roles: dict[str, decision.RolePlan] = {}
         observe = self._recorder.observe
         observe("baton.planner.leader", lambda: float(self._election.left_s > 0))
         for name, field in (("needed", "need"), ("wanted", "wanted"), ("ready", "ready")):
-            observe(
-                f"baton.planner.workers.{name}",
-                lambda field=field: [
-                    (getattr(one, field), {"role": one.role}) for one in self.published.plan.roles
-                ],
-            )
+            observe(f"baton.planner.workers.{name}", partial(self._by_role, field))
+
+    def _by_role(self, field: str) -> list[tuple[float, dict[str, str]]]:
+        roles = self.published.plan.roles
+        return [(getattr(one, field), {"role": one.role}) for one in roles]
 
 
 def _attributes(decided: Decision) -> dict[str, str | int | float | bool]:

@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -111,7 +111,7 @@ class Observer:
                 return f"the router at {address} does not answer"
         return ""
 
-    def _traffic(self) -> dict[str, float]:
+    def _traffic(self) -> dict[str, Any]:
         """Rates and means over all routers."""
         changes = [
             {name: getattr(new, name) - getattr(old, name) for name in vars(new)}
@@ -136,7 +136,7 @@ class Observer:
             "cached_share": min(1.0, cached),  # it is counted at the end, tokens at the beginning
         }
 
-    def _abilities(self, workers: list[tuple[str, fleet_pb2.WorkerStatus]]) -> dict[str, float]:
+    def _abilities(self, workers: list[tuple[str, fleet_pb2.WorkerStatus]]) -> dict[str, Any]:
         """What a usual worker can do: the median of those whose role it is, else of all."""
 
         def usual(role: str, read: Callable[[fleet_pb2.WorkerStatus], float]) -> float:

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from baton.config.worker import ROLES
 from baton.errors import InvalidRequest, Unavailable
-from baton.planner.decision import ROLES
 from baton.v1 import externalscaler_pb2, externalscaler_pb2_grpc, planner_pb2
 
 PLAN_S = 300.0  # a plan that was not confirmed for so long counts no more
