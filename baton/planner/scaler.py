@@ -24,17 +24,13 @@ class PublishedPlan:
     def __init__(self) -> None:
         self.plan = planner_pb2.Plan()
         self._seen_s = -PLAN_S
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()  # set when the next plan is
 
     def set(self, plan: planner_pb2.Plan) -> None:
         """A plan was written; also if it is as before."""
         self.plan, self._seen_s = plan, asyncio.get_running_loop().time()
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def wait(self) -> None:
-        """Returns when the next plan is set."""
-        await self._changed.wait()
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     def wanted(self, role: str) -> int:
         """Wanted replicas. Raises Unavailable without a recent plan."""
@@ -61,8 +57,9 @@ class ScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
         """Whether any replica is wanted: now, and with every plan."""
         role = _role_of(request)
         while True:
+            changed = self._published.changed
             yield self._active(role)
-            await self._published.wait()
+            await changed.wait()
 
     async def GetMetricSpec(
         self, request: externalscaler_pb2.ScaledObjectRef, context: Any

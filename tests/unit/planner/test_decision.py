@@ -1,5 +1,6 @@
 """Decisions as a table: what is seen, what is wanted; and how plans behave over time."""
 
+import itertools
 import math
 
 import pytest
@@ -69,7 +70,7 @@ class Plans:
 
     def changes(self, role):
         numbers = [decision.roles[role].wanted for decision in self.decisions]
-        return sum(a != b for a, b in zip(numbers, numbers[1:], strict=False))
+        return sum(a != b for a, b in itertools.pairwise(numbers))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_a_number_goes_down_as_fast_as_up(up):
     plans.decisions.clear()
     plans.run(300, load(40 if up else 10))
     numbers = [one.roles[DECODE].wanted for one in plans.decisions]
-    changed = [n for n, (a, b) in enumerate(zip(numbers, numbers[1:], strict=False), 1) if a != b]
+    changed = [n for n, (a, b) in enumerate(itertools.pairwise(numbers), 1) if a != b]
     assert changed == [POLICY.window_s / EVERY_S]  # at once to the final number
 
 
