@@ -33,9 +33,9 @@ from baton.errors import BatonError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 CLOSED_PIPE = 141  # 128 + SIGPIPE
-# gRPC's C core reads these when it is loaded. Our own errors tell what it would write to stderr. Its
-# pool of poller threads hands each message from thread to thread: five context switches and about
-# twice the CPU time of the poller that Python's releases had before it.
+# gRPC's C core reads these when it is loaded. Our own errors tell what it would write to stderr.
+# Its newer poller passes each message through a pool of threads: five context switches instead of
+# two, and up to twice the CPU time.
 _GRPC_ENVIRONMENT = {
     "GRPC_VERBOSITY": "NONE",
     "GRPC_EXPERIMENTS": "-event_engine_poller_for_python",
