@@ -56,14 +56,15 @@ class Pod:
         self.spec = template["spec"]
         (self.container,) = self.spec["containers"]
         self._labels = template["metadata"]["labels"]
-        self._injected = injected or {}
+        self._secrets, self._injected = secrets or {}, injected or {}
         self.process: subprocess.Popen[bytes] | None = None
         self.log = self._folder / "log"
-        for volume in self.spec["volumes"]:
-            mounted = self._folder / volume["name"]
+        volumes = {one["name"]: one for one in self.spec.get("volumes", ())}
+        for mount in self.container["volumeMounts"]:
+            mounted = self._folder / mount["name"]
             mounted.mkdir(parents=True)
-            secret = volume.get("secret", {}).get("secretName", "")
-            for file, content in (secrets or {}).get(secret, {}).items():
+            secret = volumes.get(mount["name"], {}).get("secret", {}).get("secretName", "")
+            for file, content in self._secrets.get(secret, {}).items():
                 (mounted / file).write_bytes(content)
 
     def environment(self, hosts: dict[str, str]) -> dict[str, str]:
@@ -77,8 +78,10 @@ class Pod:
         known = dict(self._injected)
         for one in self.container.get("env", ()):
             value = one.get("value")
-            if value is None:
-                value = fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
+            if field := one.get("valueFrom", {}).get("fieldRef"):
+                value = fields[field["fieldPath"]]
+            elif key := one.get("valueFrom", {}).get("secretKeyRef"):
+                value = self._secrets.get(key["name"], {}).get(key["key"], b"").decode()
             known[one["name"]] = _expanded(value, known)
         return {name: self._here(value, hosts) for name, value in known.items()}
 
