@@ -32,6 +32,7 @@ from baton.config import ClusterConfig, EngineConfig, RouterConfig, WorkerConfig
 from baton.errors import ConfigError, InternalError, Overloaded
 from baton.local import commands, ports
 from baton.local.resources import Share
+from tests.waiting import WAIT_S
 
 DONE = Completion(
     text=" def", token_ids=(5, 6), finish_reason="length", usage=Usage(3, 2), timing=Timing(),
@@ -530,7 +531,7 @@ def test_a_command_whose_reader_leaves_ends_silently(line):
     os.close(read_end)
     with os.fdopen(write_end, "w") as pipe:
         ended = subprocess.run(
-            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False
         )
     if line in ("trace", "status --json"):
         assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
