@@ -127,6 +127,18 @@ def world():
 # Stats.
 
 
+def test_demand_is_what_was_let_in_and_what_was_turned_away_for_want_of_room(world):
+    """Not what a tenant's own limits or its mistakes kept out."""
+    world.request()
+    errors = (FULL, Unavailable("no worker"), LimitReached("of the tenant"), INVALID)
+    for error in errors:
+        with pytest.raises(type(error)), world.stats.request() as record:
+            record.tenant = "t"
+            raise error
+    world.request(FULL, placed=False)
+    assert (world.stats.counts.admitted, world.stats.counts.turned_away) == (2, 2)
+
+
 def test_requests_are_counted_and_noted_by_how_they_ended(world):
     world.request()
     world.request(INVALID, admitted=False)
