@@ -20,6 +20,7 @@ from baton.cli import (
     explain,
     generate,
     health,
+    planner,
     role,
     router,
     status,
@@ -60,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", required=True, dest="command"
     )
     for module in (
-        *(up, demo, router, workers, generate, chat, status, explain, health),
+        *(up, demo, router, workers, planner, generate, chat, status, explain, health),
         *(role, doctor, top, trace, bench, certs),
     ):
         module.add_commands(commands)

@@ -23,7 +23,7 @@ _NOISE = 0.15  # rates that differ by no more count as equal
 _TOKENS_PER_S, _STEP_MS = 1000.0, 10.0  # before any worker has measured anything
 # A decode step reads all weights once, and each sequence's KV: reading the weights takes as long as
 # this many sequences. Measured on CPUs: 14 ms with 1 sequence, 24 ms with 8, 63 ms with 32.
-_STEP_BASE_SEQUENCES = 8
+STEP_BASE_SEQUENCES = 8
 # Cost of a handoff on one host and over the network: its control messages (Reserve, Prefill, Offer,
 # Ready, Commit), and bytes a second. On one host a short prompt's first token comes 2 to 3 ms later
 # than from decode itself; shared memory moves 4 to 9 GB/s. Those of the network are assumptions.
@@ -292,7 +292,7 @@ def _blocks_missing(worker: WorkerView, needed: float) -> str:
 
 def _relative_step(sequences: Column) -> Column:
     """Duration of a step relative to one with a single sequence."""
-    return (_STEP_BASE_SEQUENCES + sequences) / (_STEP_BASE_SEQUENCES + 1)
+    return (STEP_BASE_SEQUENCES + sequences) / (STEP_BASE_SEQUENCES + 1)
 
 
 def _without_noise(rates: Column, usual: float) -> Column:
