@@ -156,7 +156,7 @@ class Fuzz:
             (template, inputs.TEMPLATES, Exception),
             (model_config, inputs.MODEL_CONFIGS, CheckpointError),
             (checkpoint, inputs.WEIGHTS, CheckpointError),
-            (partial(decode, b"/baton/v1/c/workers/decode/w"), inputs.RECORDS, InvalidRequest),
+            (partial(decode, b"/baton/v1/c/workers/w"), inputs.RECORDS, InvalidRequest),
         ]  # fmt: skip
         named = (
             "completion",

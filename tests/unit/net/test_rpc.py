@@ -119,7 +119,7 @@ async def test_a_channel_to_a_role_stays_connected_while_nothing_is_called(monke
     server, address = bind("127.0.0.1", 0)
     Health().add_to(server, [])
     await server.start()
-    async with rpc.channel(address, role="decode") as held, rpc.channel(address) as other:
+    async with rpc.channel(address, role="worker") as held, rpc.channel(address) as other:
         for channel in (held, other):
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         await asyncio.wait_for(other.wait_for_state_change(ChannelConnectivity.READY), WAIT_S)
