@@ -94,6 +94,7 @@ class SimulatedRouter:
             self._loop.time(), max(1, found.prompt_tokens), max(1, found.new_tokens)
         )
         block_size = next(iter(self.fleet.members.values())).worker.spec.block_size
+        await asyncio.sleep(self._costs.router_s / 2)
         prompt = Prompt(found, block_size)
         snapshot, queue = self.fleet.snapshot(), self.wait_queue
         try:
@@ -152,7 +153,6 @@ class SimulatedRouter:
         def reserve_workers(reserved: frozenset[str]) -> frozenset[str] | None:
             return scoring.soonest_room(self.fleet.snapshot(), demand, reserved)
 
-        await asyncio.sleep(self._costs.router_s / 2)
         await self.wait_queue.place(demand, lambda: self._place(attempt), reserve_workers)
 
     async def _place(self, attempt: _Attempt) -> None:
