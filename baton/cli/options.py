@@ -34,6 +34,7 @@ CONFIGS: dict[str, type[Any]] = {
     "worker": WorkerConfig,
     "generate": EngineConfig,  # with --local
     "bench engine": EngineConfig,
+    "advise": EngineConfig,
     "doctor": EngineConfig,  # with --model
 }
 # Accepted aliases: vLLM's names of the same options.

@@ -42,7 +42,7 @@ class SimulatedSpeed:
     mixed: float = 1.0  # duration of a step with prompts and sequences, over the sum of both parts
 
     @classmethod
-    def parse(cls, text: str, flag: str = "--simulate") -> SimulatedSpeed:
+    def parse(cls, text: str) -> SimulatedSpeed:
         """Parses the numbers of the class, in order; two at least. Raises ConfigError."""
         try:
             numbers = [float(part) for part in text.split(",")]
@@ -52,7 +52,7 @@ class SimulatedSpeed:
         most = len(dataclasses.fields(cls))
         if not (2 <= len(numbers) <= most and finite and numbers[0] > 0):
             raise ConfigError(
-                f"{flag} {text!r}: write the prefill rate in tokens a second and the time of a "
+                f"--simulate {text!r}: write the prefill rate in tokens a second and the time of a "
                 "decode step in ms, as 8000,10; a third number is added for each sequence, a "
                 "fourth for each 1,000 tokens of context; docs/capacity.md has the others"
             )
