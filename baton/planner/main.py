@@ -136,10 +136,11 @@ class Planner:
         """Looks at the cluster again and again, until cancelled."""
         while True:
             statuses = await routers.statuses()
-            for status in filter(None, statuses.values()):
-                self._addresses |= {
-                    one.record.incarnation: one.record.address for one in status.workers
-                }
+            self._addresses = {
+                one.record.incarnation: one.record.address
+                for status in filter(None, statuses.values())
+                for one in status.workers
+            }
             seen = self._observer.observe(_now(), statuses)
             try:
                 await (self._lead(seen) if self._election.left_s else self._follow())
@@ -173,10 +174,10 @@ class Planner:
 
     async def _publish(self, decided: Decision) -> None:
         """Writes the plan if it changed, was not confirmed for long, or is this leader's first."""
-        now = _now()
+        now, new = _now(), self._plan_of(decided)
         if self._leads and not decided.changed and now - self._written_s < CONFIRM_S:
+            self.published.plan = new  # its figures
             return
-        new = self._plan_of(decided)
         await self._key.write(json_format.MessageToJson(new, indent=None).encode())
         self._written_s = now
         self.published.set(new)
