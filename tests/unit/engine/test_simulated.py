@@ -196,7 +196,9 @@ class TestSimulatedSpeed:
         assert between - begin >= 0.1
         assert time.monotonic() - between >= 0.06
 
-    @pytest.mark.parametrize("text", ["8000", "fast,10", "0,10", "8000,-1", "8000,nan", "1,2,3,4,5,6,7"])
+    @pytest.mark.parametrize(
+        "text", ["8000", "fast,10", "0,10", "8000,-1", "8000,nan", "1,2,3,4,5,6,7"]
+    )
     def test_nonsense_is_refused(self, text):
         with pytest.raises(ConfigError, match=r"--simulate '.*': write the prefill rate"):
             EngineConfig(simulate=text)
