@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +21,7 @@ from baton.log_format import RateLimit, about
 from baton.net import rpc
 from baton.telemetry import tracing
 from baton.v1 import fleet_pb2
+from router.fleet.fleet import Fleet
 from router.request import PROMPT_PATHS, RequestState
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,9 @@ class RequestRecord:
     operation: str = ""  # name in OpenTelemetry's GenAI conventions
     tenant: str = ""  # empty until it is known
     callers_id: str = ""  # the caller's own id
+    labels: Mapping[str, str] = field(default_factory=dict)  # of its model; empty until known
+    route: str = ""  # name of the route that chose the model's version
+    fleet: Fleet | None = None  # the model's workers
     in_batch: bool = False  # of a batch: a refusal only delays it
     state: RequestState | None = None  # None until it is admitted
     finished: bool = False  # the caller has received everything
@@ -60,6 +64,11 @@ class RequestRecord:
     def request_id(self) -> str:
         """Empty until it is admitted."""
         return self.state.request.request_id if self.state else ""
+
+    @property
+    def model(self) -> str:
+        """The version that serves it, as "chat@v1"; empty until it is admitted."""
+        return self.state.request.model if self.state else ""
 
     @property
     def placed(self) -> bool:
@@ -189,10 +198,11 @@ class RouterStats:
         limited = self._refusals.setdefault(outcome.status, RateLimit(log))
         (log.log if record.placed else limited.line)(
             logging.WARNING if record.placed else logging.INFO,
-            "request %s%s of tenant %s ended with %s: %s",
+            "request %s%s of tenant %s to %s ended with %s: %s",
             record.request_id or "(not admitted)",
             record.callers_id and f" ({record.callers_id})",
             record.tenant or "(unknown)",
+            record.model or "(no model)",
             outcome.status,
             outcome.error,
             extra=about(trace_id=record.trace_id, request_id=record.request_id),

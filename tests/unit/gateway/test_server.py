@@ -514,9 +514,9 @@ async def test_the_end_of_a_server_waits_a_moment_for_answers_and_for_nobody_els
 async def test_trailers_do_not_replace_headers(gateway):
     keys, generate = [], gateway.service.generate
 
-    def watched(request, caller, *args):
+    def watched(request, caller, *args, **more):
         keys.append(dict(caller.metadata)["authorization"])
-        return generate(request, caller, *args)
+        return generate(request, caller, *args, **more)
 
     gateway.service.generate = watched
     body = b'{"prompt":[1,2,3],"max_tokens":5,"ignore_eos":true}'
