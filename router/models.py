@@ -148,10 +148,7 @@ class Models:
         if found := self.versions.get((name, version)):
             return found
         mine = [(source, one) for source, one in self.texts if source.name == name]
-        exact = [one for source, one in mine if source.version == version]
-        same = [one for _, one in mine if one.tokenizer.fingerprint == fingerprint]
-        admission = (*exact, *same, mine[0][1])[0]
-        made = self._new_version(name, version, admission, Membership())
+        made = self._new_version(name, version, _text_of(mine, version, fingerprint), Membership())
         made.fleet.on_changed = self._announce
         made.fleet.on_ejected = self._ejected
         self.versions[name, version] = made
@@ -310,6 +307,20 @@ def describe_targets(targets: Iterable[RouteTarget]) -> str:
     return ", ".join(
         f"{name} {100 * one.weight / total:.3g} %" for name, one in zip(names, used, strict=True)
     )
+
+
+def _text_of(
+    texts: Sequence[tuple[ModelSource, Admission]], version: str, fingerprint: str
+) -> Admission:
+    """Of a model's tokenizers that of a version: the one given for it, else its workers', else the
+    first."""
+    for source, admission in texts:
+        if source.version == version:
+            return admission
+    for _, admission in texts[1:]:
+        if admission.tokenizer.fingerprint == fingerprint:
+            return admission
+    return texts[0][1]
 
 
 def _natural(version: str) -> str:

@@ -40,7 +40,7 @@ async def test_what_can_be_read(gateway):
         return (await gateway.client.get(path)).json()
 
     model = {"id": "tiny", "object": "model", "created": 0, "owned_by": "baton",
-             "max_model_len": 32}  # fmt: skip
+             "max_model_len": 32, "root": "tiny"}  # fmt: skip
     assert await read("/v1/models") == {"object": "list", "data": [model]}
     assert await read("/v1/models/tiny") == model
     assert await read("/health") == {"status": "ok"}

@@ -391,8 +391,7 @@ class Cluster:
             )
 
         texts = [(ModelSource("", "tiny"), admission)]
-        models = Models(texts, new_version, aliases)
-        return models
+        return Models(texts, new_version, aliases)
 
     def service(self, admission):
         """The service of that router."""
