@@ -34,9 +34,7 @@ def metrics() -> Iterator[str]:
     """The table of metrics, and the histograms' buckets."""
     for title, process in (
         ("The router", table.ROUTER),
-        ("Both workers", table.WORKERS),
-        ("The prefill worker", table.PREFILL),
-        ("The decode worker", table.DECODE),
+        ("Workers", table.WORKERS),
         ("Every process", table.EVERYBODY),
     ):
         yield f"## {title}\n"

@@ -20,6 +20,7 @@ from baton.cli import (
     explain,
     generate,
     health,
+    role,
     router,
     status,
     top,
@@ -48,10 +49,12 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     root.add_argument("--version", action="version", version=f"baton {_version()}")
-    commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = root.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, dest="command"
+    )
     for module in (
         *(up, demo, router, workers, generate, chat, status, explain, health),
-        *(doctor, top, trace, bench, certs),
+        *(role, doctor, top, trace, bench, certs),
     ):
         module.add_commands(commands)
     return root

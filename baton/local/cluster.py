@@ -44,7 +44,7 @@ class LocalCluster(Supervisor):
     say: called with a line for each event.
     on_line: called with a process's name and each line of its output.
     programs: commands to run instead of `python -m baton`, with the same arguments, by process name
-        ("decode-0") or role ("prefill", "decode", "router").
+        ("decode-0") or role ("prefill", "decode", "mixed", "router").
     extra_args: arguments to append, by the same keys.
     env: variables to add to every process's environment.
     """
@@ -114,7 +114,7 @@ class LocalCluster(Supervisor):
     async def add_worker(
         self, role: str, share: resources.Share | None = None, source: ModelSource | None = None
     ) -> str:
-        """Starts one more "prefill" or "decode" worker, by default unpinned and of the first model;
+        """Starts one more worker with this role, by default unpinned and of the first model;
         returns its name."""
         source = source or self.config.sources[0]
         name = f"{role}-{sum(process.role == role for process in self.processes.values())}"
@@ -152,15 +152,16 @@ class LocalCluster(Supervisor):
             self._use_tls()
         await self._start_etcd()
         models = config.sources
-        of_prefill = [one for one in models for _ in range(config.prefill)]
-        sources = [*of_prefill, *(one for one in models for _ in range(config.decode))]
-        names = [f"prefill-{number}" for number in range(len(of_prefill))]
-        names += [f"decode-{number}" for number in range(len(sources) - len(of_prefill))]
+        of_role = {role: number * len(models) for role, number in config.workers.items()}
+        names = [f"{role}-{n}" for role, number in of_role.items() for n in range(number)]
+        sources = [
+            one for number in config.workers.values() for one in models for _ in range(number)
+        ]
         may_use_gpus = config.engine.device in ("auto", "cuda") and not config.engine.simulate
         gpus = await asyncio.to_thread(resources.count_gpus) if may_use_gpus else 0
-        shares = resources.shares(
-            config.engine, names, len(of_prefill), gpus, self._say, config.ranks
-        )
+        ranks = [config.ranks[name.partition("-")[0]] for name in names]
+        number = of_role["prefill"]
+        shares = resources.shares(config.engine, names, number, gpus, self._say, ranks)
         if any(share.device for share in shares):
             self._start_timeout_s = max(self._start_timeout_s, _GPU_START_S)
         for number, (port, http_port) in enumerate(zip(found, http_ports, strict=True)):

@@ -55,15 +55,15 @@ class EtcdRegistry:
     @asynccontextmanager
     async def announce(self, host: RankHost) -> AsyncIterator[None]:
         """Enters the ranks of a host, as `register` enters a worker."""
-        key = f"{self._config.ranks_prefix}{host.role}/{host.worker}/{host.node_rank}"
+        key = f"{self._config.ranks_prefix}{host.worker}/{host.node_rank}"
         async with self._kept(EtcdRegistration(self._client, self._config.lease_ttl_s, key, host)):
             yield
 
-    async def rank_hosts(self, role: str, worker: str) -> dict[int, RankHost]:
+    async def rank_hosts(self, worker: str) -> dict[int, RankHost]:
         """By node rank, those that are announced now; none while etcd does not answer."""
         hosts = dict[int, RankHost]()
         try:
-            found = await self._client.range(f"{self._config.ranks_prefix}{role}/{worker}/")
+            found = await self._client.range(f"{self._config.ranks_prefix}{worker}/")
         except Unavailable as error:
             log.warning("no ranks of other hosts are found: %s", error)
             return hosts

@@ -183,6 +183,7 @@ class RouterStats:
         elif outcome.status == OK and state is not None:
             counts.served[state.prompt_path] += 1
             ttft_s, target_s = state.ttft_s, state.request.ttft_target_s
+            counts.with_target += target_s > 0
             counts.late += 0 < target_s < ttft_s
             self._latencies.append((self._clock(), ttft_s * 1e3, state.tpot_s * 1e3))
         for listener in self.listeners:

@@ -32,6 +32,7 @@ from baton.config import ClusterConfig, EngineConfig, RouterConfig, WorkerConfig
 from baton.errors import ConfigError, InternalError, Overloaded
 from baton.local import commands, ports
 from baton.local.resources import Share
+from tests.waiting import WAIT_S
 
 DONE = Completion(
     text=" def", token_ids=(5, 6), finish_reason="length", usage=Usage(3, 2), timing=Timing(),
@@ -74,7 +75,7 @@ WRONG = [
     ("prefill-worker --port 7710 /nowhere", 1, "model '/nowhere' not found"),
     *((f"{command} --api-key é", 2, "argument --api-key: an API key must be ASCII")
       for command in ("up", "router")),
-    ("up --decode 0", 2, "argument --decode: --decode must be at least 1, not 0: only"),
+    ("up --prefill 0 --decode 0", 1, "a cluster needs a worker: --mixed 1, or"),
     ("up --http-port 65535 --routers 2", 1, "--http-port 65535 leaves no ports for all routers"),
     ("router --config {", 1, "--config is no JSON object"),
     ("decode-worker --name a/b", 1, "--name 'a/b': use up to 63 letters"),
@@ -530,7 +531,7 @@ def test_a_command_whose_reader_leaves_ends_silently(line):
     os.close(read_end)
     with os.fdopen(write_end, "w") as pipe:
         ended = subprocess.run(
-            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False
         )
     if line in ("trace", "status --json"):
         assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
