@@ -18,7 +18,10 @@ from router.output.text_stream import ParsedOutput
 from router.shared_state import SharedState
 
 _TENANT_METHODS = "/baton.v1.InferenceService/"
-_OPERATOR_METHODS = ("/baton.v1.FleetService/", "/baton.v1.TraceService/", "/grpc.reflection.")
+_OPERATOR_METHODS = (
+    "/baton.v1.FleetService/", "/baton.v1.RouteService/", "/baton.v1.TraceService/",
+    "/grpc.reflection.",
+)  # fmt: skip
 _PUBLISH_S = 0.5
 _MAX_JOINED = 64  # tokens in a message of joined output
 

@@ -29,10 +29,11 @@ from baton.telemetry import tracing
 from baton.telemetry.metrics.recorder import Recorder
 from baton.telemetry.tracing import Telemetry
 from baton.text import load_tokenizer
-from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
+from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc, route_pb2_grpc
 from router.admission.admission import Admission
 from router.admission.resume_ticket import ResumeTickets
 from router.admission.tenants import Tenants
+from router.canary import Canaries
 from router.dispatch.dispatch import Dispatch
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
@@ -41,6 +42,7 @@ from router.generation_service import GenerationService
 from router.grpc_service import FleetServicer, InferenceServicer, authorize
 from router.models import Models, ModelVersion
 from router.queueing.wait_queue import WaitQueue
+from router.route_service import RouteServicer
 from router.shared_state import SharedState
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.stats import RouterStats
@@ -51,7 +53,11 @@ log = logging.getLogger(__name__)
 STOP_GRACE_S = 2.0
 RECONNECT_S = 300.0  # clients' connections are renewed, so that they find new routers
 _JOIN_S = 10.0  # limit on waiting for connections to the registered workers
-_SERVICES = ("baton.v1.InferenceService", "baton.v1.FleetService")
+_SERVICES = (
+    "baton.v1.InferenceService",
+    "baton.v1.FleetService",
+    "baton.v1.RouteService",
+)
 
 
 # Serves generation over another protocol, from its start to the end of the drain.
@@ -97,13 +103,14 @@ async def _run(
             config, texts, tenants, telemetry.tracer, stop, stack
         )
         recorder = Recorder("router", instance)
-        _run_within(stack, _observe(config, service, recorder, telemetry), "event loop lag")
+        for work in _observe(config, service, recorder, telemetry, routes):
+            _run_within(stack, work, "observation")
         service.metrics_page = recorder.render if config.router_processes == 1 else _no_page
         await _workers_connected(membership, service.models, shared)
         server, address = bound or listen(shared=True)
         status = _constant_status(config, address)
         operators = FleetServicer(service, status, shared)
-        health = _add_services(server, service, operators)
+        health = _add_services(server, service, operators, RouteServicer(service.models, routes))
         stack.push_async_callback(server.stop, STOP_GRACE_S)
         readiness = _run_within(stack, _follow_readiness(service.models, health), "readiness")
         await server.start()
@@ -192,17 +199,29 @@ def _new_version(
 
 
 def _observe(
-    config: RouterConfig, service: GenerationService, recorder: Recorder, telemetry: Telemetry
-) -> Coroutine[Any, Any, None]:
-    """Connects metrics and tail sampling to the service; returns what measures the loop's lag."""
+    config: RouterConfig,
+    service: GenerationService,
+    recorder: Recorder,
+    telemetry: Telemetry,
+    routes: RouteTable,
+) -> list[Coroutine[Any, Any, None]]:
+    """Connects metrics, tail sampling and canaries to the service; returns what they run."""
     slos = slo.parse_all(config.limits.slos)
     metrics = RouterMetrics(recorder, slos)
     metrics.observe(service)
     service.models.on_ejected = metrics.ejected
     sampler = SamplingPolicy(telemetry, config.limits.trace_slow_s, slos)
     # In this order: a trace that is kept may be an exemplar of a metric.
-    service.stats.listeners = (sampler, metrics)
-    return measure_lag(metrics.lag.record)
+    canaries = Canaries(
+        service.models,
+        routes,
+        telemetry.tracer,
+        config.limits.recovery_s,
+        service.stats.note,
+        metrics.canary_decided,
+    )
+    service.stats.listeners = (sampler, metrics, canaries)
+    return [measure_lag(metrics.lag.record), canaries.follow()]
 
 
 def _requested(*numbers: signal.Signals) -> asyncio.Event:
@@ -262,10 +281,14 @@ async def _workers_connected(
 
 
 def _add_services(
-    server: grpc.aio.Server, service: GenerationService, operators: FleetServicer
+    server: grpc.aio.Server,
+    service: GenerationService,
+    operators: FleetServicer,
+    routes: RouteServicer,
 ) -> Health:
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(service), server)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(operators, server)
+    route_pb2_grpc.add_RouteServiceServicer_to_server(routes, server)
     health = Health()
     health.add_to(server, _SERVICES)
     return health

@@ -21,6 +21,7 @@ from baton.cli import (
     generate,
     health,
     role,
+    route,
     router,
     status,
     top,
@@ -54,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for module in (
         *(up, demo, router, workers, generate, chat, status, explain, health),
-        *(role, doctor, top, trace, bench, certs),
+        *(role, route, doctor, top, trace, bench, certs),
     ):
         module.add_commands(commands)
     return root

@@ -8,6 +8,7 @@ from baton.config.api import ApiConfig, host_names, origins
 from baton.config.cluster import HTTP_PORT, ClusterConfig
 from baton.config.engine import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed, kv_heads_of
 from baton.config.model import (
+    CANARY_DEFAULTS,
     DEMO_MODEL,
     ModelSource,
     ServedModel,
@@ -33,8 +34,8 @@ from baton.config.service import SHARED_FOLDER, ServiceConfig, TlsConfig, host_i
 from baton.config.worker import WorkerConfig
 
 __all__ = [
-    "CPU_KV_CACHE_BYTES", "DEFAULT_MAX_ITL_S", "DEMO_MODEL", "HTTP_PORT", "MAX_STREAM_INTERVAL",
-    "MAX_TTFT_TARGET_S", "PROVING_TOKENS", "REASONING_PARSERS", "SHARED_FOLDER", "TOOL_PARSERS",
+    "CANARY_DEFAULTS", "CPU_KV_CACHE_BYTES", "DEFAULT_MAX_ITL_S", "DEMO_MODEL", "HTTP_PORT",
+    "MAX_STREAM_INTERVAL", "MAX_TTFT_TARGET_S", "PROVING_TOKENS", "REASONING_PARSERS", "SHARED_FOLDER", "TOOL_PARSERS",
     "TTFT_HINT", "ApiConfig", "ClusterConfig", "EngineConfig", "ModelSource", "RegistryConfig",
     "RouterConfig", "RouterLimits", "ServedModel", "ServiceConfig", "SimulatedSpeed", "TlsConfig",
     "WorkerConfig", "default_model_name", "full_name", "host_id", "host_names", "kv_heads_of",

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from baton.config.options import option
 from baton.errors import ConfigError
 
+# Settings of a canary, by the fields of the message `Canary`.
+CANARY_DEFAULTS: Mapping[str, Any] = {
+    "steps": (10.0, 50.0, 100.0),
+    "step_s": 60.0,
+    "min_requests": 50,
+    "max_slowdown": 1.2,
+}
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from baton.errors import (
 from baton.registry.membership import ROLES
 from baton.telemetry import tracing
 from baton.telemetry.metrics.recorder import Attributes, Recorder
+from baton.v1.route_pb2 import ModelRoute
 from router.fleet.circuit_breaker import Key
 from router.fleet.fleet import Fleet
 from router.fleet.snapshot import WorkerView
@@ -63,6 +64,8 @@ class ObservedModels(Protocol):
     def versions(self) -> Mapping[tuple[str, str], ObservedVersion]: ...
     @property
     def workers(self) -> Sequence[WorkerView]: ...
+    @property
+    def routes(self) -> Callable[[], Mapping[str, ModelRoute]]: ...
 
 
 class ObservedService(Protocol):
@@ -117,6 +120,7 @@ class RouterMetrics(RequestListener):
         ):
             observe(name, partial(_values_by_label, label, counts))
         observe("baton.workers", lambda: _workers(models))
+        observe("baton.route.share", lambda: _route_shares(models))
 
     def first_token(self, record: RequestRecord) -> None:
         assert record.state is not None
@@ -176,6 +180,10 @@ class RouterMetrics(RequestListener):
         }
         self._recorder.record(name, value, attributes, context)
 
+    def canary_decided(self, route: str, decision: str) -> None:
+        """A canary of a route went a step on, was promoted or rolled back by this router."""
+        self._recorder.count("baton.canary.decisions", 1, {"route": route, "decision": decision})
+
     def ejected(self, key: Key) -> None:
         """A worker or pair is left alone after failures."""
         kind = "worker" if isinstance(key, str) else "pair"
@@ -205,6 +213,14 @@ def _refusal_cause(record: RequestRecord, error: Exception) -> str:
 
 def _exemplar(record: RequestRecord) -> Context | None:
     return tracing.example(record.span, record.kept) if record.span is not None else None
+
+
+def _route_shares(models: ObservedModels) -> Iterator[tuple[float, Attributes]]:
+    for route in models.routes().values():
+        total = sum(target.weight for target in route.targets)
+        for one in route.targets:
+            model = {"gen_ai.request.model": one.model, "baton.model.version": one.version}
+            yield one.weight / total, {"route": route.name, **model}
 
 
 def _workers(models: ObservedModels) -> Iterator[tuple[float, Attributes]]:

@@ -156,7 +156,7 @@ class RouterStats:
             listener.failed_over(error)
         where = " and ".join(filter(None, (state.route.prefill, state.route.decode)))
         text = f"{where}: {error}" if where else str(error)
-        self._note(fleet_pb2.EVENT_KIND_FAILOVER, text, state.request.request_id, trace_id)
+        self.note(fleet_pb2.EVENT_KIND_FAILOVER, text, state.request.request_id, trace_id)
 
     def latency(self) -> fleet_pb2.Latency:
         """Percentiles over the last minute."""
@@ -194,7 +194,7 @@ class RouterStats:
         self.counts.refused += not record.placed
         why = str(outcome.error) or type(outcome.error).__name__
         kind = fleet_pb2.EVENT_KIND_FAILURE if record.placed else fleet_pb2.EVENT_KIND_REFUSAL
-        self._note(kind, f"{outcome.status}: {why}", record.request_id, record.trace_id)
+        self.note(kind, f"{outcome.status}: {why}", record.request_id, record.trace_id)
         # Under overload a line for each refused request would block the event loop.
         limited = self._refusals.setdefault(outcome.status, RateLimit(log))
         (log.log if record.placed else limited.line)(
@@ -209,7 +209,10 @@ class RouterStats:
             extra=about(trace_id=record.trace_id, request_id=record.request_id),
         )
 
-    def _note(self, kind: fleet_pb2.EventKind, text: str, request_id: str, trace_id: str) -> None:
+    def note(
+        self, kind: fleet_pb2.EventKind, text: str, request_id: str = "", trace_id: str = ""
+    ) -> None:
+        """Adds an event; one equal to the last counts that up."""
         event = fleet_pb2.RouterEvent(
             kind=kind,
             text=text[:_MAX_TEXT],

@@ -150,6 +150,11 @@ TABLE: tuple[Instrument, ...] = (
         "Workers by role, and by state as this router sees them.", ("role", "state")),
     Instrument("baton.breaker.ejections", COUNTER, "{ejection}", (ROUTER,),
         "Times a circuit breaker shut a worker or a pair out.", ("kind",)),
+    Instrument("baton.route.share", GAUGE, "1", (ROUTER,),
+        "Share of a route's requests by version (`baton route`).", ("route", *MODEL)),
+    Instrument("baton.canary.decisions", COUNTER, "{decision}", (ROUTER,),
+        "Decisions of this router on canaries: stepped, promoted, rolled_back.",
+        ("route", "decision")),
     # What engines do, measured at every worker.
     Instrument("baton.engine.step.duration", HISTOGRAM, "s", WORKERS,
         "One engine step, by what it computed: prefill, decode or mixed.", ("kind",), STEP_S),
