@@ -35,7 +35,8 @@ from baton.config.worker import WorkerConfig
 
 __all__ = [
     "CANARY_DEFAULTS", "CPU_KV_CACHE_BYTES", "DEFAULT_MAX_ITL_S", "DEMO_MODEL", "HTTP_PORT",
-    "MAX_STREAM_INTERVAL", "MAX_TTFT_TARGET_S", "PROVING_TOKENS", "REASONING_PARSERS", "SHARED_FOLDER", "TOOL_PARSERS",
+    "MAX_STREAM_INTERVAL", "MAX_TTFT_TARGET_S", "PROVING_TOKENS", "REASONING_PARSERS",
+    "SHARED_FOLDER", "TOOL_PARSERS",
     "TTFT_HINT", "ApiConfig", "ClusterConfig", "EngineConfig", "ModelSource", "RegistryConfig",
     "RouterConfig", "RouterLimits", "ServedModel", "ServiceConfig", "SimulatedSpeed", "TlsConfig",
     "WorkerConfig", "default_model_name", "full_name", "host_id", "host_names", "kv_heads_of",
