@@ -38,8 +38,8 @@ from baton.v1.route_pb2 import (
     ModelRoute,
     RouteTarget,
 )
-from router.admission.tenants import LimitReached
 from router.models import Models
+from router.request import LimitReached
 from router.telemetry.stats import CANCELLED, OK, RequestListener, RequestOutcome, RequestRecord
 
 log = logging.getLogger(__name__)

@@ -33,14 +33,14 @@ from baton.v1 import fleet_pb2, inference_pb2
 from router.admission import feasibility
 from router.admission.admission import PromptChoices
 from router.admission.resume_ticket import ResumeTickets
-from router.admission.tenants import AdmissionLease, LimitReached, Tenant, Tenants
+from router.admission.tenants import AdmissionLease, Tenant, Tenants
 from router.models import Models, ModelVersion, Target
 from router.output.delivery import Delivery
 from router.output.sink import Sink
 from router.output.text_stream import TextStream
 from router.placement.explain import explain
 from router.placement.scoring import RETRY_AFTER_S
-from router.request import RequestState, TokenizedRequest
+from router.request import LimitReached, RequestState, TokenizedRequest
 from router.telemetry.request_span import RequestSpan, first_attributes, operation_of
 from router.telemetry.stats import RequestRecord, RouterStats
 

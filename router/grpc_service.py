@@ -159,7 +159,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         return fleet_pb2.GetStatusResponse(
             router=self._status(),
             workers=workers,
-            pairs=[pair for one in models.versions.values() for pair in one.fleet.pairs],
+            pairs=() if request.without_pairs else self._service.models.pairs,
             siblings=self._shared.siblings() if self._shared else (),
         )
 

@@ -273,6 +273,11 @@ class Models:
         return "; ".join(f"{version}: {reason}" for version, reason in reasons.items())
 
     @property
+    def pairs(self) -> list[worker_pb2.PairStatus]:
+        """Links between workers, of all versions."""
+        return [pair for version in self.versions.values() for pair in version.fleet.pairs]
+
+    @property
     def workers(self) -> list[WorkerView]:
         """All workers, prefill workers first, then those of models that are not served."""
         snapshots = [version.fleet.snapshot() for version in self.versions.values()]

@@ -19,6 +19,7 @@ from baton.config import (
     TTFT_HINT,
     ClusterConfig,
     EngineConfig,
+    PlannerConfig,
     RouterConfig,
     WorkerConfig,
     options,
@@ -32,6 +33,7 @@ CONFIGS: dict[str, type[Any]] = {
     "up": ClusterConfig,
     "router": RouterConfig,
     "worker": WorkerConfig,
+    "planner": PlannerConfig,
     "generate": EngineConfig,  # with --local
     "bench engine": EngineConfig,
     "doctor": EngineConfig,  # with --model

@@ -18,6 +18,7 @@ from baton.config.model import (
     shown_name,
 )
 from baton.config.options import split_address
+from baton.config.planner import PlannerConfig
 from baton.config.registry import RegistryConfig
 from baton.config.router import (
     DEFAULT_MAX_ITL_S,
@@ -37,8 +38,9 @@ __all__ = [
     "CANARY_DEFAULTS", "CPU_KV_CACHE_BYTES", "DEFAULT_MAX_ITL_S", "DEMO_MODEL", "HTTP_PORT",
     "MAX_STREAM_INTERVAL", "MAX_TTFT_TARGET_S", "PROVING_TOKENS", "REASONING_PARSERS",
     "SHARED_FOLDER", "TOOL_PARSERS",
-    "TTFT_HINT", "ApiConfig", "ClusterConfig", "EngineConfig", "ModelSource", "RegistryConfig",
-    "RouterConfig", "RouterLimits", "ServedModel", "ServiceConfig", "SimulatedSpeed", "TlsConfig",
+    "TTFT_HINT", "ApiConfig", "ClusterConfig", "EngineConfig", "ModelSource", "PlannerConfig",
+    "RegistryConfig", "RouterConfig", "RouterLimits", "ServedModel", "ServiceConfig",
+    "SimulatedSpeed", "TlsConfig",
     "WorkerConfig", "default_model_name", "full_name", "host_id", "host_names", "kv_heads_of",
     "model_path", "new_incarnation", "origins", "shown_name", "split_address",
 ]  # fmt: skip

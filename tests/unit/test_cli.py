@@ -658,3 +658,50 @@ def test_health_is_an_exit_status_for_container_checks(capsys):
             assert cli.main(["health", "--target", target, "--timeout", "0.3"]) == 1
         why = "not finished within" if listens else f"no router or worker answers at {target}:"
         assert f"error: {why}" in capsys.readouterr().err
+
+
+ECHO = """
+import asyncio, collections, pathlib, time
+from baton import cli
+assert cli.main(["status", "--timeout", "2", "--target", "127.0.0.1:1"]) == 1  # which loads gRPC
+import grpc
+
+def switches():
+    counts = collections.Counter()
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+        counts[fields["Name"].strip()] += int(fields["voluntary_ctxt_switches"])
+    return counts["event_engine"]
+
+async def echo(requests, context):
+    async for request in requests:
+        await context.write(request)
+
+async def main():
+    server = grpc.aio.server()
+    handlers = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.stream_stream("/test/Echo")()
+        before, began = switches(), time.monotonic()
+        for _ in range(1000):
+            await call.write(b"x")
+            assert await call.read() == b"x"
+        print(switches() - before, time.monotonic() - began)
+        await call.done_writing()
+    await server.stop(None)
+
+asyncio.run(main())
+"""
+
+
+def test_a_message_of_grpc_wakes_no_pool_of_threads() -> None:
+    """An upgrade of gRPC without that setting would double the cost of a message."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", ECHO], env=env, capture_output=True, text=True, check=True
+    )
+    switches, seconds = map(float, done.stdout.split()[-2:])
+    assert switches < 1000 + 200 * seconds  # of 2,000 messages; the pool's timers wake up, too
