@@ -123,7 +123,7 @@ class LocalCluster(Supervisor):
             self._on_gpus.add(name)
         metrics_port = self._metrics_port(name, "127.0.0.1")
         args = commands.worker(
-            self.config, self.etcd_address, role, source, share, metrics_port, self.certs
+            self.config, self.etcd_address, role, share, metrics_port, self.certs, source
         )
         metrics = ports.metrics_listener("127.0.0.1", metrics_port)
         argv, surroundings = self._command(name, role, args), self._surroundings(name)

@@ -43,12 +43,13 @@ def worker(
     config: ClusterConfig,
     etcd: str,
     role: str,
-    source: ModelSource,
     share: Share,
     metrics_port: int | None = None,
     certs: Path | None = None,
+    source: ModelSource | None = None,
 ) -> list[str]:
     """Arguments of a worker with a role of `WorkerConfig`, which chooses a free port itself."""
+    source = source or config.sources[0]
     engine = replace(config.engine, model=source.path)
     engine = replace(engine, threads=share.threads, cpus=tuple(share.cpus))
     if role == "prefill":

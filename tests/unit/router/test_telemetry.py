@@ -23,6 +23,7 @@ from baton.telemetry import tracing
 from baton.telemetry.metrics import table
 from baton.telemetry.metrics.recorder import Recorder
 from baton.v1 import fleet_pb2
+from baton.v1.route_pb2 import ModelRoute, RouteTarget
 from router.fleet.snapshot import Snapshot
 from router.request import LimitReached
 from router.telemetry.metrics import CAUSES, RouterMetrics
@@ -74,6 +75,11 @@ class World(Traces):
     @property
     def versions(self):
         return {("tiny", "v1"): self.version}
+
+    @property
+    def routes(self):
+        targets = [RouteTarget(model="tiny", version=name, weight=1.0) for name in ("v1", "v2")]
+        return lambda: {"chat": ModelRoute(name="chat", targets=targets)}
 
     @property
     def workers(self):
