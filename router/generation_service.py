@@ -42,7 +42,7 @@ from router.placement.explain import explain
 from router.placement.scoring import RETRY_AFTER_S
 from router.queueing.wait_queue import WaitQueue
 from router.request import LimitReached, RequestState, TokenizedRequest
-from router.telemetry.request_span import RequestSpan, first_attributes, operation_of
+from router.telemetry.request_span import RequestSpan, first_attributes
 from router.telemetry.stats import RequestRecord, RouterStats
 
 # Texts for tenants instead of errors that describe the cluster.
@@ -200,7 +200,7 @@ class GenerationService:
         number: int,
     ) -> None:
         parent = propagation.extract(caller.metadata if self.joins_traces else ())
-        operation, model = operation_of(request), self.admission.model
+        operation, model = tracing.operation_of(request), self.admission.model
         known = first_attributes(operation, model)
         with (
             self.stats.request() as record,

@@ -40,6 +40,7 @@ from router.generation_service import GenerationService
 from router.grpc_service import FleetServicer, InferenceServicer, authorize
 from router.queueing.wait_queue import WaitQueue
 from router.shared_state import SharedState
+from router.telemetry.access_log import AccessLog
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.tail_sampling import SamplingPolicy
 
@@ -171,7 +172,8 @@ def _observe(
     metrics.observe(service)
     sampler = SamplingPolicy(telemetry, service.fleet, config.limits.trace_slow_s, slos)
     # In this order: a trace that is kept may be an exemplar of a metric.
-    service.stats.listeners = (sampler, metrics)
+    access_log = AccessLog(service.admission.model, config.limits.access_log)
+    service.stats.listeners = (sampler, metrics, access_log)
     return measure_lag(metrics.lag.record)
 
 
