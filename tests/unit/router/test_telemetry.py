@@ -26,6 +26,7 @@ from baton.v1 import fleet_pb2
 from baton.v1.route_pb2 import ModelRoute, RouteTarget
 from router.fleet.snapshot import Snapshot
 from router.request import LimitReached
+from router.telemetry.access_log import AccessLog
 from router.telemetry.metrics import CAUSES, RouterMetrics
 from router.telemetry.stats import RouterStats
 from router.telemetry.tail_sampling import SamplingPolicy
@@ -384,3 +385,22 @@ async def test_no_worker_is_told_of_what_is_exported_anyway_nor_missed_if_dead(c
     world = World(fleet=cluster.fleet)
     assert world.exported(world.request(failed, workers=("d0",)))
     assert decode.kept == []
+
+
+def test_the_access_log_has_a_line_for_each_request_or_for_a_sample(caplog):
+    world = World()
+    world.stats.listeners = (AccessLog("tiny", 1.0),)
+    with caplog.at_level("INFO", "baton.access"):
+        world.request(tokens=3, ttft_s=0.1, tpot_s=0.01, cached=2)
+        world.request(FULL, admitted=False)
+        world.stats.listeners = (AccessLog("tiny", 0.0),)
+        world.request()
+    served, refused = [one.fields for one in caplog.records if one.name == "baton.access"]
+    known = {"tenant": "t", "model": "tiny", "operation": "chat", "batch": False}
+    numbers = {"cached_tokens": 2, "output_tokens": 3, "ttft_ms": 100.0, "tpot_ms": 10.0}
+    assert served.items() >= {**known, **numbers, "status": "OK", "queue_ms": 20.0}.items()
+    assert served["request_id"] and served["trace_id"] and served["prompt_tokens"]
+    assert refused == {
+        **known, "status": "RESOURCE_EXHAUSTED", "error": "Overloaded",
+        "trace_id": refused["trace_id"],
+    }  # fmt: skip
