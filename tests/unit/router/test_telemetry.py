@@ -148,6 +148,18 @@ def world():
 # Stats.
 
 
+def test_demand_is_what_was_let_in_and_what_was_turned_away_for_want_of_room(world):
+    """Not what a tenant's own limits or its mistakes kept out."""
+    world.request()
+    errors = (FULL, Unavailable("no worker"), LimitReached("of the tenant"), INVALID)
+    for error in errors:
+        with pytest.raises(type(error)), world.stats.request() as record:
+            record.tenant = "t"
+            raise error
+    world.request(FULL, placed=False)
+    assert (world.stats.counts.admitted, world.stats.counts.turned_away) == (2, 2)
+
+
 def test_requests_are_counted_and_noted_by_how_they_ended(world):
     world.request()
     world.request(INVALID, admitted=False)
@@ -389,11 +401,11 @@ async def test_no_worker_is_told_of_what_is_exported_anyway_nor_missed_if_dead(c
 
 def test_the_access_log_has_a_line_for_each_request_or_for_a_sample(caplog):
     world = World()
-    world.stats.listeners = (AccessLog("tiny", 1.0),)
+    world.stats.listeners = (AccessLog(1.0),)
     with caplog.at_level("INFO", "baton.access"):
         world.request(tokens=3, ttft_s=0.1, tpot_s=0.01, cached=2)
         world.request(FULL, admitted=False)
-        world.stats.listeners = (AccessLog("tiny", 0.0),)
+        world.stats.listeners = (AccessLog(0.0),)
         world.request()
     served, refused = [one.fields for one in caplog.records if one.name == "baton.access"]
     known = {"tenant": "t", "model": "tiny", "operation": "chat", "batch": False}
