@@ -33,6 +33,7 @@ from baton.v1 import (
 )
 from router.admission.admission import Admission
 from router.admission.tenants import Tenants
+from router.fleet.fleet import Fleet
 from router.grpc_service import FleetServicer, InferenceServicer, authorize
 from router.output import sink
 from tests.tracing import Traces
