@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from baton.cli import (
+    advise,
     bench,
     certs,
     chat,
@@ -22,6 +23,7 @@ from baton.cli import (
     health,
     planner,
     role,
+    route,
     router,
     status,
     top,
@@ -62,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for module in (
         *(up, demo, router, workers, planner, generate, chat, status, explain, health),
-        *(role, doctor, top, trace, bench, certs),
+        *(role, route, doctor, top, trace, bench, advise, certs),
     ):
         module.add_commands(commands)
     return root
