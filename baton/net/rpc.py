@@ -54,12 +54,12 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
+_NEVER = (1 << 31) - 1
 # Else gRPC ends a connection on which nothing was called for half an hour, and with it the link
 # of a pair of workers.
-_NEVER = (1 << 31) - 1
 _NEVER_IDLE = ("grpc.client_idle_timeout_ms", _NEVER)
-# For a connection whose one stream has heartbeats: gRPC's own signs of life and its measurements of
-# throughput double the cost of a message that comes alone.
+# For a connection whose one stream has heartbeats: gRPC's own pings, for life and for throughput,
+# add half to the cost of a message that comes alone.
 _WATCHED = {"grpc.keepalive_time_ms": _NEVER, "grpc.http2.bdp_probe": 0}
 _MOST_CALLS_A_TURN = 32
 _CALL_TASK = "_schedule_rpc_coro"  # of grpc.aio
