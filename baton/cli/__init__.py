@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from baton.cli import (
+    advise,
     bench,
     certs,
     chat,
@@ -63,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for module in (
         *(up, demo, router, workers, planner, generate, chat, status, explain, health),
-        *(role, route, doctor, top, trace, bench, certs),
+        *(role, route, doctor, top, trace, bench, advise, certs),
     ):
         module.add_commands(commands)
     return root
