@@ -267,6 +267,7 @@ def test_a_request_that_ends_well_is_measured(world):
 def test_all_that_a_router_lists_is_measured(world):
     world.request(predicted_ttft_s=0.1)
     world.request(InternalError("x"))
+    world.metrics.canary_decided("chat", "stepped")
     page = world.recorder.render("")[1].decode()
     for one in table.instruments_of("router").values():
         assert any(line.startswith(one.samples) for line in page.splitlines()), one.name
