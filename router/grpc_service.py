@@ -149,7 +149,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         snapshot = self._service.fleet.snapshot()
         workers = [
             fleet_pb2.WorkerStatus(record=w.record, load=w.load, state=w.state, reason=w.reason)
-            for w in (*snapshot.prefill, *snapshot.decode)
+            for w in sorted(snapshot.workers, key=lambda w: w.record.role)
         ]
         return fleet_pb2.GetStatusResponse(
             router=self._status(),
@@ -164,7 +164,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             snapshot = self._service.fleet.snapshot()
             workers = [
                 fleet_pb2.WorkerStatus(record=WorkerRecord(pid=w.record.pid), state=w.state)
-                for w in (*snapshot.prefill, *snapshot.decode)
+                for w in snapshot.workers
             ]
             self._shared.publish(
                 fleet_pb2.GetStatusResponse(router=self._status(), workers=workers)

@@ -220,7 +220,7 @@ async def _workers_connected(
         async with asyncio.timeout(_JOIN_S):
             while True:
                 changed, snapshot = fleet.changed, fleet.snapshot()
-                views = *snapshot.prefill, *snapshot.decode
+                views = snapshot.workers
                 known = {view.incarnation for view in views if view.state != UNREACHABLE}
                 ready = {
                     name

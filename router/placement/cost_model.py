@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from baton.v1 import common_pb2
 from router.fleet.snapshot import Column, Flags, Snapshot, WorkerColumns, WorkerView
 from router.request import Demand
 
@@ -29,8 +30,8 @@ _STEP_BASE_SEQUENCES = 8
 # than from decode itself; shared memory moves 4 to 9 GB/s. Those of the network are assumptions.
 HANDOFF_S, _BYTES_PER_S = {True: 0.003, False: 0.005}, {True: 4e9, False: 1e9}
 # A decode step delays all streams of the worker, also future ones: computing prompts there counts
-# twice.
-_DECODE_PRICE = 2
+# twice. So does what makes tokens of streams later than their SLO.
+_DECODE_PRICE = _LATE_PRICE = 2
 # Output tokens expected if the request does not limit them, and at most: many requests end before
 # their limit, and TPOT must not outweigh everything else.
 _NEW_TOKENS, _MAX_NEW_TOKENS = 64, 256
@@ -38,6 +39,7 @@ _NEW_TOKENS, _MAX_NEW_TOKENS = 64, 256
 # with the square of the share in use: half a pool costs little.
 _FULL_POOL_MS = 100.0
 
+_DECODE, _MIXED = common_pb2.WORKER_ROLE_DECODE, common_pb2.WORKER_ROLE_MIXED
 _REFUSED = "refused just now, or is reserved for another request"
 
 
@@ -54,7 +56,7 @@ class Estimate:
 
 
 class PrefillCosts(NamedTuple):
-    """The request on each prefill worker. Costs are whole microseconds: sums compare exactly."""
+    """The request's prompt on each worker. Costs are whole microseconds: sums compare exactly."""
 
     cached: Column  # leading tokens
     ahead: Column  # tokens to compute before its first; the worker is full at `window`
@@ -62,19 +64,21 @@ class PrefillCosts(NamedTuple):
     full: Flags
     wait_us: Column
     us: Column  # until the prompt is computed, waiting included
+    others_us: Column  # that streams of the worker wait for it
 
 
 class DecodeCosts(NamedTuple):
-    """The request on each decode worker.
+    """The request's tokens on each worker.
 
-    A pair costs `PrefillCosts.us` and the handoff's cost, or `local_us` if that is less: then
-    decode computes the prompt itself. Either is infinite where it is ruled out. The cost is
-    `alone_us` where there is no prefill worker.
+    A pair costs `us` and `others_us` of PrefillCosts and the handoff's cost, or `local_us` if that
+    is less: then the second worker computes the prompt itself. Either is infinite where it is ruled
+    out. The cost is `alone_us` where a worker serves the request alone whatever its role.
     """
 
     cached: Column
     blocks: Column
     full: Flags
+    local_full: Flags  # has too much to compute to be given a prompt, too
     local_ttft_s: Column
     local_us: Column
     alone_us: Column
@@ -86,28 +90,30 @@ class FleetCosts:
     """The part of the costs that is the same for all requests on a snapshot."""
 
     def __init__(self, snapshot: Snapshot) -> None:
-        columns = snapshot.columns
-        p, d = columns.prefill, columns.decode
-        usual_rate = _median(p.rate[p.ready & (p.rate > 0)], _TOKENS_PER_S)
-        rates = _without_noise(columns.rate, usual_rate)
+        w, prefills, decodes = snapshot.columns, snapshot.prefills, snapshot.decodes
+        usual_rate = _median(w.rate[prefills & (w.rate > 0)], _TOKENS_PER_S)
+        rates = _without_noise(w.rate, usual_rate)
         # Rates of small steps say little: decode is never assumed to be the faster one.
-        self.prefill_rate, decode_rate = snapshot.split(rates)
-        self.decode_rate = np.minimum(decode_rate, usual_rate)
+        self.rate = np.where(w.role == _DECODE, np.minimum(rates, usual_rate), rates)
         # The queue is kept in the router, where it can be ordered, and not on the worker.
-        work = self.prefill_rate * _WINDOW_S // 1
-        self.window = np.maximum(p.chunk_tokens * _WINDOW_CHUNKS, work)
-        self.half_chunk = p.chunk_tokens // 2
+        self.window = np.maximum(w.chunk_tokens * _WINDOW_CHUNKS, self.rate * _WINDOW_S // 1)
+        self.half_chunk = w.chunk_tokens // 2
 
         # The measured step as it would be with one sequence; 0 if there is no measurement.
-        single_ms = d.step_ms / _relative_step(np.maximum(d.running, 1))
-        usual_ms = _median(single_ms[d.ready & (single_ms > 0)], _STEP_MS)
-        outdated = (single_ms > usual_ms) & (d.running == 0)  # measured with an earlier batch
+        single_ms = w.step_ms / _relative_step(np.maximum(w.running, 1))
+        usual_ms = _median(single_ms[decodes & (single_ms > 0)], _STEP_MS)
+        outdated = (single_ms > usual_ms) & (w.running == 0)  # measured with an earlier batch
         single_ms = np.where(outdated, usual_ms, _without_noise(single_ms, usual_ms))
-        self.tpot_s = single_ms / 1e3 * _relative_step(d.busy + 1)
-        self.batch_full = d.busy >= d.max_busy
+        # Prompts are no streams yet.
+        self.num_streams = np.where(
+            w.role == _DECODE, w.busy, np.maximum(w.busy - w.num_assigned, 0)
+        )
+        step_s = single_ms / 1e3 * _relative_step(self.num_streams + 1)
+        self.tpot_s = step_s / (1 - w.prefill_share)
+        self.batch_full = w.busy >= w.max_busy
+        self.step_s = step_s
         # The queue, and the rest of the current step, on average.
-        self.decode_wait_s = d.queued_tokens / self.decode_rate + self.tpot_s / 2
-        self.streams = d.busy + 1
+        self.decode_wait_s = w.queued_tokens / self.rate + step_s / 2
 
 
 class Costs:
@@ -128,85 +134,110 @@ class Costs:
         whole = demand.num_tokens // workers.block_size + 1
         shared = np.maximum(cached // workers.block_size - workers.blocks_cached, 0)
         blocks, uncached = whole - shared, demand.num_tokens - cached
-        split = len(snapshot.prefill)
-        self.prefill = self._prefill_costs(cached[:split], uncached[:split], blocks[:split])
-        self.decode = self._decode_costs(
-            cached[split:], uncached[split:], blocks[split:], whole[split:]
-        )
+        self.prefill = self._prefill_costs(cached, uncached, blocks)
+        self.decode = self._decode_costs(uncached, whole)
 
     def _prefill_costs(self, cached: Column, uncached: Column, blocks: Column) -> PrefillCosts:
-        fleet, columns = self.fleet, self.snapshot.columns
-        p, rate = columns.prefill, fleet.prefill_rate
+        fleet, w = self.fleet, self.snapshot.columns
         # Other routers' prompts count fully: their virtual finish times are not known.
-        ahead = columns.assigned_before(self.demand.pending.virtual_finish) + p.others_tokens
+        finish = self.demand.pending.virtual_finish
+        ahead = self.snapshot.table.assigned_before(finish) + w.others_tokens
         # A chunk of a later prompt may be running: on average half of it remains.
-        running = np.maximum(np.minimum(p.queued_tokens - ahead, fleet.half_chunk), 0)
+        running = np.maximum(np.minimum(w.queued_tokens - ahead, fleet.half_chunk), 0)
         before = ahead + running
-        full = (blocks > p.blocks_freeable) | (ahead >= fleet.window)
-        wait_us = np.rint(before / rate * 1e6)
-        us = np.rint((before + uncached) / rate * 1e6)
-        return PrefillCosts(cached, ahead, blocks, full, wait_us, us)
+        full = (blocks > w.blocks_freeable) | (ahead >= fleet.window)
+        wait_us = np.rint(before / fleet.rate * 1e6)
+        us = np.rint((before + uncached) / fleet.rate * 1e6)
+        streams = np.where(self.snapshot.decodes, fleet.num_streams, 0)
+        # Each step with a part of a prompt delays all streams of a worker, also future ones, and
+        # delays them too long where the step exceeds their SLO.
+        part_s = np.minimum(uncached, np.maximum(w.chunk_tokens, 1)) / fleet.rate
+        price = np.where(fleet.step_s + part_s > self.demand.max_itl_s, _LATE_PRICE, 1.0)
+        others_us = np.rint(uncached / fleet.rate * streams * price * 1e6)
+        return PrefillCosts(cached, ahead, blocks, full, wait_us, us, others_us)
 
-    def _decode_costs(
-        self, cached: Column, uncached: Column, blocks: Column, whole: Column
-    ) -> DecodeCosts:
+    def _decode_costs(self, uncached: Column, whole: Column) -> DecodeCosts:
         """`whole`: blocks of the sequence, wherever they are."""
-        fleet, demand, d = self.fleet, self.demand, self.snapshot.columns.decode
-        compute_s, wait_s = uncached / fleet.decode_rate, fleet.decode_wait_s
-        used = 1 - (d.blocks_available - whole) / np.maximum(d.blocks_total, 1)
+        fleet, demand, w, prefill = self.fleet, self.demand, self.snapshot.columns, self.prefill
+        cached, blocks = prefill.cached, prefill.blocks
+        is_mixed = w.role == _MIXED
+        compute_s, wait_s = uncached / fleet.rate, fleet.decode_wait_s
+        used = 1 - (w.blocks_available - whole) / np.maximum(w.blocks_total, 1)
         used = np.maximum(np.minimum(used, 1), 0)
         tokens = min(demand.max_new_tokens or _NEW_TOKENS, _MAX_NEW_TOKENS)
-        rest_us = fleet.tpot_s * (tokens * 1e6) + used * used * (_FULL_POOL_MS * 1e3)
+        late_s = np.maximum(fleet.tpot_s - demand.max_itl_s, 0) * _LATE_PRICE
+        rest_us = (fleet.tpot_s + late_s) * (tokens * 1e6) + used * used * (_FULL_POOL_MS * 1e3)
         # Each sequence of decode's batch waits while it computes. The cost is never less than that
         # of a handoff: where nothing waits, prefill workers compute.
-        here_s = (wait_s + compute_s * fleet.streams) * _DECODE_PRICE + HANDOFF_S[False]
-        alone_us = np.rint(here_s * 1e6 + rest_us)
-        local_ttft_s = wait_s + compute_s
+        here_s = (wait_s + compute_s * (fleet.num_streams + 1)) * _DECODE_PRICE + HANDOFF_S[False]
+        mixed_us = prefill.us + fleet.step_s * 5e5 + prefill.others_us
+        alone_us = np.rint(np.where(is_mixed, mixed_us, here_s * 1e6) + rest_us)
+        mixed_ttft_s = prefill.us / 1e6 + fleet.step_s / 2
+        local_ttft_s = np.where(is_mixed, mixed_ttft_s, wait_s + compute_s)
         if not demand.decodes:  # nothing is handed over
-            no, zero = np.zeros(d.ready.shape, np.bool_), np.zeros(d.ready.shape)
-            local_us = zero + np.inf
-            return DecodeCosts(cached, blocks, no, local_ttft_s, local_us, alone_us, zero, zero)
-        full = fleet.batch_full | (blocks > d.blocks_available)
+            no, zero = np.zeros(w.ready.shape, np.bool_), np.zeros(w.ready.shape)
+            nothing = zero + np.inf
+            return DecodeCosts(cached, blocks, no, no, local_ttft_s, nothing, alone_us, zero, zero)
+        full = fleet.batch_full | (blocks > w.blocks_available)
         # Blocks that decode does not cache are sent, in the gap before the second token.
-        num_bytes = uncached * d.token_bytes
+        num_bytes = uncached * w.token_bytes
         near_us, far_us = (
             np.rint((num_bytes / _BYTES_PER_S[same] + HANDOFF_S[same]) * 1e6 + rest_us)
             for same in (True, False)
         )
+        may = is_mixed
         if demand.local_prefill_max_tokens > 0:
             always = uncached <= demand.local_prefill_max_tokens
             # One step computes it with what waits there, and delays no stream for too long.
-            step_tokens = d.queued_tokens + uncached
-            is_short = fleet.tpot_s + step_tokens / fleet.decode_rate <= demand.max_itl_s
-            is_short &= step_tokens <= d.chunk_tokens
-            local_us = np.where(always | is_short, alone_us, np.inf)
-            near_us[always] = far_us[always] = np.inf
-        else:
-            local_us = np.full(cached.shape, np.inf)
-        return DecodeCosts(cached, blocks, full, local_ttft_s, local_us, alone_us, near_us, far_us)
+            step_tokens = w.queued_tokens + uncached
+            is_short = fleet.step_s + step_tokens / fleet.rate <= demand.max_itl_s
+            is_short &= step_tokens <= w.chunk_tokens
+            may = is_mixed | always | is_short
+            near_us[always & ~is_mixed] = far_us[always & ~is_mixed] = np.inf
+        local_us = np.where(may, alone_us, np.inf)
+        local_full = is_mixed & (prefill.ahead >= fleet.window)
+        return DecodeCosts(
+            cached, blocks, full, local_full, local_ttft_s, local_us, alone_us, near_us, far_us
+        )
 
     def full(self, refused: Set[str]) -> tuple[Flags, Flags]:
-        """Prefill and decode workers that accept nothing now.
+        """Workers that accept no prompt, and those that accept no sequence now.
 
         `refused`: workers that have just said so, or are reserved for another request.
         """
         p_full, d_full = self.prefill.full, self.decode.full
         if not refused:
             return p_full, d_full
-        p_refused, d_refused = self.snapshot.flags(refused)
-        return p_full | p_refused, d_full | d_refused
+        is_refused = self.snapshot.flags(refused)
+        return p_full | is_refused, d_full | is_refused
 
-    def pair_costs(self, p: Any, d: Any) -> tuple[Any, Any]:
-        """Cost of each pair of rows, which broadcast, and whether decode computes the prompt."""
-        columns, decode = self.snapshot.columns, self.decode
-        same_host = columns.prefill.host[p] == columns.decode.host[d]
-        handed_over = self.prefill.us[p] + np.where(same_host, decode.near_us[d], decode.far_us[d])
-        local = decode.local_us[d]
+    def pair_costs(self, p: Any, d: Any, need_room: bool = True) -> tuple[Any, Any]:
+        """Cost of each pair of rows, which broadcast, and whether the second computes the prompt.
+
+        A pair of a worker and itself hands nothing over.
+        """
+        host, decode = self.snapshot.columns.host, self.decode
+        rest_us = np.where(host[p] == host[d], decode.near_us[d], decode.far_us[d])
+        handed_over = self.prompt_us[p] + np.where(p == d, np.inf, rest_us)
+        local = self.local_us(need_room)[d]
         return np.minimum(local, handed_over), local < handed_over
 
+    @property
+    def prompt_us(self) -> Column:
+        """Cost of the prompt on each worker that hands it over."""
+        us: Column = self.prefill.us + self.prefill.others_us
+        return us
+
+    def local_us(self, need_room: bool) -> Column:
+        """Cost of the whole request on each worker, infinite where it is ruled out."""
+        decode = self.decode
+        return (
+            np.where(decode.local_full, np.inf, decode.local_us) if need_room else decode.local_us
+        )
+
     def on_prefill(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
-        """The request on one prefill worker, with the reason if it has no room."""
-        worker, costs, no_room = self.snapshot.prefill[row], self.prefill, ""
+        """The request's prompt on one worker, with the reason if it has no room."""
+        worker, costs, no_room = self.snapshot.workers[row], self.prefill, ""
         ahead, window = int(costs.ahead[row]), self.fleet.window[row]
         if worker.incarnation in refused:
             no_room = _REFUSED
@@ -217,9 +248,9 @@ class Costs:
         return self._estimate(worker, no_room, costs.cached[row], ahead)
 
     def on_decode(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
-        """The request on one decode worker, with the reason if it has no room."""
-        worker, costs, no_room = self.snapshot.decode[row], self.decode, ""
-        d = self.snapshot.columns.decode
+        """The request's tokens on one worker, with the reason if it has no room."""
+        worker, costs, no_room = self.snapshot.workers[row], self.decode, ""
+        d = self.snapshot.columns
         if worker.incarnation in refused:
             no_room = _REFUSED
         elif self.demand.decodes and self.fleet.batch_full[row]:
@@ -237,20 +268,21 @@ class Costs:
         return Estimate(worker, no_room, int(cached), uncached, queued, tpot_s)
 
     def room_ms(self) -> tuple[Column, Column]:
-        """How soon each prefill and each decode worker has room: 0 if it has, infinite if never.
+        """How soon each worker has room for the prompt, and for the sequence: 0 if it has, infinite
+        if never.
 
         Only comparable between workers: by the share of its sequences that must end, because when
         they do cannot be predicted, and by the time of a step.
         """
-        p, d = self.snapshot.columns.prefill, self.snapshot.columns.decode
+        w = self.snapshot.columns
         # A prefill worker without held blocks is full of prompts that go first.
-        prefill = np.where(p.blocks_held > 0, _room_ms(p, self.prefill.blocks, 0.0), 0.0)
-        prefill[~p.ready] = np.inf
+        prefill = np.where(w.blocks_held > 0, _room_ms(w, self.prefill.blocks, 0.0), 0.0)
+        prefill[~w.ready] = np.inf
         if not self.demand.decodes:
-            return prefill, np.zeros(len(d.ready))
-        excess = (d.busy + 1 - d.max_busy) / np.maximum(1, d.busy)
-        decode = _room_ms(d, self.decode.blocks, excess)
-        decode[~d.ready] = np.inf
+            return prefill, np.zeros(len(w.ready))
+        excess = (w.busy + 1 - w.max_busy) / np.maximum(1, w.busy)
+        decode = _room_ms(w, self.decode.blocks, excess)
+        decode[~w.ready] = np.inf
         return prefill, decode
 
 

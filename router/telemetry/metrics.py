@@ -184,7 +184,7 @@ def _exemplar(record: RequestRecord) -> Context | None:
 
 def _workers(fleet: Fleet) -> Iterator[tuple[float, Attributes]]:
     snapshot = fleet.snapshot()
-    views = (*snapshot.prefill, *snapshot.decode)
+    views = snapshot.workers
     counts = Counter((ROLES[view.record.role], view.state) for view in views)
     for role in ROLES.values():  # exported when 0, too: alerts need it
         counts[role, "READY"] += 0
