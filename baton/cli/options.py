@@ -19,6 +19,7 @@ from baton.config import (
     TTFT_HINT,
     ClusterConfig,
     EngineConfig,
+    PlannerConfig,
     RouterConfig,
     WorkerConfig,
     options,
@@ -32,8 +33,10 @@ CONFIGS: dict[str, type[Any]] = {
     "up": ClusterConfig,
     "router": RouterConfig,
     "worker": WorkerConfig,
+    "planner": PlannerConfig,
     "generate": EngineConfig,  # with --local
     "bench engine": EngineConfig,
+    "advise": EngineConfig,
     "doctor": EngineConfig,  # with --model
 }
 # Accepted aliases: vLLM's names of the same options.

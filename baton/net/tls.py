@@ -29,7 +29,11 @@ T = TypeVar("T")
 ROLES = ("router", "worker", "admin")
 DOMAIN = "baton"
 _SAN = "x509_subject_alternative_name"
-_FOR_CALLERS = ("/baton.v1.InferenceService/", "/grpc.health.v1.Health/")
+_FOR_CALLERS = (
+    "/baton.v1.InferenceService/",
+    "/externalscaler.ExternalScaler/",
+    "/grpc.health.v1.Health/",
+)
 # Who may call what on a worker: methods, services, and everybody who has a certificate.
 _CALLERS = {
     "/baton.v1.DispatchService/": frozenset({"router"}),

@@ -15,6 +15,7 @@ from google.protobuf import json_format
 from baton.config import RegistryConfig
 from baton.errors import BatonError, Unavailable
 from baton.net.backoff import Backoff
+from baton.registry.election import Election, LedKey
 from baton.registry.etcd_client import EtcdClient
 from baton.registry.lease import EtcdRegistration
 from baton.registry.membership import (
@@ -95,6 +96,19 @@ class EtcdRegistry:
                 yield watch.membership
         finally:
             watch.close()
+
+    @asynccontextmanager
+    async def stand(self, name: str) -> AsyncIterator[tuple[Election, LedKey]]:
+        """Stands for planner until exit, which resigns; with the leader's plan. Raises as
+        `register` does."""
+        prefix = self._config.planner_prefix
+        await self._client.connect(prefix)
+        election = Election(self._client, prefix + "leader", self._config.lease_ttl_s, name)
+        try:
+            async with _running(election.run(), "election"):
+                yield election, LedKey(self._client, prefix + "plan", election)
+        finally:
+            await election.resign()
 
     async def ticket_key(self) -> bytes:
         """Random bytes that all routers of the cluster share. Raises as entering `watch` does.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from baton.v1 import common_pb2
-from router.fleet.snapshot import Column, Flags, Snapshot, WorkerColumns, WorkerView
+from router.fleet.snapshot import Column, Flags, Snapshot, Table, WorkerColumns, WorkerView
 from router.request import Demand
 
 _WINDOW_CHUNKS = 2  # queued on a prefill worker: one that runs and the next one
@@ -24,11 +24,14 @@ _NOISE = 0.15  # rates that differ by no more count as equal
 _TOKENS_PER_S, _STEP_MS = 1000.0, 10.0  # before any worker has measured anything
 # A decode step reads all weights once, and each sequence's KV: reading the weights takes as long as
 # this many sequences. Measured on CPUs: 14 ms with 1 sequence, 24 ms with 8, 63 ms with 32.
-_STEP_BASE_SEQUENCES = 8
+STEP_BASE_SEQUENCES = 8
 # Cost of a handoff on one host and over the network: its control messages (Reserve, Prefill, Offer,
 # Ready, Commit), and bytes a second. On one host a short prompt's first token comes 2 to 3 ms later
 # than from decode itself; shared memory moves 4 to 9 GB/s. Those of the network are assumptions.
 HANDOFF_S, _BYTES_PER_S = {True: 0.003, False: 0.005}, {True: 4e9, False: 1e9}
+# The same in columns: on one host, over the network.
+_HANDOFF_US = np.array([[HANDOFF_S[True]], [HANDOFF_S[False]]]) * 1e6
+_BYTE_US = 1e6 / np.array([[_BYTES_PER_S[True]], [_BYTES_PER_S[False]]])
 # A decode step delays all streams of the worker, also future ones: computing prompts there counts
 # twice. So does what makes tokens of streams later than their SLO.
 _DECODE_PRICE = _LATE_PRICE = 2
@@ -39,7 +42,8 @@ _NEW_TOKENS, _MAX_NEW_TOKENS = 64, 256
 # with the square of the share in use: half a pool costs little.
 _FULL_POOL_MS = 100.0
 
-_DECODE, _MIXED = common_pb2.WORKER_ROLE_DECODE, common_pb2.WORKER_ROLE_MIXED
+_PREFILL, _DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
+_MIXED = common_pb2.WORKER_ROLE_MIXED
 _REFUSED = "refused just now, or is reserved for another request"
 
 
@@ -79,41 +83,52 @@ class DecodeCosts(NamedTuple):
     blocks: Column
     full: Flags
     local_full: Flags  # has too much to compute to be given a prompt, too
-    local_ttft_s: Column
+    local_ttft_us: Column
     local_us: Column
     alone_us: Column
     near_us: Column  # a handoff on one host, and the rest of the request
     far_us: Column  # the same between hosts
 
 
-class FleetCosts:
-    """The part of the costs that is the same for all requests on a snapshot."""
+class Speeds:
+    """How fast workers are, as far as it follows from what they have reported."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        w, prefills, decodes = snapshot.columns, snapshot.prefills, snapshot.decodes
+    def __init__(self, reported: Table) -> None:
+        w = reported.columns
+        prefills, decodes = w.ready & (w.role != _DECODE), w.ready & (w.role != _PREFILL)
         usual_rate = _median(w.rate[prefills & (w.rate > 0)], _TOKENS_PER_S)
-        rates = _without_noise(w.rate, usual_rate)
+        rate = _without_noise(w.rate, usual_rate)
         # Rates of small steps say little: decode is never assumed to be the faster one.
-        self.rate = np.where(w.role == _DECODE, np.minimum(rates, usual_rate), rates)
+        rate = np.where(w.role == _DECODE, np.minimum(rate, usual_rate), rate)
+        self.token_us = 1e6 / rate
         # The queue is kept in the router, where it can be ordered, and not on the worker.
-        self.window = np.maximum(w.chunk_tokens * _WINDOW_CHUNKS, self.rate * _WINDOW_S // 1)
+        self.window = np.maximum(w.chunk_tokens * _WINDOW_CHUNKS, rate * _WINDOW_S // 1)
         self.half_chunk = w.chunk_tokens // 2
+        self.is_mixed = w.role == _MIXED
 
         # The measured step as it would be with one sequence; 0 if there is no measurement.
         single_ms = w.step_ms / _relative_step(np.maximum(w.running, 1))
         usual_ms = _median(single_ms[decodes & (single_ms > 0)], _STEP_MS)
         outdated = (single_ms > usual_ms) & (w.running == 0)  # measured with an earlier batch
-        single_ms = np.where(outdated, usual_ms, _without_noise(single_ms, usual_ms))
+        self.single_us = 1e3 * np.where(outdated, usual_ms, _without_noise(single_ms, usual_ms))
+        self.waiting_factor = 1 / (1 - w.prefill_share)  # streams wait while prompts are computed
+        self.block_share = 1 / np.maximum(w.blocks_total, 1)  # of the pool
+        self.used_share = 1 - w.blocks_available * self.block_share
+
+
+class FleetCosts:
+    """The part of the costs that is the same for all requests on a snapshot."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        w, self.speeds = snapshot.columns, _speeds(snapshot.table.reported)
         # Prompts are no streams yet.
-        self.num_streams = np.where(
-            w.role == _DECODE, w.busy, np.maximum(w.busy - w.num_assigned, 0)
-        )
-        step_s = single_ms / 1e3 * _relative_step(self.num_streams + 1)
-        self.tpot_s = step_s / (1 - w.prefill_share)
+        prompts = np.where(w.role == _DECODE, 0, w.num_assigned)
+        self.streams = np.maximum(w.busy - prompts, 0) + 1
+        self.step_us = self.speeds.single_us * _relative_step(self.streams)
+        self.tpot_us = self.step_us * self.speeds.waiting_factor
         self.batch_full = w.busy >= w.max_busy
-        self.step_s = step_s
         # The queue, and the rest of the current step, on average.
-        self.decode_wait_s = w.queued_tokens / self.rate + step_s / 2
+        self.wait_us = w.queued_tokens * self.speeds.token_us + self.step_us / 2
 
 
 class Costs:
@@ -123,82 +138,80 @@ class Costs:
         self.snapshot, self.demand = snapshot, demand
         self.fleet = _fleet_costs(snapshot)
         workers = snapshot.columns
-        cached = np.zeros(len(workers.slot))
+        # Blocks that the sequence and its next token need of the available ones.
+        whole = demand.num_tokens // workers.block_size + 1
+        cached, blocks = np.zeros(len(workers.slot)), whole
         for block_size in {size for _, size, _ in snapshot.kvs.values()} - {0}:
             found = snapshot.index.leading(demand.hashes(block_size))
             if found is not None:
                 cached = np.maximum(cached, found[workers.slot] * block_size)
-        # Blocks that the sequence and its next token need of the available ones. Blocks shared with
-        # a running sequence are not needed again. Of the cached ones, as many as the pool has
-        # unheld may be among the available ones and are counted as such.
-        whole = demand.num_tokens // workers.block_size + 1
-        shared = np.maximum(cached // workers.block_size - workers.blocks_cached, 0)
-        blocks, uncached = whole - shared, demand.num_tokens - cached
+                # Those shared with a running sequence are not needed again. Of the cached ones, as
+                # many as the pool has unheld may be among the available ones and are counted so.
+                shared = cached // workers.block_size - workers.blocks_cached
+                blocks = whole - np.maximum(shared, 0)
+        uncached = demand.num_tokens - cached
         self.prefill = self._prefill_costs(cached, uncached, blocks)
         self.decode = self._decode_costs(uncached, whole)
 
     def _prefill_costs(self, cached: Column, uncached: Column, blocks: Column) -> PrefillCosts:
-        fleet, w = self.fleet, self.snapshot.columns
+        fleet, speeds, w = self.fleet, self.fleet.speeds, self.snapshot.columns
         # Other routers' prompts count fully: their virtual finish times are not known.
         finish = self.demand.pending.virtual_finish
         ahead = self.snapshot.table.assigned_before(finish) + w.others_tokens
         # A chunk of a later prompt may be running: on average half of it remains.
-        running = np.maximum(np.minimum(w.queued_tokens - ahead, fleet.half_chunk), 0)
+        running = np.maximum(np.minimum(w.queued_tokens - ahead, speeds.half_chunk), 0)
         before = ahead + running
-        full = (blocks > w.blocks_freeable) | (ahead >= fleet.window)
-        wait_us = np.rint(before / fleet.rate * 1e6)
-        us = np.rint((before + uncached) / fleet.rate * 1e6)
-        streams = np.where(self.snapshot.decodes, fleet.num_streams, 0)
-        # Each step with a part of a prompt delays all streams of a worker, also future ones, and
-        # delays them too long where the step exceeds their SLO.
-        part_s = np.minimum(uncached, np.maximum(w.chunk_tokens, 1)) / fleet.rate
-        price = np.where(fleet.step_s + part_s > self.demand.max_itl_s, _LATE_PRICE, 1.0)
-        others_us = np.rint(uncached / fleet.rate * streams * price * 1e6)
+        full = (blocks > w.blocks_freeable) | (ahead >= speeds.window)
+        wait_us = np.rint(before * speeds.token_us)
+        us = np.rint((before + uncached) * speeds.token_us)
+        others_us = np.zeros(us.shape)
+        if speeds.is_mixed.any():
+            # Each step with a part of a prompt delays all streams of a worker, and delays them too
+            # long where the step exceeds their SLO.
+            part_us = np.minimum(uncached, np.maximum(w.chunk_tokens, 1)) * speeds.token_us
+            is_late = fleet.step_us + part_us > self.demand.max_itl_s * 1e6
+            price = np.where(is_late, _LATE_PRICE, 1.0) * speeds.is_mixed
+            others_us = np.rint(uncached * speeds.token_us * (fleet.streams - 1) * price)
         return PrefillCosts(cached, ahead, blocks, full, wait_us, us, others_us)
 
     def _decode_costs(self, uncached: Column, whole: Column) -> DecodeCosts:
         """`whole`: blocks of the sequence, wherever they are."""
         fleet, demand, w, prefill = self.fleet, self.demand, self.snapshot.columns, self.prefill
-        cached, blocks = prefill.cached, prefill.blocks
-        is_mixed = w.role == _MIXED
-        compute_s, wait_s = uncached / fleet.rate, fleet.decode_wait_s
-        used = 1 - (w.blocks_available - whole) / np.maximum(w.blocks_total, 1)
-        used = np.maximum(np.minimum(used, 1), 0)
+        speeds, cached, blocks = fleet.speeds, prefill.cached, prefill.blocks
+        compute_us, is_mixed = uncached * speeds.token_us, speeds.is_mixed
+        used = np.maximum(np.minimum(speeds.used_share + whole * speeds.block_share, 1), 0)
         tokens = min(demand.max_new_tokens or _NEW_TOKENS, _MAX_NEW_TOKENS)
-        late_s = np.maximum(fleet.tpot_s - demand.max_itl_s, 0) * _LATE_PRICE
-        rest_us = (fleet.tpot_s + late_s) * (tokens * 1e6) + used * used * (_FULL_POOL_MS * 1e3)
+        late_us = np.maximum(fleet.tpot_us - demand.max_itl_s * 1e6, 0) * _LATE_PRICE * is_mixed
+        rest_us = (fleet.tpot_us + late_us) * tokens + used * used * (_FULL_POOL_MS * 1e3)
         # Each sequence of decode's batch waits while it computes. The cost is never less than that
         # of a handoff: where nothing waits, prefill workers compute.
-        here_s = (wait_s + compute_s * (fleet.num_streams + 1)) * _DECODE_PRICE + HANDOFF_S[False]
-        mixed_us = prefill.us + fleet.step_s * 5e5 + prefill.others_us
-        alone_us = np.rint(np.where(is_mixed, mixed_us, here_s * 1e6) + rest_us)
-        mixed_ttft_s = prefill.us / 1e6 + fleet.step_s / 2
-        local_ttft_s = np.where(is_mixed, mixed_ttft_s, wait_s + compute_s)
+        here_us = (fleet.wait_us + compute_us * fleet.streams) * _DECODE_PRICE + _HANDOFF_US[1]
+        local_ttft_us = fleet.wait_us + compute_us
+        if is_mixed.any():
+            ours_us = prefill.us + fleet.step_us / 2
+            here_us = np.where(is_mixed, ours_us + prefill.others_us, here_us)
+            local_ttft_us = np.where(is_mixed, ours_us, local_ttft_us)
+        alone_us = np.rint(here_us + rest_us)
         if not demand.decodes:  # nothing is handed over
             no, zero = np.zeros(w.ready.shape, np.bool_), np.zeros(w.ready.shape)
-            nothing = zero + np.inf
-            return DecodeCosts(cached, blocks, no, no, local_ttft_s, nothing, alone_us, zero, zero)
+            costs = local_ttft_us, zero + np.inf, alone_us, zero, zero
+            return DecodeCosts(cached, blocks, no, no, *costs)
         full = fleet.batch_full | (blocks > w.blocks_available)
         # Blocks that decode does not cache are sent, in the gap before the second token.
-        num_bytes = uncached * w.token_bytes
-        near_us, far_us = (
-            np.rint((num_bytes / _BYTES_PER_S[same] + HANDOFF_S[same]) * 1e6 + rest_us)
-            for same in (True, False)
-        )
+        near_us, far_us = np.rint(uncached * w.token_bytes * _BYTE_US + _HANDOFF_US + rest_us)
         may = is_mixed
         if demand.local_prefill_max_tokens > 0:
             always = uncached <= demand.local_prefill_max_tokens
             # One step computes it with what waits there, and delays no stream for too long.
             step_tokens = w.queued_tokens + uncached
-            is_short = fleet.step_s + step_tokens / fleet.rate <= demand.max_itl_s
-            is_short &= step_tokens <= w.chunk_tokens
+            step_us = fleet.step_us + step_tokens * speeds.token_us
+            is_short = (step_us <= demand.max_itl_s * 1e6) & (step_tokens <= w.chunk_tokens)
             may = is_mixed | always | is_short
             near_us[always & ~is_mixed] = far_us[always & ~is_mixed] = np.inf
         local_us = np.where(may, alone_us, np.inf)
-        local_full = is_mixed & (prefill.ahead >= fleet.window)
-        return DecodeCosts(
-            cached, blocks, full, local_full, local_ttft_s, local_us, alone_us, near_us, far_us
-        )
+        local_full = is_mixed & (prefill.ahead >= speeds.window)
+        costs = local_ttft_us, local_us, alone_us, near_us, far_us
+        return DecodeCosts(cached, blocks, full, local_full, *costs)
 
     def full(self, refused: Set[str]) -> tuple[Flags, Flags]:
         """Workers that accept no prompt, and those that accept no sequence now.
@@ -238,7 +251,7 @@ class Costs:
     def on_prefill(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
         """The request's prompt on one worker, with the reason if it has no room."""
         worker, costs, no_room = self.snapshot.workers[row], self.prefill, ""
-        ahead, window = int(costs.ahead[row]), self.fleet.window[row]
+        ahead, window = int(costs.ahead[row]), self.fleet.speeds.window[row]
         if worker.incarnation in refused:
             no_room = _REFUSED
         elif ahead >= window:
@@ -257,7 +270,7 @@ class Costs:
             no_room = f"has {d.busy[row]:.0f} sequences for a batch of {worker.record.max_batch}"
         elif costs.full[row]:
             no_room = _blocks_missing(worker, costs.blocks[row])
-        tpot_s = float(self.fleet.tpot_s[row])
+        tpot_s = float(self.fleet.tpot_us[row]) / 1e6
         return self._estimate(worker, no_room, costs.cached[row], int(d.queued_tokens[row]), tpot_s)
 
     def _estimate(
@@ -305,6 +318,11 @@ def _fleet_costs(snapshot: Snapshot) -> FleetCosts:
     return FleetCosts(snapshot)
 
 
+@lru_cache(maxsize=1)
+def _speeds(reported: Table) -> Speeds:
+    return Speeds(reported)
+
+
 def _blocks_missing(worker: WorkerView, needed: float) -> str:
     available = worker.load.blocks_free + worker.load.blocks_cached
     return f"has {available} KV blocks available and {needed:.0f} are needed"
@@ -312,7 +330,7 @@ def _blocks_missing(worker: WorkerView, needed: float) -> str:
 
 def _relative_step(sequences: Column) -> Column:
     """Duration of a step relative to one with a single sequence."""
-    return (_STEP_BASE_SEQUENCES + sequences) / (_STEP_BASE_SEQUENCES + 1)
+    return (STEP_BASE_SEQUENCES + sequences) / (STEP_BASE_SEQUENCES + 1)
 
 
 def _without_noise(rates: Column, usual: float) -> Column:

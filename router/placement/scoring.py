@@ -199,7 +199,7 @@ def _serving_alone(costs: Costs) -> Flags:
         return snapshot.prefills if snapshot.prefills.any() else snapshot.columns.ready
     if not snapshot.num_usable:
         return snapshot.alone
-    in_time = (costs.fleet.tpot_s <= demand.max_itl_s) & (not snapshot.is_named)
+    in_time = (costs.fleet.tpot_us <= demand.max_itl_s * 1e6) & (not snapshot.is_named)
     return snapshot.prefills & ~snapshot.decodes & in_time
 
 
@@ -317,7 +317,7 @@ def _lone_pair(costs: Costs, row: int, full: Set[str] = frozenset()) -> Pair:
     decodes = costs.demand.decodes
     found = costs.on_decode(row, full) if decodes else costs.on_prefill(row, full)
     us = costs.decode.alone_us[row] if decodes else costs.prefill.us[row]
-    ttft_s = costs.decode.local_ttft_s[row] if decodes else us / 1e6
+    ttft_us = costs.decode.local_ttft_us[row] if decodes else us
     return Pair(
         on_prefill=found,
         on_decode=found,
@@ -325,7 +325,7 @@ def _lone_pair(costs: Costs, row: int, full: Set[str] = frozenset()) -> Pair:
         unusable="",
         same_host=True,
         decode_prefills=decodes,
-        ttft_s=float(ttft_s),
+        ttft_s=float(ttft_us) / 1e6,
         handed_over_ttft_s=0.0,
         score_ms=float(us) / 1e3,
         candidates=int(_serving_alone(costs).sum()),
@@ -355,7 +355,7 @@ def _pair(
         unusable=_why_unusable(snapshot, prefill, decode),
         same_host=same_host,
         decode_prefills=decode_prefills,
-        ttft_s=float(costs.decode.local_ttft_s[d]) if decode_prefills else handoff_ttft_s,
+        ttft_s=float(costs.decode.local_ttft_us[d]) / 1e6 if decode_prefills else handoff_ttft_s,
         handed_over_ttft_s=handoff_ttft_s,
         score_ms=min(local_us, handed_over_us) / 1e3,
         candidates=candidates,

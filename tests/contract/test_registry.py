@@ -353,14 +353,14 @@ async def test_renewals_share_a_stream_and_ask_no_more_than_one_member_of_etcd(
         monkeypatch.setattr(endpoint.lease, "LeaseKeepAlive", counted)
         monkeypatch.setattr(endpoint, "renew", noted)
         monkeypatch.setattr(EtcdClient, "get", late)
-        await eventually(lambda: asyncio.sleep(0, len(read)), lambda n: n > 3, "no round", 30.0)
+        await eventually(lambda: asyncio.sleep(0, len(read)), lambda n: n > 3, "no round")
         assert opened <= 1 < renewed and registration.connected
         assert "by another process" not in caplog.text
         await etcd.stop()
         await etcd.start()
         rounds = renewed
         renewals = lambda: asyncio.sleep(0, renewed)  # noqa: E731
-        await eventually(renewals, lambda n: n > rounds + 1, "no round", 30.0)
+        await eventually(renewals, lambda n: n > rounds + 1, "no round")
         assert registration.connected
 
 

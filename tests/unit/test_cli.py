@@ -25,6 +25,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 import baton
 from baton import cli
 from baton.cli import process_setup, status
+from baton.cli.planner import planner_config
 from baton.cli.router import router_config
 from baton.cli.workers import worker_config
 from baton.client import Completion, Delta, Model, Route, Timing, Usage
@@ -32,6 +33,7 @@ from baton.config import ClusterConfig, EngineConfig, RouterConfig, WorkerConfig
 from baton.errors import ConfigError, InternalError, Overloaded
 from baton.local import commands, ports
 from baton.local.resources import Share
+from tests.waiting import WAIT_S
 
 DONE = Completion(
     text=" def", token_ids=(5, 6), finish_reason="length", usage=Usage(3, 2), timing=Timing(),
@@ -78,6 +80,10 @@ WRONG = [
     ("up --http-port 65535 --routers 2", 1, "--http-port 65535 leaves no ports for all routers"),
     ("router --config {", 1, "--config is no JSON object"),
     ("decode-worker --name a/b", 1, "--name 'a/b': use up to 63 letters"),
+    ("planner --target nowhere", 1, "--target must be HOST:PORT, not 'nowhere'"),
+    ("planner --min-decode 5 --max-decode 2", 1, "--min-decode exceeds --max-decode"),
+    ("planner --slo fast", 1, "--slo 'fast': write targets in seconds"),
+    ("planner --etcd 127.0.0.1:1 --port 0", 1, "etcd cannot be reached at 127.0.0.1:1"),
     ("doctor --target 127.0.0.1:1 --timeout 5", 1, "no router answers at 127.0.0.1:1"),
 ]  # fmt: skip
 
@@ -106,7 +112,7 @@ def test_defaults_are_those_of_the_settings():
 
 CONFIGS = {
     "up": lambda args: cli.options.settings(ClusterConfig, "up", args),
-    "router": router_config,
+    "router": router_config, "planner": planner_config,
     "prefill-worker": worker_config, "decode-worker": worker_config,
 }  # fmt: skip
 
@@ -132,7 +138,7 @@ def flags_of(cls):
         "etcd-cert": "/c", "etcd-key": "/k", "slo": "batch:e2e=9", "kv-cache": "12345",
         "device": "cpu", "simulate": "5000,2", "ttft-target": "0.9", "gpu-memory": "0.5",
         "trace-sample": "0.25", "advertise": "h:8", "cpus": "4,5", "metrics-port": "9400",
-        "cors-origins": "https://a.example", "node-rank": "6",
+        "cors-origins": "https://a.example", "node-rank": "6", "target": "h:7,i:7",
     }  # fmt: skip
     argv = []
     for key, one in options.declared(cls).items():
@@ -530,7 +536,7 @@ def test_a_command_whose_reader_leaves_ends_silently(line):
     os.close(read_end)
     with os.fdopen(write_end, "w") as pipe:
         ended = subprocess.run(
-            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False
         )
     if line in ("trace", "status --json"):
         assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
@@ -657,3 +663,50 @@ def test_health_is_an_exit_status_for_container_checks(capsys):
             assert cli.main(["health", "--target", target, "--timeout", "0.3"]) == 1
         why = "not finished within" if listens else f"no router or worker answers at {target}:"
         assert f"error: {why}" in capsys.readouterr().err
+
+
+ECHO = """
+import asyncio, collections, pathlib, time
+from baton import cli
+assert cli.main(["status", "--timeout", "2", "--target", "127.0.0.1:1"]) == 1  # which loads gRPC
+import grpc
+
+def switches():
+    counts = collections.Counter()
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+        counts[fields["Name"].strip()] += int(fields["voluntary_ctxt_switches"])
+    return counts["event_engine"]
+
+async def echo(requests, context):
+    async for request in requests:
+        await context.write(request)
+
+async def main():
+    server = grpc.aio.server()
+    handlers = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.stream_stream("/test/Echo")()
+        before, began = switches(), time.monotonic()
+        for _ in range(1000):
+            await call.write(b"x")
+            assert await call.read() == b"x"
+        print(switches() - before, time.monotonic() - began)
+        await call.done_writing()
+    await server.stop(None)
+
+asyncio.run(main())
+"""
+
+
+def test_a_message_of_grpc_wakes_no_pool_of_threads() -> None:
+    """An upgrade of gRPC without that setting would double the cost of a message."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", ECHO], env=env, capture_output=True, text=True, check=True
+    )
+    switches, seconds = map(float, done.stdout.split()[-2:])
+    assert switches < 1000 + 200 * seconds  # of 2,000 messages; the pool's timers wake up, too

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-ROUTER = "router"
+ROUTER, PLANNER = "router", "planner"
 WORKERS = ("prefill", "decode", "mixed")  # by the role that a worker starts with
-EVERYBODY = (ROUTER, *WORKERS)
+EVERYBODY = (ROUTER, *WORKERS, PLANNER)
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
@@ -207,6 +207,22 @@ TABLE: tuple[Instrument, ...] = (
     Instrument("baton.reservations", COUNTER, "{reservation}", WORKERS,
         "Answers to Reserve: held for a prefill worker, started here at once, refused for want of "
         "room, or failed.", ("outcome",)),
+    # What the planner decides.
+    Instrument("baton.planner.leader", GAUGE, "1", (PLANNER,),
+        "1 on the planner that leads, 0 on the others."),
+    Instrument("baton.planner.workers.needed", GAUGE, "{worker}", (PLANNER,),
+        "Workers of a role that the demand needs, as a fraction, by the leader's newest plan.",
+        ("role",)),
+    Instrument("baton.planner.workers.wanted", GAUGE, "{worker}", (PLANNER,),
+        "Workers of a role that there should be, as KEDA is told.", ("role",)),
+    Instrument("baton.planner.workers.ready", GAUGE, "{worker}", (PLANNER,),
+        "Workers of a role that are ready.", ("role",)),
+    Instrument("baton.planner.decisions", COUNTER, "{decision}", (PLANNER,),
+        "Decisions of this planner while it led: kept, changed (a number or a role), or held, for "
+        "want of good data.", ("outcome",)),
+    Instrument("baton.planner.flips", COUNTER, "{flip}", (PLANNER,),
+        "Workers whose role changed from prefill to decode or back: done, failed, or dry_run.",
+        ("before", "after", "result")),
     # What everybody costs.
     Instrument("process.cpu", COUNTER, "s", EVERYBODY,
         "CPU time of the process, all threads, user and system."),
@@ -224,5 +240,5 @@ TABLE: tuple[Instrument, ...] = (
 
 
 def instruments_of(process: str) -> dict[str, Instrument]:
-    """What a "router" or a worker process measures, by name."""
+    """What a "router", "planner" or a worker process measures, by name."""
     return {instrument.name: instrument for instrument in TABLE if process in instrument.processes}

@@ -53,7 +53,7 @@ def settings(monkeypatch):
 
     monkeypatch.setattr(batch_process, "run_runner", run_runner)
     for module, name in ((batch_runner, "_SCAN_S"), (batch_runner, "_RETRY_S"),
-                         (batch_process, "_LOCK_S")):  # fmt: skip
+                         (batch_runner, "_MAX_RETRY_S"), (batch_process, "_LOCK_S")):  # fmt: skip
         monkeypatch.setattr(module, name, 0.02)
     return found
 
@@ -540,8 +540,8 @@ async def test_a_file_is_sent_no_faster_than_it_is_read(gateway, monkeypatch, co
     assert b"".join(got) == text
     monkeypatch.setattr(batches, "UNREAD_S", 0.2)
     async with sending(gateway, b"GET %b HTTP/1.1\r\n\r\n" % path.encode()) as (reader, _):
-        await asyncio.sleep(1.0)
         read = b""
+        await seen(connections[-1].transport.is_closing)
         async with asyncio.timeout(WAIT_S):
             with contextlib.suppress(ConnectionResetError):
                 read = await reader.read()
@@ -683,6 +683,7 @@ async def test_a_runner_that_is_killed_is_followed_by_another(gateway_of, api, p
     gateway.decode.runs = [gateway.decode.run_to_end] * 3 + [lambda *run: None] * 4
     batch = await create(gateway, [line(number) for number in range(8)])
     await completed(gateway, batch, 3)
+    await seen(lambda: not gateway.decode.runs)  # else one of them hangs in the next runner
     processes[0].kill()
     batch = await finished(gateway, batch)
     assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}

@@ -176,7 +176,7 @@ def rounded(logprobs):
     return logprobs.token_id, pytest.approx(logprobs.logprob, abs=1e-5), top
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_blocks", [17, 200], ids=["tiny pool", "roomy"])
 def test_tokens_are_those_of_a_cpu(seed, num_blocks):
     scenario = a_scenario(seed)
@@ -188,7 +188,7 @@ def test_tokens_are_those_of_a_cpu(seed, num_blocks):
     assert_same(without_overlap, expected)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("options", [{"speculate": 3}, {"max_batch": 2}], ids=str)
 def test_tokens_with_speculation_and_in_small_batches(seed, options):
     scenario = a_scenario(100 + seed)
@@ -243,7 +243,7 @@ def handed_over(driven, dice, coming):
     return found, steps, in_flight
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("num_blocks", [24, 200], ids=["tiny pool", "roomy"])
 def test_what_a_prefill_worker_hands_over_is_what_a_cpu_computes(seed, num_blocks):
     dice = random.Random(seed)
@@ -259,7 +259,7 @@ def test_what_a_prefill_worker_hands_over_is_what_a_cpu_computes(seed, num_block
             torch.testing.assert_close(found[one.seq_id][1], kv, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_steady_decoding_always_has_a_step_in_flight(seed):
     scenario = a_scenario(200 + seed, calm=True)
     driven = play(scenario, on_gpu(LazyStream(seed), 200))
@@ -427,23 +427,32 @@ class TestFailures:
         driven.finish()
         assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
 
-    def test_logits_that_are_no_numbers_fail_the_step_and_are_no_index(self, monkeypatch):
+    @pytest.mark.parametrize("logprobs", [None, 1])
+    def test_logits_that_are_not_finite_end_their_sequence_alone_and_are_no_index(
+        self, monkeypatch, logprobs
+    ):
         driven = on_gpu(LazyStream(), 40)
-        sampled = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.0)
-        driven.add(sequence("a", params=sampled))
-        driven.step()
-        decode, fed = MODEL.decode, list[int]()
+        params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=logprobs)
+        driven.add(sequence("a", params=params))
+        driven.add(sequence("b"))
+        for _ in range(4):
+            driven.step()
+        decode, fed = MODEL.decode, list[list[int]]()
 
         def broken(token_ids, *arguments):
-            fed.extend(token_ids.tolist())
-            return decode(token_ids, *arguments) * torch.nan
+            fed.append(token_ids.tolist())
+            logits = decode(token_ids, *arguments)
+            logits[:1] *= torch.nan if len(fed) <= 2 else 1
+            return logits
 
         monkeypatch.setattr(MODEL, "decode", broken)
         driven.step()
         driven.step()
-        assert "not finite" in str(driven.progress[0].abort_reason)
+        assert "not finite" in driven.ends["a"]
         assert len(fed) == 2, "one was launched behind it"
-        assert max(fed) < MODEL.config.vocab_size
+        assert max(map(max, fed)) < MODEL.config.vocab_size
+        driven.finish()
+        assert driven.tokens["b"] == tokens_alone("b")
 
 
 class TestLaunches:
