@@ -55,7 +55,7 @@ class Fleet:
         self._touched: set[str] = set()  # members whose views are others than in `_seen`
         self._seen: Snapshot | None = None  # None: members have come or left
         self._quarantined: dict[str, list[tuple[str, str]]] = {}  # pairs, by member
-        self._judged = Snapshot((), ())
+        self._judged = Snapshot(())
         self._judged_by: tuple[Snapshot, Mapping[Key, str]] = self._judged, {}
         self._changed = asyncio.Event()
 
