@@ -33,6 +33,7 @@ from router.telemetry.tail_sampling import SamplingPolicy
 from tests.tracing import Traces
 
 from .scripted_workers import request_state, seen
+from .snapshots import decode_views
 
 OF_MODEL = {"gen_ai.request.model": "tiny", "baton.model.version": "v1"}
 MODEL = {name.replace(".", "_"): value for name, value in OF_MODEL.items()}
@@ -345,7 +346,7 @@ async def test_fleet_queue_and_ejections_are_read_at_each_look(cluster_of):
     assert world.value("baton_breaker_ejections_total", kind="pair") == 1
     for decode in cluster.decodes:
         await cluster.leave(decode)
-    await cluster.until(lambda s: not s.decode)
+    await cluster.until(lambda s: not decode_views(s))
     assert world.value("baton_workers", role="decode", state="READY") == 0
 
 
