@@ -13,9 +13,9 @@ log = logging.getLogger("baton.access")
 class AccessLog(RequestListener):
     """Logs requests to `baton.access`. Lines have no text of prompts or answers."""
 
-    def __init__(self, model: str, share: float) -> None:
+    def __init__(self, share: float) -> None:
         """share: of requests, 0 to 1."""
-        self._model, self._share = model, share
+        self._share = share
 
     def ended(self, record: RequestRecord, outcome: RequestOutcome) -> None:
         if self._share and random.random() < self._share:  # noqa: S311 (not for secrets)
@@ -25,7 +25,7 @@ class AccessLog(RequestListener):
         state = record.state
         fields: dict[str, object] = {
             "tenant": state.request.tenant if state else record.tenant,
-            "model": self._model,
+            "model": record.model,
             "operation": record.operation,
             "status": outcome.status,
             "error": type(outcome.error).__name__ if outcome.error else "",
