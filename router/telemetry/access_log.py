@@ -26,6 +26,7 @@ class AccessLog(RequestListener):
         fields: dict[str, object] = {
             "tenant": state.request.tenant if state else record.tenant,
             "model": record.model,
+            "version": record.labels.get("baton.model.version", ""),
             "operation": record.operation,
             "status": outcome.status,
             "error": type(outcome.error).__name__ if outcome.error else "",

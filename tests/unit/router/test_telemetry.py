@@ -403,14 +403,17 @@ def test_the_access_log_has_a_line_for_each_request_or_for_a_sample(caplog):
     world = World()
     world.stats.listeners = (AccessLog(1.0),)
     with caplog.at_level("INFO", "baton.access"):
-        world.request(tokens=3, ttft_s=0.1, tpot_s=0.01, cached=2)
+        world.request(tokens=3, ttft_s=0.1, tpot_s=0.01, cached=2, model="tiny")
         world.request(FULL, admitted=False)
         world.stats.listeners = (AccessLog(0.0),)
         world.request()
     served, refused = [one.fields for one in caplog.records if one.name == "baton.access"]
-    known = {"tenant": "t", "model": "tiny", "operation": "chat", "batch": False}
+    known = {"tenant": "t", "operation": "chat", "batch": False}
     numbers = {"cached_tokens": 2, "output_tokens": 3, "ttft_ms": 100.0, "tpot_ms": 10.0}
-    assert served.items() >= {**known, **numbers, "status": "OK", "queue_ms": 20.0}.items()
+    assert (
+        served.items()
+        >= {**known, **numbers, "model": "tiny", "status": "OK", "queue_ms": 20.0}.items()
+    )
     assert served["request_id"] and served["trace_id"] and served["prompt_tokens"]
     assert refused == {
         **known, "status": "RESOURCE_EXHAUSTED", "error": "Overloaded",
