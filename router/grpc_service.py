@@ -154,7 +154,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         models = self._service.models
         workers = [
             fleet_pb2.WorkerStatus(record=w.record, load=w.load, state=w.state, reason=w.reason)
-            for w in sorted(models.workers, key=lambda w: w.record.role)
+            for w in models.workers
         ]
         return fleet_pb2.GetStatusResponse(
             router=self._status(),

@@ -121,8 +121,7 @@ class SimulatedFleet:
     def snapshot(self) -> Snapshot:
         if self._seen is None:
             self._touched.clear()
-            views = sorted(self.views(), key=lambda view: view.incarnation)
-            self._seen = Snapshot(tuple(views), {}, self._index, decode_alone=True)
+            self._seen = Snapshot(tuple(self.views()), {}, self._index, decode_alone=True)
         elif self._touched:
             views = [self.members[name].view for name in self._touched]
             self._touched.clear()
