@@ -216,7 +216,7 @@ class GenerationService:
             contextlib.ExitStack() as stack,
         ):
             record.set_span(span, operation)
-            record.in_batch = bool(caller.tenant)
+            record.in_batch, record.asked_model = bool(caller.tenant), request.model
             if callers_id := caller.request_id:
                 record.callers_id = callers_id
                 span.set_attribute("baton.callers_request_id", callers_id)
