@@ -33,6 +33,7 @@ from baton.v1 import (
 )
 from router.admission.admission import Admission
 from router.admission.tenants import Tenants
+from router.fleet.fleet import Fleet
 from router.grpc_service import FleetServicer, InferenceServicer, authorize
 from router.output import sink
 from tests.tracing import Traces
@@ -48,6 +49,7 @@ from .scripted_workers import (
     token,
 )
 from .small_tokenizers import admission, byte_tokenizer
+from .snapshots import decode_views
 
 PROMPT = (1, 2, 3)
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
@@ -443,7 +445,7 @@ async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
         assert error.code().name == code
         assert getattr(rpc.error_of(error), "field", None) == field
     await router.cluster.leave(router.decode)
-    await router.cluster.until(lambda s: not s.decode)
+    await router.cluster.until(lambda s: not decode_views(s))
     error = await failure_of(router.generate())
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert "no decode worker" in error.details()

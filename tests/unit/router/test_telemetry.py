@@ -33,6 +33,7 @@ from router.telemetry.tail_sampling import SamplingPolicy
 from tests.tracing import Traces
 
 from .scripted_workers import request_state, seen
+from .snapshots import decode_views
 
 OF_MODEL = {"gen_ai.request.model": "tiny", "baton.model.version": "v1"}
 MODEL = {name.replace(".", "_"): value for name, value in OF_MODEL.items()}
@@ -267,6 +268,7 @@ def test_a_request_that_ends_well_is_measured(world):
 def test_all_that_a_router_lists_is_measured(world):
     world.request(predicted_ttft_s=0.1)
     world.request(InternalError("x"))
+    world.metrics.canary_decided("chat", "stepped")
     page = world.recorder.render("")[1].decode()
     for one in table.instruments_of("router").values():
         assert any(line.startswith(one.samples) for line in page.splitlines()), one.name
@@ -344,7 +346,7 @@ async def test_fleet_queue_and_ejections_are_read_at_each_look(cluster_of):
     assert world.value("baton_breaker_ejections_total", kind="pair") == 1
     for decode in cluster.decodes:
         await cluster.leave(decode)
-    await cluster.until(lambda s: not s.decode)
+    await cluster.until(lambda s: not decode_views(s))
     assert world.value("baton_workers", role="decode", state="READY") == 0
 
 
