@@ -584,13 +584,15 @@ def test_local_output_is_cut_to_the_context_unless_a_length_was_given(monkeypatc
 
 STATUS = {
     "router": {
-        "incarnation": "r1", "address": "h:7700", "pid": 3, "state": "SERVING", "model": "demo",
+        "incarnation": "r1", "address": "h:7700", "pid": 3, "state": "SERVING", "models": ["demo"],
+        "routes": [],
         "queued": 1, "running": 2, "registry_connected": True, "cluster": "default",
     },
     "workers": [
         {
             "role": role, "incarnation": f"{role}1", "address": "h:1", "pid": 7, "state": "READY",
-            "reason": "", "device": "cpu", **dict.fromkeys(list(status._WORKER_COLUMNS)[5:], 0),
+            "reason": "", "device": "cpu", "model": "demo", "version": "",
+            **dict.fromkeys(list(status._WORKER_COLUMNS)[5:], 0),
         }
         for role in ("prefill", "decode")
     ],
