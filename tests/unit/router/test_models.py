@@ -31,7 +31,7 @@ class FakeFleet:
 
     def snapshot(self):
         ready = any(one.state == READY for one in self.membership.records.values())
-        return SimpleNamespace(why_not_ready="" if ready else "no worker", prefill=(), decode=())
+        return SimpleNamespace(why_not_ready="" if ready else "no worker", workers=())
 
 
 def new_version(name, version, admission, membership):

@@ -55,7 +55,7 @@ class World(Traces):
         self.recorder = Recorder("router", {})
         self.stats = RouterStats(clock)
         self.metrics = RouterMetrics(self.recorder, slos)
-        self.fleet = fleet or SimpleNamespace(snapshot=lambda: Snapshot((), ()))
+        self.fleet = fleet or SimpleNamespace(snapshot=lambda: Snapshot(()))
         self.fleet.on_ejected = self.metrics.ejected
         self.version = SimpleNamespace(labels=OF_MODEL, output_tokens=0)
         self.sampler = SamplingPolicy(self.telemetry, slow_s=1.0, slos=slos)
