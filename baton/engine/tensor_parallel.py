@@ -30,6 +30,7 @@ from baton.engine import rank_executor
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives, GroupCollectives, NcclCollectives
 from baton.engine.kv_cache import Allocate, KvLayout
+from baton.engine.models.lora import LoraAdapter
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
 from baton.engine.rank_process import RankProcess
@@ -201,6 +202,11 @@ class TensorParallelModel:
             logits: Tensor = self._model.step(batch, pool)
         self.hidden: Tensor | None = self._model.hidden
         return logits
+
+    def write_lora(self, slot: int, adapter: LoraAdapter) -> None:
+        """Writes an adapter to a slot on all ranks. Raises RunnerFailed when a rank has ended."""
+        with self.on_all_ranks(rank_executor.WriteLora.from_adapter(slot, adapter)):
+            self._model.write_lora(slot, adapter)
 
     @property
     def local_shard(self) -> Any:
