@@ -115,6 +115,20 @@ class TestKv:
         with pytest.raises(InternalError, match="block 1 "):
             decode(engine, running, 5)
 
+    def test_in_a_batch_a_block_is_noticed_within_a_round_over_all(self):
+        engine = runner(blocks=32)
+        running = [sequence(12, list(range(at, at + 8))) for at in (0, 8, 16)]
+        for number, one in enumerate(running):
+            one.seq_id = str(number)
+            one.tokens.append(compute(engine, one, 0, 12) or 0)
+        engine.zero_blocks([17])
+        with pytest.raises(InternalError, match="sequence 2: block 17 "):
+            for _ in range(3 * 8):
+                step = [ScheduledSequence(one, one.num_tokens - 1, 1) for one in running]
+                found = engine.run(ScheduledStep(step))
+                for one in running:
+                    one.tokens.append(found[one.seq_id].token_ids[0])
+
     def test_after_a_preemption_all_is_read_again(self):
         engine, running = runner(), sequence(12, [0, 1, 2])
         compute(engine, running, 0, 12)
