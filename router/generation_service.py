@@ -235,7 +235,7 @@ class GenerationService:
         self, request: inference_pb2.TokenizeRequest, caller: Caller
     ) -> inference_pb2.TokenizeResponse:
         tenant = self.tenant_of(caller)
-        self.admission.check_model(request.model)
+        self.admission.resolve(request.model)
         tenant.charge_request()
         max_context = self.fleet.snapshot().max_context
         token_ids = await self.admission.prompts.tokenize(request, max_context, tenant=tenant)
@@ -245,7 +245,7 @@ class GenerationService:
     async def detokenize(self, model: str, token_ids: Sequence[int], caller: Caller) -> str:
         """The text of token ids; special tokens appear by their names."""
         tenant = self.admission.tenants.tenant_for(caller.metadata)
-        self.admission.check_model(model)
+        self.admission.resolve(model)
         tenant.charge_request()
         text = await self.admission.prompts.detokenize(token_ids)
         tenant.charge_tokens(len(token_ids))
@@ -253,16 +253,17 @@ class GenerationService:
 
     def models(self, caller: Caller) -> list[inference_pb2.Model]:
         self.check_key(caller)
+        own = (self.admission.model, *self.admission.config.api.model_aliases)
+        names = dict.fromkeys(own, "") | dict.fromkeys(self.fleet.adapters(), self.admission.model)
         return [
             inference_pb2.Model(
                 name=name,
                 max_context=self.max_context,
                 vocab_size=self.tokenizer.vocab_size,
                 chat=self.tokenizer.has_chat_template,
+                parent="" if name in own else parent,
             )
-            for name in dict.fromkeys(
-                (self.admission.model, *self.admission.config.api.model_aliases)
-            )
+            for name, parent in names.items()
         ]
 
     async def explain(
@@ -276,6 +277,7 @@ class GenerationService:
         )
         admitted = self.admission.preview(admitted, tenant, request.priority)
         demand = self._dispatch.demand(RequestState(admitted))
+        snapshot = snapshot.holding(admitted.adapter)
         queue, now = self.wait_queue, time.monotonic()
         refused = feasibility.why_refused(admitted, demand, snapshot, queue, now)
         response = explain(snapshot, demand, refused)
@@ -322,7 +324,7 @@ class GenerationService:
             choices,
             number,
         )
-        if resumes and tickets.is_for(ticket, admitted.prompt, admitted.cache_salt):
+        if resumes and tickets.is_for(ticket, admitted.prompt, admitted.kv_salt):
             admitted.has_ticket = True
         lease = self.admission.enter(admitted, tenant, request.priority, choices, number)
         state = RequestState(admitted, record.arrived, record.arrived_ns)
@@ -334,16 +336,18 @@ class GenerationService:
         if not caller.resumes or request.has_ticket:
             return shown if request.has_ticket else b""
         left_s = request.time_left_s
-        return self.admission.tickets.issue(
-            request.tenant, request.prompt, request.cache_salt, left_s
-        )
+        return self.admission.tickets.issue(request.tenant, request.prompt, request.kv_salt, left_s)
 
     def _check(self, state: RequestState) -> None:
         """Predicts the time to first token. Raises Overloaded if that would be too late."""
         began, demand = time.perf_counter(), self._dispatch.demand(state)
         try:
             state.predicted_ttft_s = feasibility.check(
-                state.request, demand, self.fleet.snapshot(), self.wait_queue, time.monotonic()
+                state.request,
+                demand,
+                self.fleet.snapshot().holding(state.request.adapter),
+                self.wait_queue,
+                time.monotonic(),
             )
         finally:
             self.stats.on_placed(time.perf_counter() - began)

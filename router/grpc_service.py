@@ -11,6 +11,7 @@ from baton.net import rpc, tls
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from baton.v1.common_pb2 import WorkerRecord
 from router.admission.tenants import Tenants
+from router.fleet import adapters
 from router.generation_service import Caller, GenerationService
 from router.output import sink
 from router.output.sink import Piece, UnreadLimit
@@ -189,6 +190,22 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ExplainResponse:
         """Where a request would run now; nothing is charged and nothing is run."""
         return await self._service.explain(request.request, caller_of(context))
+
+    async def LoadFleetAdapter(
+        self, request: fleet_pb2.LoadFleetAdapterRequest, context: Any
+    ) -> fleet_pb2.LoadFleetAdapterResponse:
+        results = await adapters.load(
+            self._service.fleet, request.name, request.directory, context.time_remaining()
+        )
+        return fleet_pb2.LoadFleetAdapterResponse(results=results)
+
+    async def UnloadFleetAdapter(
+        self, request: fleet_pb2.UnloadFleetAdapterRequest, context: Any
+    ) -> fleet_pb2.UnloadFleetAdapterResponse:
+        results = await adapters.unload(
+            self._service.fleet, request.name, request.wait_ms, context.time_remaining()
+        )
+        return fleet_pb2.UnloadFleetAdapterResponse(results=results)
 
 
 def authorize(tenants: Tenants, method: str, context: Any) -> None:

@@ -155,6 +155,7 @@ async def _started_service(
             sampling_defaults(path) if config.api.generation_config == "auto" else DEFAULTS
         ),
         prefill_rate=lambda: fleet.snapshot().prefill_rate,
+        adapters=fleet.adapters,
     )
     await stack.enter_async_context(aclosing(admission))
     queue = WaitQueue(limits.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from baton.block_hash import block_hash, root_hash
+from baton.block_hash import adapted_salt, block_hash, root_hash
 from baton.config.slo import Slo
 from baton.generation.sampling_params import Reasoning, SamplingParams
 from baton.text.detokenizer import TokenPieces
@@ -97,6 +97,7 @@ class TokenizedRequest:
     include_stop: bool
     cache_salt: str
     deadline: float  # time.monotonic()
+    adapter: str = ""  # identity of its LoRA adapter, by which it is placed to its end
     tenant: str = ""
     ttft_target_s: float = 0.0  # 0: none
     show_special_tokens: bool = False  # in the text
@@ -112,6 +113,11 @@ class TokenizedRequest:
     def accepted(self) -> bool:
         """Whether it was admitted before, so that it is not refused for lack of room."""
         return self.is_further_choice or self.has_ticket
+
+    @property
+    def kv_salt(self) -> str:
+        """What its cached KV is told apart by: its salt and its adapter."""
+        return adapted_salt(self.cache_salt, self.adapter)
 
     @property
     def time_left_s(self) -> float:
@@ -130,7 +136,7 @@ class Demand:
 
     token_ids: Sequence[int]  # the prompt, then what earlier attempts delivered
     pending: PendingPrompt
-    cache_salt: str = ""
+    kv_salt: str = ""
     max_new_tokens: int = 0  # 0: not known
     local_prefill_max_tokens: int = 0
     max_itl_s: float = math.inf
@@ -146,7 +152,7 @@ class Demand:
 
     def hashes(self, block_size: int) -> Iterator[int]:
         """Hashes of its full blocks; the last token is left out, as it is always computed."""
-        chain = self._chains.setdefault(block_size, [root_hash(self.cache_salt)])
+        chain = self._chains.setdefault(block_size, [root_hash(self.kv_salt)])
         for number in range(1, (self.num_tokens - 1) // block_size + 1 if self.uses_cache else 1):
             if number == len(chain):
                 tokens = self.token_ids[(number - 1) * block_size : number * block_size]
@@ -206,6 +212,7 @@ class RequestState:
             prompt_tokens=len(request.prompt),
             sampling=self._sampling,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
             alone=self.runs_alone,
         )
         self.set_times(spec)
@@ -230,7 +237,7 @@ class RequestState:
             demand = self._demand = Demand(
                 token_ids=(*request.prompt, *self.delivered) if self.delivered else request.prompt,
                 pending=request.pending,
-                cache_salt=request.cache_salt,
+                kv_salt=request.kv_salt,
                 max_new_tokens=request.params.max_tokens - len(self.delivered),
                 local_prefill_max_tokens=local_prefill_max_tokens * self.decodes,
                 max_itl_s=max_itl_s,

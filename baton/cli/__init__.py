@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from baton.cli import (
+    adapter,
     bench,
     certs,
     chat,
@@ -51,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (
         *(up, demo, router, workers, generate, chat, status, explain, health),
-        *(doctor, top, trace, bench, certs),
+        *(adapter, doctor, top, trace, bench, certs),
     ):
         module.add_commands(commands)
     return root

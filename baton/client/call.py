@@ -39,6 +39,7 @@ from baton.v1 import common_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_gr
 
 _INFERENCE = inference_pb2_grpc.InferenceServiceStub
 _FLEET = fleet_pb2_grpc.FleetServiceStub
+_FLEET_METHODS = ("GetStatus", "Explain", "LoadFleetAdapter", "UnloadFleetAdapter")
 
 
 def _addresses(target: str | Sequence[str]) -> tuple[str, ...]:
@@ -128,7 +129,7 @@ class BaseClient:
 
     def _send_unary(self, attempts: Attempts, method: str, request: Any) -> Any:
         """Starts an attempt; returns the response, or an awaitable of it with asyncio."""
-        stub = _FLEET if method in ("GetStatus", "Explain") else _INFERENCE
+        stub = _FLEET if method in _FLEET_METHODS else _INFERENCE
         send = getattr(stub(self._channel(attempts.address)), method)
         metadata = (*self._metadata, *propagation.inject())
         return send(request, timeout=attempts.time_left_s, metadata=metadata)

@@ -18,7 +18,15 @@ from baton.client.request import (
     generate_request,
     tokenize_request,
 )
-from baton.client.results import Completion, Delta, Model, fields_of, models_of, status_of
+from baton.client.results import (
+    Completion,
+    Delta,
+    Model,
+    adapter_results,
+    fields_of,
+    models_of,
+    status_of,
+)
 from baton.net import rpc
 from baton.v1 import fleet_pb2, inference_pb2
 
@@ -59,6 +67,26 @@ class Stream(BaseStream, AbstractContextManager["Stream"]):
             self._responses = None
             self._closed.wait(wait_s or 0)
         raise StopIteration
+
+    def load_adapter(
+        self, name: str, directory: str, *, timeout: float | None = 120.0
+    ) -> dict[str, str]:
+        """Loads a LoRA adapter on all workers; by worker why it refused, or an empty text.
+
+        directory: on each worker's host.
+        """
+        request = fleet_pb2.LoadFleetAdapterRequest(name=name, directory=directory)
+        return adapter_results(self._unary("LoadFleetAdapter", request, timeout))
+
+    def unload_adapter(
+        self, name: str, *, wait_s: float = 0.0, timeout: float | None = 120.0
+    ) -> dict[str, str]:
+        """Unloads a LoRA adapter from all workers, as `load_adapter` loads it.
+
+        wait_s: for sequences that use it; 0: as long as workers drain.
+        """
+        request = fleet_pb2.UnloadFleetAdapterRequest(name=name, wait_ms=int(wait_s * 1e3))
+        return adapter_results(self._unary("UnloadFleetAdapter", request, timeout))
 
     def close(self) -> None:
         """Cancels the request if it has not ended; may be called from any thread."""

@@ -179,8 +179,8 @@ class EngineConfig(CacheConfig):
     lora: tuple[str, ...] = option(
         (),
         "--lora NAME=DIR",
-        "LoRA adapter in PEFT's format, which requests choose by giving NAME as their model; may be "
-        "repeated; others can be loaded later: `baton adapter load`",
+        "LoRA adapter in PEFT's format, which requests choose by naming it as their model; may be "
+        "repeated; `baton adapter load` loads others later",
         named_directory,
         many=True,
     )

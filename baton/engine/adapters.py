@@ -10,7 +10,7 @@ from baton.errors import InvalidRequest, Overloaded, Unavailable
 
 @dataclass
 class _Resident:
-    """An adapter in a slot. unused: set while it is being removed; done once no sequence uses it."""
+    """An adapter in a slot. unused: set while it is retired; done once no sequence uses it."""
 
     slot: int
     users: int = 0
@@ -29,7 +29,7 @@ class AdapterTable:
         """A slot for a new adapter. Raises Overloaded when there is none."""
         assert identity not in self._residents, "an adapter has one slot"
         if not self._slots:
-            raise InvalidRequest("this worker has no memory for adapters: start it with --max-loras")
+            raise InvalidRequest("there is no memory for adapters: start workers with --max-loras")
         if not self._free:
             raise Overloaded(
                 f"all {self._slots} places for adapters are taken: unload one, or start workers "
@@ -59,6 +59,7 @@ class AdapterTable:
         resident = self._residents[identity]
         if resident.unused is None:
             resident.unused = Future()
+            resident.unused.set_running_or_notify_cancel()  # nobody can cancel it any more
             if not resident.users:
                 resident.unused.set_result(None)
         return resident.unused

@@ -330,7 +330,7 @@ class RankExecutor:
             case AllocatePool():
                 self._allocate(command)
             case WriteLora():
-                self.model.write_lora(command.slot, command.adapter(self.config))
+                self.write_lora(command)
             case ZeroBlocks(blocks):
                 self.zero_blocks(blocks)
             case _:
@@ -339,6 +339,10 @@ class RankExecutor:
     def run_step(self, command: RunStep) -> None:
         """Computes this rank's shard of a step."""
         self.model.step(command.batch(self.device), self.pool)
+
+    def write_lora(self, command: WriteLora) -> None:
+        """Writes this rank's part of an adapter."""
+        self.model.write_lora(command.slot, command.adapter(self.model.lora.config))
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Zeroes blocks and answers when that is done."""

@@ -533,6 +533,7 @@ class ModelCard(Struct):
     object: Literal["model"] = "model"
     created: int = 0
     owned_by: str = "baton"
+    parent: str | None = None
 
 
 class ModelList(Struct):

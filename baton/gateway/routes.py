@@ -182,7 +182,12 @@ def _models(service: GenerationService, exchange: HttpExchange) -> api.ModelList
     # Clients poll this path before their first request.
     if why_not := service.fleet.snapshot().why_not_ready:
         raise Unavailable(why_not, _RETRY_AFTER_S)
-    return api.ModelList([api.ModelCard(model.name, model.max_context) for model in models])
+    return api.ModelList(
+        [
+            api.ModelCard(model.name, model.max_context, parent=model.parent or None)
+            for model in models
+        ]
+    )
 
 
 def _model(service: GenerationService, exchange: HttpExchange) -> api.ModelCard:

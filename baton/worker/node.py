@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -45,6 +46,7 @@ from baton.v1 import common_pb2, worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage
 from baton.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from baton.worker import dispatch_service, hardware, rank_hosts
+from baton.worker.adapters import Adapters
 from baton.worker.dispatch_service import DispatchService, RouterStream
 from baton.worker.messages import ModelLimits
 from baton.worker.metrics import LoadTracker, WorkerMetrics
@@ -94,6 +96,7 @@ class Node(WorkerServiceServicer, ABC):
         self._failure: Exception | None = None  # that no request here can survive
         self._health = Health()
         self._dispatch = DispatchService(self)
+        self.adapters: Adapters
 
     @abstractmethod
     def begin(self, loaded: Loaded, pools: list[RankPool], usable: list[Transport]) -> None:
@@ -176,6 +179,11 @@ class Node(WorkerServiceServicer, ABC):
                 ending.push_async_callback(server.stop, STOP_GRACE_S)
                 ending.push_async_callback(self._leave)
                 await self._describe(loaded, usable, [*pools, *remote])
+                self.adapters = Adapters(
+                    self.engine, loaded, partial(self._publish_adapters, registration)
+                )
+                for name, directory in loaded.settings.adapters.items():
+                    await self.adapters.load(name, directory)
                 await self._serve(server, registration)
 
     def load(self) -> worker_pb2.Load:
@@ -227,6 +235,18 @@ class Node(WorkerServiceServicer, ABC):
         await self._drained.wait()
         return worker_pb2.DrainResponse()
 
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadAdapterRequest, context: Any
+    ) -> worker_pb2.LoadAdapterResponse:
+        adapter = await self.adapters.load(request.name, Path(request.directory))
+        return worker_pb2.LoadAdapterResponse(adapter=adapter)
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadAdapterRequest, context: Any
+    ) -> worker_pb2.UnloadAdapterResponse:
+        await self.adapters.unload(request.name, request.wait_ms / 1e3 or self.config.drain_s)
+        return worker_pb2.UnloadAdapterResponse()
+
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """What it returns; None, and it is cancelled, when the worker is to stop before."""
         running, stopped = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
@@ -250,6 +270,7 @@ class Node(WorkerServiceServicer, ABC):
         record.blocks_total = loaded.layout.num_blocks
         record.max_context = loaded.max_context
         record.max_batch = loaded.settings.max_batch
+        record.max_adapters = loaded.settings.lora_slots
 
     def _call(self, loop: asyncio.AbstractEventLoop, run: Callable[..., None], *args: Any) -> None:
         """Runs a function on the event loop, from another thread, while the loop is open."""
@@ -303,10 +324,21 @@ class Node(WorkerServiceServicer, ABC):
         if failed:
             self.engine.ended.result()
 
+    async def _publish_adapters(
+        self, registration: EtcdRegistration, adapters: list[common_pb2.Adapter]
+    ) -> None:
+        del self.record.adapters[:]
+        self.record.adapters.extend(adapters)
+        await self._register(registration)
+
     async def _enter(self, state: common_pb2.WorkerState, registration: EtcdRegistration) -> None:
         self.record.state = state
         self.load_tracker.wake()
         await self._health.set(state == common_pb2.WORKER_STATE_READY)
+        await self._register(registration)
+
+    async def _register(self, registration: EtcdRegistration) -> None:
+        """Writes the record to the registry, if it answers."""
         try:
             async with asyncio.timeout(REGISTRY_TIMEOUT_S):
                 await registration.update(self.record)

@@ -45,6 +45,7 @@ from router.request import OutputFormat, TokenizedRequest
 # Tokens a second before any worker has measured its rate: then only the order of virtual finish
 # times matters, which follows from the prompts' sizes at any rate.
 _ASSUMED_RATE = 1000.0
+_MAX_NAMED = 16  # adapters in one message
 
 
 @dataclass
@@ -76,8 +77,10 @@ class Admission:
         tickets: ResumeTickets | None = None,
         sampling_defaults: Mapping[str, Any] = DEFAULTS,
         prefill_rate: Callable[[], float] = lambda: 0.0,
+        adapters: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """`prefill_rate`: tokens a second of the fleet, 0 if not known.
+        """`prefill_rate`: tokens a second of the fleet, 0 if not known · `adapters`: identities of
+        the fleet's LoRA adapters by name.
 
         Raises ConfigError for parsers that do not fit the model.
         """
@@ -88,7 +91,7 @@ class Admission:
         self.tickets = tickets or ResumeTickets()
         self.sampling_defaults = sampling_defaults
         self._grammars = grammars or GrammarCompiler(Path(), 0, ())
-        self._prefill_rate = prefill_rate
+        self._prefill_rate, self._adapters = prefill_rate, adapters
         self.chat_formats = ChatFormats.from_tokenizer(
             tokenizer, self.limits.tool_parser, self.limits.reasoning_parser
         )
@@ -130,7 +133,7 @@ class Admission:
         if timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         deadline = time.monotonic() + timeout_s
-        self.check_model(request.model)
+        adapter = self.resolve(request.model)
         check_fields(request)
         params = self._params(request, choices, number)
         check_stop_strings(request.stop)
@@ -155,6 +158,7 @@ class Admission:
             include_stop=request.include_stop,
             show_special_tokens=request.show_special_tokens,
             cache_salt=tenant.salt(request.cache_salt),
+            adapter=adapter,
             deadline=deadline,
             tenant=tenant.name,
             ttft_target_s=request.ttft_target_ms / 1000 or self.limits.ttft_target_s,
@@ -200,10 +204,18 @@ class Admission:
         prompt = tenant.fair_queue.preview(tenant.share, self._work_s(request), priority)
         return replace(request, pending=prompt)
 
-    def check_model(self, model: str) -> None:
-        """Raises ModelNotFound unless the request names the served model or nothing."""
-        if model not in ("", self.model, *self.config.api.model_aliases):
-            raise ModelNotFound(f"model {quoted(model)} is not served here; {self.model!r} is")
+    def resolve(self, model: str) -> str:
+        """Identity of the LoRA adapter that a request names; empty for the model itself.
+
+        Raises ModelNotFound.
+        """
+        if model in ("", self.model, *self.config.api.model_aliases):
+            return ""
+        adapters = self._adapters()
+        if (identity := adapters.get(model)) is not None:
+            return identity
+        served = ", ".join(map(repr, (self.model, *sorted(adapters)[:_MAX_NAMED])))
+        raise ModelNotFound(f"model {quoted(model)} is not served here; {served} is")
 
     async def _prompt(
         self,

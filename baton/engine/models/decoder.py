@@ -21,7 +21,7 @@ from baton.engine.kernels.torch.attention import Scoring, attend, place, softcap
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.moe_routing import route
 from baton.engine.kernels.torch.rows import Norm, RowOps, rms_norm, rotate
-from baton.engine.models.lora import LoraAdapter
+from baton.engine.models.lora import LoraAdapter, LoraSlots
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.models.shard import WHOLE, Shard
@@ -100,10 +100,15 @@ class DecoderModel:
         """See `TensorParallelModel`; here there are no other ranks."""
         return nullcontext()
 
+    @property
+    def lora(self) -> LoraSlots:
+        """The memory of adapters."""
+        assert self._weights.lora is not None, "adapters have slots"
+        return self._weights.lora
+
     def write_lora(self, slot: int, adapter: LoraAdapter) -> None:
         """Writes an adapter to a slot that no sequence uses."""
-        assert self._weights.lora is not None, "adapters have slots"
-        self._weights.lora.write(slot, adapter)
+        self.lora.write(slot, adapter)
 
     def _forward(
         self, token_ids: Tensor, placed: Any, pool: Tensor, lora_slots: Tensor | None = None

@@ -144,9 +144,7 @@ class LoraSlots:
     @property
     def num_bytes(self) -> int:
         """Size of all slots."""
-        return sum(
-            one.a.nbytes + one.b.nbytes for fields in self.layers for one in fields.values()
-        )
+        return sum(one.a.nbytes + one.b.nbytes for fields in self.layers for one in fields.values())
 
     @torch.inference_mode()
     def write(self, slot: int, adapter: LoraAdapter) -> None:

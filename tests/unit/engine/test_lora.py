@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.engine.kernels.torch.lora import add_lora
 from baton.engine.models.lora import (
     LORA_CONFIG,
     LORA_FILE,
@@ -134,7 +133,9 @@ def test_a_row_has_the_same_bits_in_any_batch(tmp_path, kernels, dtype):
         run.slots = dict(zip(sequences, slots, strict=True))
         found = [[] for _ in sequences]
         for _ in range(12 // chunk):
-            for part, rows in zip(found, run.step(*((one, chunk) for one in sequences)), strict=True):
+            for part, rows in zip(
+                found, run.step(*((one, chunk) for one in sequences)), strict=True
+            ):
                 part.append(rows)
         return [torch.cat(part) for part in found]
 

@@ -82,8 +82,8 @@ class NativeModel(NativeOps):
             self.hidden = torch.empty(num_logits, self.config.hidden_size, dtype=self.dtype)
         inputs = (
             batch.token_ids, batch.context_lens, batch.query_lens, batch.block_tables,
-            batch.logit_rows, batch.lora_slots, self._logit_buffer, self._own_logit_buffer, self.hidden,
-            self._workspace,
+            batch.logit_rows, batch.lora_slots, self._logit_buffer, self._own_logit_buffer,
+            self.hidden, self._workspace,
         )  # fmt: skip
         sizes = (rows, len(batch.query_lens), batch.block_tables.shape[1], num_logits)
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in inputs)

@@ -210,6 +210,9 @@ class _GpuRankExecutor(rank_executor.RankExecutor):
     def run_step(self, command: rank_executor.RunStep) -> None:
         self._stream.put(partial(super().run_step, command))
 
+    def write_lora(self, command: rank_executor.WriteLora) -> None:
+        self._stream.put(partial(super().write_lora, command))
+
     def zero_blocks(self, blocks: list[int]) -> None:
         self._stream.put(partial(super().zero_blocks, blocks))
 

@@ -1,0 +1,102 @@
+"""The LoRA adapters of a worker: read from disk, loaded, listed in its record, unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from baton.engine.build import Loaded
+from baton.engine.engine import Engine
+from baton.engine.models.lora import LoraAdapter
+from baton.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable, quoted
+from baton.v1.common_pb2 import Adapter
+
+log = logging.getLogger(__name__)
+MAX_NAME_CHARS = 256
+
+
+class Adapters:
+    """Adapters by name. Names with equal content share memory. Event loop only."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        loaded: Loaded,
+        publish: Callable[[list[Adapter]], Awaitable[None]],
+    ) -> None:
+        """publish: tells routers which adapters there are."""
+        self._engine, self._loaded, self._publish = engine, loaded, publish
+        self._named: dict[str, Adapter] = {}
+        self._changing = asyncio.Lock()
+
+    async def load(self, name: str, directory: Path) -> Adapter:
+        """Loads an adapter, unless it is loaded by this name.
+
+        Raises InvalidRequest, Overloaded when there is no place for it.
+        """
+        if not 0 < len(name) <= MAX_NAME_CHARS:
+            raise InvalidRequest(f"a name has 1 to {MAX_NAME_CHARS} characters", "name")
+        async with self._changing:
+            adapter = await asyncio.to_thread(self._read, directory)
+            made = Adapter(name=name, identity=adapter.identity, rank=adapter.rank)
+            if (held := self._named.get(name)) is not None:
+                if held == made:
+                    return held
+                raise InvalidRequest(
+                    f"another adapter is loaded as {name}: unload it first, or take another name",
+                    "name",
+                )
+            if not self._names_of(adapter.identity):
+                await asyncio.wrap_future(self._engine.load_adapter(adapter))
+            self._named[name] = made
+            log.info("loaded adapter %s from %s, rank %d", name, directory, adapter.rank)
+            await self._publish(list(self._named.values()))
+            return made
+
+    async def unload(self, name: str, wait_s: float) -> None:
+        """Unloads an adapter once no sequence uses it.
+
+        Raises ModelNotFound, and Unavailable if sequences use it for too long: then it stays.
+        """
+        async with self._changing:
+            if (adapter := self._named.get(name)) is None:
+                raise ModelNotFound(f"no adapter {quoted(name)} is loaded here")
+            if len(self._names_of(adapter.identity)) == 1:
+                await self._remove(adapter, wait_s)
+            else:
+                await self._publish_without(name)
+            del self._named[name]
+            log.info("unloaded adapter %s", name)
+
+    async def _remove(self, adapter: Adapter, wait_s: float) -> None:
+        engine, identity = self._engine, adapter.identity
+        unused = asyncio.wrap_future(await asyncio.wrap_future(engine.retire_adapter(identity)))
+        try:
+            await self._publish_without(adapter.name)
+            await asyncio.wait({unused}, timeout=wait_s)
+        finally:
+            if not unused.done():  # also when the caller has left
+                users = engine.keep_adapter(identity)
+                await self._publish(list(self._named.values()))
+        if not unused.done():
+            count = await asyncio.wrap_future(users)
+            raise Unavailable(
+                f"{count} sequences still use adapter {adapter.name} after {wait_s:.0f} s: it "
+                "stays loaded"
+            )
+        await asyncio.wrap_future(engine.remove_adapter(identity))
+
+    async def _publish_without(self, name: str) -> None:
+        await self._publish([one for one in self._named.values() if one.name != name])
+
+    def _names_of(self, identity: str) -> list[str]:
+        return [name for name, one in self._named.items() if one.identity == identity]
+
+    def _read(self, directory: Path) -> LoraAdapter:
+        loaded = self._loaded
+        try:
+            return LoraAdapter.load(directory, loaded.model_config, loaded.settings.max_lora_rank)
+        except CheckpointError as error:
+            raise InvalidRequest(str(error), "directory") from error
