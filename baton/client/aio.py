@@ -70,26 +70,6 @@ class AsyncStream(BaseStream, AbstractAsyncContextManager["AsyncStream"]):
             await asyncio.sleep(wait_s or 0)
         raise StopAsyncIteration
 
-    async def load_adapter(
-        self, name: str, directory: str, *, timeout: float | None = 120.0
-    ) -> dict[str, str]:
-        """Loads a LoRA adapter on all workers; by worker why it refused, or an empty text.
-
-        directory: on each worker's host.
-        """
-        request = fleet_pb2.LoadFleetAdapterRequest(name=name, directory=directory)
-        return adapter_results(await self._unary("LoadFleetAdapter", request, timeout))
-
-    async def unload_adapter(
-        self, name: str, *, wait_s: float = 0.0, timeout: float | None = 120.0
-    ) -> dict[str, str]:
-        """Unloads a LoRA adapter from all workers, as `load_adapter` loads it.
-
-        wait_s: for sequences that use it; 0: as long as workers drain.
-        """
-        request = fleet_pb2.UnloadFleetAdapterRequest(name=name, wait_ms=int(wait_s * 1e3))
-        return adapter_results(await self._unary("UnloadFleetAdapter", request, timeout))
-
     async def close(self) -> None:
         """Cancels the request if it has not ended."""
         self._cancel()
@@ -154,6 +134,26 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
         """Explains where `generate` would run a request now; nothing is run."""
         request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
         return fields_of(await self._unary("Explain", request, options.get("timeout")))
+
+    async def load_adapter(
+        self, name: str, directory: str, *, timeout: float | None = 120.0
+    ) -> dict[str, str]:
+        """Loads a LoRA adapter on all workers; by worker why it refused, or an empty text.
+
+        directory: on each worker's host.
+        """
+        request = fleet_pb2.LoadFleetAdapterRequest(name=name, directory=directory)
+        return adapter_results(await self._unary("LoadFleetAdapter", request, timeout))
+
+    async def unload_adapter(
+        self, name: str, *, wait_s: float = 0.0, timeout: float | None = 120.0
+    ) -> dict[str, str]:
+        """Unloads a LoRA adapter from all workers, as `load_adapter` loads it.
+
+        wait_s: for sequences that use it; 0: as long as workers drain.
+        """
+        request = fleet_pb2.UnloadFleetAdapterRequest(name=name, wait_ms=int(wait_s * 1e3))
+        return adapter_results(await self._unary("UnloadFleetAdapter", request, timeout))
 
     async def close(self) -> None:
         """Closes the connections; running calls are cancelled."""

@@ -68,26 +68,6 @@ class Stream(BaseStream, AbstractContextManager["Stream"]):
             self._closed.wait(wait_s or 0)
         raise StopIteration
 
-    def load_adapter(
-        self, name: str, directory: str, *, timeout: float | None = 120.0
-    ) -> dict[str, str]:
-        """Loads a LoRA adapter on all workers; by worker why it refused, or an empty text.
-
-        directory: on each worker's host.
-        """
-        request = fleet_pb2.LoadFleetAdapterRequest(name=name, directory=directory)
-        return adapter_results(self._unary("LoadFleetAdapter", request, timeout))
-
-    def unload_adapter(
-        self, name: str, *, wait_s: float = 0.0, timeout: float | None = 120.0
-    ) -> dict[str, str]:
-        """Unloads a LoRA adapter from all workers, as `load_adapter` loads it.
-
-        wait_s: for sequences that use it; 0: as long as workers drain.
-        """
-        request = fleet_pb2.UnloadFleetAdapterRequest(name=name, wait_ms=int(wait_s * 1e3))
-        return adapter_results(self._unary("UnloadFleetAdapter", request, timeout))
-
     def close(self) -> None:
         """Cancels the request if it has not ended; may be called from any thread."""
         self._cancel()
@@ -164,6 +144,26 @@ class Client(BaseClient, AbstractContextManager["Client"]):
         """Explains where `generate` would run a request now; nothing is run."""
         request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
         return fields_of(self._unary("Explain", request, options.get("timeout")))
+
+    def load_adapter(
+        self, name: str, directory: str, *, timeout: float | None = 120.0
+    ) -> dict[str, str]:
+        """Loads a LoRA adapter on all workers; by worker why it refused, or an empty text.
+
+        directory: on each worker's host.
+        """
+        request = fleet_pb2.LoadFleetAdapterRequest(name=name, directory=directory)
+        return adapter_results(self._unary("LoadFleetAdapter", request, timeout))
+
+    def unload_adapter(
+        self, name: str, *, wait_s: float = 0.0, timeout: float | None = 120.0
+    ) -> dict[str, str]:
+        """Unloads a LoRA adapter from all workers, as `load_adapter` loads it.
+
+        wait_s: for sequences that use it; 0: as long as workers drain.
+        """
+        request = fleet_pb2.UnloadFleetAdapterRequest(name=name, wait_ms=int(wait_s * 1e3))
+        return adapter_results(self._unary("UnloadFleetAdapter", request, timeout))
 
     def close(self) -> None:
         """Closes the connections; running calls are cancelled."""
