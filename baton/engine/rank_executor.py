@@ -121,12 +121,12 @@ class RunStep:
 
     def batch(self, device: torch.device) -> StepBatch:
         """The batch, on the device of a rank."""
-        first = [on_device(array, device) for array in self.tensors]
-        lora_slots = first.pop() if len(first) > _PLAIN_TENSORS else None
-        return StepBatch(*first, self.num_decodes, lora_slots=lora_slots)
-
-
-_PLAIN_TENSORS = 5  # of a `StepBatch` without adapters
+        tensors = [on_device(array, device) for array in self.tensors]
+        tokens, contexts, queries, tables, logit_rows, *lora_slots = tensors
+        return StepBatch(
+            *(tokens, contexts, queries, tables, logit_rows, self.num_decodes),
+            lora_slots=next(iter(lora_slots), None),
+        )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from baton.engine.build import Loaded
@@ -72,7 +73,8 @@ class Adapters:
 
     async def _remove(self, adapter: Adapter, wait_s: float) -> None:
         engine, identity = self._engine, adapter.identity
-        unused = asyncio.wrap_future(await asyncio.wrap_future(engine.retire_adapter(identity)))
+        retired: asyncio.Future[Future[None]] = asyncio.wrap_future(engine.retire_adapter(identity))
+        unused = asyncio.wrap_future(await retired)
         try:
             await self._publish_without(adapter.name)
             await asyncio.wait({unused}, timeout=wait_s)

@@ -103,14 +103,14 @@ class LoraAdapter:
         updates, scales = dict[tuple[int, str], Update](), _scales(fields, ranks)
         with safe_open(file, framework="pt", device="cpu") as opened:
             for name in names:
-                place = places[name]
+                layer, field, section, _ = places[name]
+                if (layer, field) not in updates:
+                    updates[layer, field] = empty_update(config, layer, field, rank)
+                whole_a, whole_b = updates[layer, field]
                 a, b = (opened.get_tensor(part).float() for part in _parts(name))
-                key = place.layer, place.field
-                if key not in updates:
-                    updates[key] = empty_update(config, *key, rank)
-                outputs = _outputs(config, *key)[place.section]
-                updates[key][0][place.section, : len(a)] = a
-                updates[key][1][: len(a), outputs.start : outputs.stop] = b.T * scales[name]
+                outputs = _outputs(config, layer, field)[section]
+                whole_a[section, : len(a)] = a
+                whole_b[: len(a), outputs.start : outputs.stop] = b.T * scales[name]
         return cls(identity_of(path), rank, updates)
 
 

@@ -33,6 +33,7 @@ from baton.engine.backends.gpu.device_sampling import (
     pinned_copy,
 )
 from baton.engine.backends.gpu.input_batch import InputBatch
+from baton.engine.models.lora import LoraAdapter
 from baton.engine.rank_executor import CaptureGraphs
 from baton.engine.runner import Launch, Runner, SampledTokens, StepOutput, sample_rows
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
@@ -175,7 +176,9 @@ class GpuRunner(Runner):
         shape = None
         if not plan.has_chunks and all(item.samples for item in work):
             shape = self._graphs.decode_shape(len(work), blocks)
-        return shape or self._graphs.chunk_shape([item.count for item in work], blocks)
+        shape = shape or self._graphs.chunk_shape([item.count for item in work], blocks)
+        has_lora = any(item.sequence.lora_slot >= 0 for item in work)
+        return shape and shape._replace(lora=has_lora)
 
     def _fits(self, item: ScheduledSequence) -> bool:
         """Whether a graph supports what a sequence asks for in this step."""
@@ -254,6 +257,10 @@ class GpuRunner(Runner):
         if blocks:
             self._stream.call(lambda: Runner.zero_blocks(self, blocks))
             self._stream.record_event().synchronize()
+
+    def write_lora(self, slot: int, adapter: LoraAdapter) -> None:
+        self._stream.call(lambda: Runner.write_lora(self, slot, adapter))
+        self._stream.record_event().synchronize()
 
     def wait_for_writes(self, blocks: list[int] | None = None) -> None:
         """Waits for launches that may write blocks which their sequences have released; None: for
