@@ -136,7 +136,7 @@ class Demand:
 
     token_ids: Sequence[int]  # the prompt, then what earlier attempts delivered
     pending: PendingPrompt
-    kv_salt: str = ""
+    cache_salt: str = ""  # of its adapter, too
     max_new_tokens: int = 0  # 0: not known
     local_prefill_max_tokens: int = 0
     max_itl_s: float = math.inf
@@ -152,7 +152,7 @@ class Demand:
 
     def hashes(self, block_size: int) -> Iterator[int]:
         """Hashes of its full blocks; the last token is left out, as it is always computed."""
-        chain = self._chains.setdefault(block_size, [root_hash(self.kv_salt)])
+        chain = self._chains.setdefault(block_size, [root_hash(self.cache_salt)])
         for number in range(1, (self.num_tokens - 1) // block_size + 1 if self.uses_cache else 1):
             if number == len(chain):
                 tokens = self.token_ids[(number - 1) * block_size : number * block_size]
@@ -237,7 +237,7 @@ class RequestState:
             demand = self._demand = Demand(
                 token_ids=(*request.prompt, *self.delivered) if self.delivered else request.prompt,
                 pending=request.pending,
-                kv_salt=request.kv_salt,
+                cache_salt=request.kv_salt,
                 max_new_tokens=request.params.max_tokens - len(self.delivered),
                 local_prefill_max_tokens=local_prefill_max_tokens * self.decodes,
                 max_itl_s=max_itl_s,
