@@ -14,6 +14,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/protos.py $(PROTOS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setup: installing into $(VENV) (torch is the large part)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python -c constraints.txt helm-sdkpy
 	@touch $@
 
 demo: $(STAMP)
@@ -24,7 +25,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	@status=0; \
 	$(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 1)) --dist worksteal tests/unit tests/contract tests/chaos || status=1; \
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/gpu tests/cluster tests/compose || status=1; \
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/gpu tests/cluster tests/compose tests/helm || status=1; \
 	exit $$status
 
 # Also long tests: chaos for ten minutes, with workers of several ranks for five each way, and the

@@ -1,4 +1,4 @@
-"""A decode worker: its process, its services, and the parts behind them."""
+"""A worker's part that reserves blocks, takes KV in, and runs the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.telemetry import propagation
 from baton.v1 import handoff_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage
 from baton.worker.dispatch_service import RouterStream
-from baton.worker.node import Node
+from baton.worker.node import Node, Part
 from decode_worker.events import DecodeSpans
 from decode_worker.handoffs import Handoffs
 from decode_worker.service import HandoffService
@@ -24,16 +24,17 @@ from kvtransfer.interface import Transport
 from kvtransfer.rank_ends import RankPool
 
 
-class DecodeWorker(Node):
-    """Reserves blocks for routers, takes in KV from prefill workers, and decodes."""
+class DecodePart(Part):
+    """Reserves blocks for routers, takes in KV from other workers, and decodes."""
 
-    def begin(self, loaded: Loaded, pools: list[RankPool], usable: list[Transport]) -> None:
-        config, metrics = self.config, self.metrics
-        timeout_s = config.transfer_timeout_s
-        self._handoffs = Handoffs(
-            self.engine, self.limits, self.grammars, config.lease_s, timeout_s, metrics.reserved
-        )
-        places = pools, self.record, usable, self.find
+    def __init__(
+        self, node: Node, loaded: Loaded, pools: list[RankPool], usable: list[Transport]
+    ) -> None:
+        super().__init__(node, loaded, pools, usable)
+        timeout_s, lease_s = node.config.transfer_timeout_s, node.config.lease_s
+        parts = node.engine, node.limits, node.grammars
+        self._handoffs = Handoffs(*parts, lease_s, timeout_s, node.metrics.reserved)
+        places = pools, node.record, usable, node.find
         self._links = IncomingLinks(*places, self._handoffs, timeout_s=timeout_s)
         self._service = HandoffService(self._handoffs, self._links)
         self._closing_links = asyncio.create_task(self._close_links())
@@ -57,15 +58,15 @@ class DecodeWorker(Node):
 
     async def _close_links(self) -> None:
         """Closes links to prefill workers that have left: one on another host does not say so."""
-        async with contextlib.aclosing(self._members.changes()) as changes:
+        async with contextlib.aclosing(self.node.members.changes()) as changes:
             async for records in changes:
                 self._links.keep_only(records.keys())
 
     def dispatch(self, router: RouterStream, message: RouterMessage) -> Iterator[None]:
         for request in message.reserve:
-            spans = DecodeSpans(self.tracer, propagation.extract(request.trace.items()))
+            spans = DecodeSpans(self.node.tracer, propagation.extract(request.trace.items()))
             try:
-                self.refuse_if_draining()
+                self.node.refuse_if_draining()
             except Unavailable as error:
                 self._handoffs.refuse(router, request.sequence.handoff_id, spans, error)
             else:

@@ -60,7 +60,7 @@ class Control:
     """Calls to one decode worker. Event-loop thread only."""
 
     def __init__(self, address: str) -> None:
-        self._channel = rpc.channel(address, role="decode")
+        self._channel = rpc.channel(address, role="worker")
         self._stub = HandoffServiceStub(self._channel)
         self._numbers = itertools.count(1)
         self._stream: _Stream | None = None

@@ -1,4 +1,4 @@
-"""The prefill worker: runs prompts in chunks, hands their KV over, returns first tokens.
+"""A worker's part that runs prompts in chunks, hands their KV over, returns first tokens.
 
 Each chunk's full blocks are sent while the next chunk computes. The first token goes to the router
 as soon as it is sampled, before the handoff is committed.
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-import grpc
 from opentelemetry.context import Context
 
 from baton.block_hash import token_digest
@@ -42,7 +41,7 @@ from baton.worker.messages import (
     prompt_logprobs_proto,
     sequence_of,
 )
-from baton.worker.node import Node
+from baton.worker.node import Node, Part
 from kvtransfer.interface import Transport
 from kvtransfer.outgoing import OutgoingLinks
 from kvtransfer.pool import Slots
@@ -75,16 +74,21 @@ class Prompt:
     spans: list[Callable[[], None]] = field(default_factory=list)  # recorded at the prompt's end
 
 
-class PrefillWorker(Node):
-    """Runs prompts for routers, and hands their KV over to decode workers."""
+class PrefillPart(Part):
+    """Runs prompts for routers, and hands their KV over to other workers."""
 
-    def begin(self, loaded: Loaded, pools: list[RankPool], usable: list[Transport]) -> None:
+    def __init__(
+        self, node: Node, loaded: Loaded, pools: list[RankPool], usable: list[Transport]
+    ) -> None:
+        super().__init__(node, loaded, pools, usable)
+        self.engine, self.limits, self.metrics = node.engine, node.limits, node.metrics
+        self.tracer, self.config = node.tracer, node.config
         self._pooling, self._no_pooling = Pooling(), ""
         try:
             self._pooling = Pooling.read(loaded.path)
         except CheckpointError as error:  # it can still generate
             self._no_pooling = f"this model's embeddings cannot be computed: {error}"
-        self._links = OutgoingLinks(pools, self.record, usable, self.find)
+        self._links = OutgoingLinks(pools, node.record, usable, node.find)
         self._opening_links = asyncio.create_task(self._open_links())
         self.metrics.observe_links(self._links.status)
         self._prompts: dict[str, Prompt] = {}
@@ -92,13 +96,12 @@ class PrefillWorker(Node):
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def add_to(self, server: grpc.aio.Server) -> list[str]:
-        return []
-
     def pairs(self) -> list[worker_pb2.PairStatus]:
         return self._links.status()
 
     def on_step(self, report: StepReport) -> None:
+        if not self._prompts:
+            return
         for progress in report.progress:
             if prompt := self._prompts.get(progress.seq_id):
                 prompt.steps.put_nowait((report, progress))
@@ -124,10 +127,10 @@ class PrefillWorker(Node):
         After a failure the first handoff tries again.
         """
         tried = set[str]()
-        async with contextlib.aclosing(self._members.changes()) as changes:
+        async with contextlib.aclosing(self.node.members.changes()) as changes:
             async for records in changes:
                 tried &= records.keys()
-                for peer in peers_to_open(records, self.incarnation) - tried:
+                for peer in peers_to_open(records, self.node.incarnation) - tried:
                     tried.add(peer)
                     await self._links.open_ahead(peer)
 
@@ -175,7 +178,7 @@ class PrefillWorker(Node):
 
         Raises InvalidRequest, Unavailable, Overloaded, DeadlineExceeded, and what handoffs raise.
         """
-        self.refuse_if_draining()
+        self.node.refuse_if_draining()
         spec, cached_tokens = request.sequence, request.target.cached_tokens
         sequence = sequence_of(spec, self.limits, pause_after=1)
         if sequence.params.embedding:
@@ -215,7 +218,7 @@ class PrefillWorker(Node):
                 self._handoff(prompt, request) if hands_over else contextlib.nullcontext()
             ) as handoff:
                 try:
-                    if compiled := compiled_grammar(sequence, self.grammars):
+                    if compiled := compiled_grammar(sequence, self.node.grammars):
                         sequence.grammar = await asyncio.wrap_future(compiled)
                     await asyncio.wrap_future(self.engine.add(sequence))
                     last = await self._compute(prompt, handoff, send)
@@ -267,7 +270,7 @@ class PrefillWorker(Node):
         while True:
             step = await prompt.steps.get()
             if step is None:
-                raise Unavailable("the prefill worker is draining")
+                raise Unavailable("the worker is draining")
             report, progress = step
             if progress.abort_reason:
                 failed = InvalidRequest if progress.invalid else InternalError
@@ -334,17 +337,22 @@ class PrefillWorker(Node):
 
 
 def peers_to_open(records: Mapping[str, WorkerRecord], incarnation: str) -> set[str]:
-    """The decode workers to which this prefill worker should open a link: both are READY, and
-    routers pair them. None in a large fleet, where such links would close one another.
+    """The workers to which this one should open a link: both are READY, and by their roles routers
+    pair them. None in a large fleet, where such links would close one another.
     """
     this, ready = records.get(incarnation), common_pb2.WORKER_STATE_READY
     largest_role = max(Counter(one.role for one in records.values()).values(), default=0)
     if this is None or this.state != ready or largest_role > MAX_OPENED_AHEAD:
         return set()
+    if this.role == common_pb2.WORKER_ROLE_DECODE:
+        return set()
     return {
         one.incarnation
         for one in records.values()
-        if one.role == common_pb2.WORKER_ROLE_DECODE and one.state == ready and one.kv == this.kv
+        if one.role != common_pb2.WORKER_ROLE_PREFILL
+        and one.incarnation != incarnation
+        and one.state == ready
+        and one.kv == this.kv
     }
 
 

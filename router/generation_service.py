@@ -32,7 +32,7 @@ from baton.text import Tokenizer
 from baton.v1 import fleet_pb2, inference_pb2
 from router.admission import feasibility
 from router.admission.admission import Admission, PromptChoices
-from router.admission.tenants import AdmissionLease, LimitReached, Tenant
+from router.admission.tenants import AdmissionLease, Tenant
 from router.dispatch.dispatch import Dispatch
 from router.fleet.fleet import Fleet
 from router.output.delivery import Delivery
@@ -41,7 +41,7 @@ from router.output.text_stream import TextStream
 from router.placement.explain import explain
 from router.placement.scoring import RETRY_AFTER_S
 from router.queueing.wait_queue import WaitQueue
-from router.request import RequestState, TokenizedRequest
+from router.request import LimitReached, RequestState, TokenizedRequest
 from router.telemetry.request_span import RequestSpan, first_attributes, operation_of
 from router.telemetry.stats import RequestRecord, RouterStats
 

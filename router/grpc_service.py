@@ -155,7 +155,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         return fleet_pb2.GetStatusResponse(
             router=self._status(),
             workers=workers,
-            pairs=self._service.fleet.pairs,
+            pairs=() if request.without_pairs else self._service.fleet.pairs,
             siblings=self._shared.siblings() if self._shared else (),
         )
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from baton.block_hash import adapted_salt, block_hash, root_hash
 from baton.config.slo import Slo
+from baton.errors import Overloaded
 from baton.generation.sampling_params import Reasoning, SamplingParams
 from baton.text.detokenizer import TokenPieces
 from baton.text.tool_calls import ToolFormat
@@ -34,6 +35,10 @@ _MAX_SHARED_FAILURES = 2  # failed steps of a request that shares its steps; the
 _MAX_UINT32 = (1 << 32) - 1  # limit of SequenceSpec's times: 49 days in ms, 71 minutes in µs
 # Added by every router: workers compare these times with each other, also those that have passed.
 _VIRTUAL_FINISH_OFFSET_S = 60.0
+
+
+class LimitReached(Overloaded):
+    """A limit of the tenant itself; its callers may see the message."""
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,8 @@ def metrics() -> Iterator[str]:
     """The table of metrics, and the histograms' buckets."""
     for title, process in (
         ("The router", table.ROUTER),
-        ("Both workers", table.WORKERS),
-        ("The prefill worker", table.PREFILL),
-        ("The decode worker", table.DECODE),
+        ("Workers", table.WORKERS),
+        ("The planner", table.PLANNER),
         ("Every process", table.EVERYBODY),
     ):
         yield f"## {title}\n"
@@ -101,7 +100,7 @@ def _option_row(one: argparse.Action) -> str:
 def grpc() -> Iterator[str]:
     """The commented protos, callers' services first."""
     callers, workers = ("inference", "fleet", "trace"), ("prefill", "decode", "handoff", "worker")
-    names = (*callers, "dispatch", *workers, "common")
+    names = (*callers, "planner", "externalscaler", "dispatch", *workers, "common")
     files = {path.stem: path for path in (ROOT / "protos/baton/v1").glob("*.proto")}
     assert files.keys() == {*names, "etcd"}, "a proto without a place"
     for name in names:

@@ -8,15 +8,14 @@ from pathlib import Path
 from baton.cli import options
 
 _TEXT = """\
-Writes ca.pem, ca-key.pem, and for each of router, prefill, decode and admin ROLE.pem and
-ROLE-key.pem. Processes of the cluster identify each other by these names; clients check a router's
+Writes ca.pem, ca-key.pem, and for each of router, worker and admin NAME.pem and
+NAME-key.pem. Processes of the cluster identify each other by these names; clients check a router's
 host name: give each with --host. If DIR has a ca-key.pem, new certificates are signed with it, and
 running processes reload them. Keep ca-key.pem off the machines that serve."""
 _EXAMPLES = """\
   baton certs tls --host router.example.com --host 10.0.0.9
   baton router --tls-cert tls/router.pem --tls-key tls/router-key.pem --tls-ca tls/ca.pem
-  baton decode-worker --tls-cert tls/decode.pem --tls-key tls/decode-key.pem \\
-        --tls-client-ca tls/ca.pem
+  baton worker --tls-cert tls/worker.pem --tls-key tls/worker-key.pem --tls-client-ca tls/ca.pem
   baton generate 'class Stack:' --target 10.0.0.9:7700 --tls-ca tls/ca.pem"""
 
 

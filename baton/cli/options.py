@@ -19,6 +19,7 @@ from baton.config import (
     TTFT_HINT,
     ClusterConfig,
     EngineConfig,
+    PlannerConfig,
     RouterConfig,
     WorkerConfig,
     options,
@@ -31,8 +32,8 @@ DEFAULT_TARGET = f"127.0.0.1:{RouterConfig.port}"
 CONFIGS: dict[str, type[Any]] = {
     "up": ClusterConfig,
     "router": RouterConfig,
-    "prefill-worker": WorkerConfig,
-    "decode-worker": WorkerConfig,
+    "worker": WorkerConfig,
+    "planner": PlannerConfig,
     "generate": EngineConfig,  # with --local
     "bench engine": EngineConfig,
     "doctor": EngineConfig,  # with --model
@@ -256,7 +257,7 @@ _TLS_OPTIONS = {
     "--tls-ca": ("FILE", "PEM file with the CA of the router's certificate; turns on TLS"),
     "--tls-cert": ("FILE", "PEM file with a client certificate, if the server asks for one"),
     "--tls-key": ("FILE", "PEM file with the private key of --tls-cert"),
-    "--tls-name": ("NAME", "name in the server's certificate, as decode.baton (default: its host)"),
+    "--tls-name": ("NAME", "name in the server's certificate, as worker.baton (default: its host)"),
 }
 
 

@@ -1,4 +1,4 @@
-"""`baton prefill-worker` and `baton decode-worker`, also on a host that only runs ranks of one."""
+"""`baton worker`, also on a host that only runs ranks of one; `prefill-worker`, `decode-worker`."""
 
 from __future__ import annotations
 
@@ -8,39 +8,36 @@ from dataclasses import replace
 from baton.cli import options, process_setup
 from baton.config import WorkerConfig, new_incarnation
 
-_PREFILL_TEXT = """\
-Computes prompts in chunks and sends their KV blocks to decode workers. Registers in etcd when the
-model is loaded and warmed up. SIGTERM drains: running requests finish, exit status 0."""
-_DECODE_TEXT = """\
-Receives KV blocks from prefill workers and generates tokens in a continuous batch. Registers in
-etcd when the model is loaded and warmed up. SIGTERM drains: running requests finish, exit status
-0."""
-_WORKER_EXAMPLES = """\
-  baton {name} --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0 \\
+_NAMES = {"prefill-worker": "prefill", "decode-worker": "decode"}
+_TEXT = """\
+Computes prompts, hands their KV blocks over to other workers, takes blocks in, and generates tokens
+in a continuous batch. Its role says which of that routers prefer it for; it does the rest where no
+other worker can, and `baton role` changes the role while it runs. Registers in etcd when the model
+is loaded and warmed up. SIGTERM drains: running requests finish, exit status 0.
+`baton prefill-worker` is short for `baton worker --role prefill`, and decode-worker likewise."""
+_EXAMPLES = """\
+  baton worker --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0 \\
         --advertise 10.0.0.7:7710 --port 7710
-  baton {name} --cpus 0,1                 on two cores, with two threads
-  baton {name} --tp 16 --nnodes 2 --node-rank 1 --name large --model /models/large
-                                          the second of two hosts with eight GPUs each"""
+  baton worker --role decode --cpus 0,1  on two cores, with two threads
+  baton worker --tp 16 --nnodes 2 --node-rank 1 --name large --model /models/large
+                                         the second of two hosts with eight GPUs each"""
 
 
 def add_commands(commands: options.Commands) -> None:
-    """Adds both commands."""
-    for role, summary, text in (
-        ("prefill", "run a worker that computes prompts", _PREFILL_TEXT),
-        ("decode", "run a worker that generates tokens", _DECODE_TEXT),
-    ):
-        name = f"{role}-worker"
-        examples = _WORKER_EXAMPLES.format(name=name)
-        parser = options.add_command(commands, name, summary, text, examples)
-        parser.set_defaults(run=_run, role=role, extra="worker", takes_model=True)
-        options.add_declared(parser, WorkerConfig)
-        options.add_config_option(parser)
-        process_setup.add_child_options(parser)
+    """Adds the command, and its names with a role."""
+    summary = "run a worker, which computes prompts and generates tokens"
+    parser = options.add_command(commands, "worker", summary, _TEXT, _EXAMPLES, list(_NAMES))
+    parser.set_defaults(run=_run, extra="worker", takes_model=True)
+    options.add_declared(parser, WorkerConfig)
+    options.add_config_option(parser)
+    process_setup.add_child_options(parser)
 
 
 def worker_config(args: argparse.Namespace) -> WorkerConfig:
     """A worker's settings."""
-    config = options.settings(WorkerConfig, f"{args.role}-worker", args, role=args.role)
+    if role := _NAMES.get(args.command):
+        vars(args).setdefault("role", role)
+    config = options.settings(WorkerConfig, "worker", args)
     incarnation = new_incarnation(config.name or config.role)
     return replace(
         config, engine=process_setup.with_threads(config.engine), incarnation=incarnation
@@ -65,10 +62,7 @@ def _run(args: argparse.Namespace) -> int:
         from baton.worker import rank_hosts
 
         return rank_hosts.run(config)
-    if config.role == "prefill":
-        from prefill_worker.worker import PrefillWorker
+    from decode_worker.worker import DecodePart
+    from prefill_worker.worker import PrefillPart
 
-        return node.run(config, PrefillWorker)
-    from decode_worker.worker import DecodeWorker
-
-    return node.run(config, DecodeWorker)
+    return node.run(config, (PrefillPart, DecodePart))

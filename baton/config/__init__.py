@@ -9,6 +9,7 @@ from baton.config.cluster import HTTP_PORT, ClusterConfig
 from baton.config.engine import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed, kv_heads_of
 from baton.config.model import DEMO_MODEL, ServedModel, default_model_name, model_path
 from baton.config.options import split_address
+from baton.config.planner import PlannerConfig
 from baton.config.registry import RegistryConfig
 from baton.config.router import (
     DEFAULT_MAX_ITL_S,
@@ -27,8 +28,8 @@ from baton.config.worker import WorkerConfig
 __all__ = [
     "CPU_KV_CACHE_BYTES", "DEFAULT_MAX_ITL_S", "DEMO_MODEL", "HTTP_PORT", "MAX_STREAM_INTERVAL",
     "MAX_TTFT_TARGET_S", "PROVING_TOKENS", "REASONING_PARSERS", "SHARED_FOLDER", "TOOL_PARSERS",
-    "TTFT_HINT", "ApiConfig", "ClusterConfig", "EngineConfig", "RegistryConfig", "RouterConfig",
-    "RouterLimits", "ServedModel", "ServiceConfig", "SimulatedSpeed", "TlsConfig",
+    "TTFT_HINT", "ApiConfig", "ClusterConfig", "EngineConfig", "PlannerConfig", "RegistryConfig",
+    "RouterConfig", "RouterLimits", "ServedModel", "ServiceConfig", "SimulatedSpeed", "TlsConfig",
     "WorkerConfig", "default_model_name", "host_id", "host_names", "kv_heads_of", "model_path",
     "new_incarnation", "origins", "split_address",
 ]  # fmt: skip

@@ -27,18 +27,14 @@ class ClusterConfig(WorkerServiceConfig):
     limits: RouterLimits = part(RouterLimits)
     api: ApiConfig = part(ApiConfig)
     etcd_access: RegistryConfig = part(RegistryConfig, without=("etcd", "lease_ttl_s"))
-    prefill: int = option(
-        1,
-        "--prefill N",
-        "number of prefill workers; with 0 decode workers compute prompts",
-        least=0,
+    prefill: int | None = option(
+        None, "--prefill N", "number of prefill workers (default: 1; 0 with --mixed)", int, least=0
     )
-    decode: int = option(
-        1,
-        "--decode N",
-        "number of decode workers",
-        least=1,
-        hint="only decode workers generate tokens",
+    decode: int | None = option(
+        None, "--decode N", "number of decode workers (default: 1; 0 with --mixed)", int, least=0
+    )
+    mixed: int = option(
+        0, "--mixed N", "number of workers that routers use for prompts and for tokens", least=0
     )
     prefill_tp: int = option(
         0, "--prefill-tp RANKS", "--tp of prefill workers (default: --tp)", most=MAX_TP
@@ -90,6 +86,8 @@ class ClusterConfig(WorkerServiceConfig):
 
     def __post_init__(self) -> None:
         options.check(self)
+        if not sum(self.workers.values()):
+            raise ConfigError("a cluster needs a worker: --mixed 1, or --prefill 1 --decode 1")
         if self.port + self.routers - 1 > MAX_PORT:
             raise ConfigError(f"--port {self.port} leaves no ports for {self.routers} routers")
         if self.first_http_port + self.routers - 1 > MAX_PORT:
@@ -105,9 +103,18 @@ class ClusterConfig(WorkerServiceConfig):
         return default if self.http_port is None else self.http_port
 
     @property
-    def ranks(self) -> tuple[int, int]:
-        """Ranks of a prefill worker and of a decode worker."""
-        return self.prefill_tp or self.engine.tp, self.decode_tp or self.engine.tp
+    def workers(self) -> dict[str, int]:
+        """Number of workers by role."""
+        default = 0 if self.mixed else 1
+        prefill = default if self.prefill is None else self.prefill
+        decode = default if self.decode is None else self.decode
+        return {"prefill": prefill, "decode": decode, "mixed": self.mixed}
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Ranks of a worker by role."""
+        tp = self.engine.tp
+        return {"prefill": self.prefill_tp or tp, "decode": self.decode_tp or tp, "mixed": tp}
 
     def registry(self, etcd: str) -> RegistryConfig:
         """The registry's settings for an etcd at this address; raises ConfigError."""

@@ -67,3 +67,8 @@ class RegistryConfig:
     def ranks_prefix(self) -> str:
         """Prefix of the keys of hosts that run ranks of a worker on another host."""
         return f"/baton/v1/{self.cluster}/ranks/"
+
+    @property
+    def planner_prefix(self) -> str:
+        """Prefix of the keys of the leading planner and of its plan."""
+        return f"/baton/v1/{self.cluster}/planner/"

@@ -104,14 +104,21 @@ class TlsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceConfig(TelemetryConfig):
-    """Settings of every router and worker."""
+class ListenConfig(TelemetryConfig):
+    """Where a process listens."""
 
     GROUP: ClassVar[str] = "service"
     host: str = option("127.0.0.1", "--host", "address to listen on")
     insecure: bool = option(
         False, "--insecure", "allow listening without TLS on an address that other machines reach"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig(ListenConfig):
+    """Settings of every router and worker."""
+
+    GROUP: ClassVar[str] = "service"
     model_name: str = option(
         "",
         "--model-name NAME",

@@ -1,4 +1,4 @@
-"""Settings of a prefill or decode worker."""
+"""Settings of a worker."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from baton.config.registry import RegistryConfig
 from baton.config.service import NAME_TEXT, ServiceConfig, TlsConfig, new_incarnation
 from baton.errors import ConfigError
 
+ROLES = ("prefill", "decode", "mixed")
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
 
 
@@ -32,9 +33,14 @@ class WorkerServiceConfig(ServiceConfig):
 
 @dataclass(frozen=True)
 class WorkerConfig(TlsConfig, WorkerServiceConfig):
-    """One prefill or decode worker."""
+    """One worker."""
 
-    role: str  # prefill or decode
+    role: str = option(
+        "mixed",
+        "--role",
+        "what routers prefer it for at first; `baton role` changes it while it runs",
+        choices=ROLES,
+    )
     engine: EngineConfig = part(EngineConfig)
     registry: RegistryConfig = part(RegistryConfig)
     port: int = option(0, "--port PORT", "port to listen on (default: a free one)")

@@ -140,6 +140,17 @@ class BlockManager:
             else:
                 self._free.append(block)
 
+    def uncache(self, blocks: Iterable[int]) -> list[int]:
+        """Removes those of these held blocks that have one holder from the prefix cache.
+
+        Returns them: their content is that holder's alone.
+        """
+        private = [block for block in blocks if self._refs[block] == 1]
+        for block in private:
+            if block in self._entries:
+                self._remove_entry(block)
+        return private
+
     def quarantine(self, blocks: Iterable[int]) -> None:
         """Quarantines blocks with one holder each instead of freeing them."""
         for block in blocks:
@@ -176,10 +187,13 @@ class BlockManager:
 
     def _evict(self) -> int:
         block, _ = self._evictable.popitem(last=False)
+        self._remove_entry(block)
+        return block
+
+    def _remove_entry(self, block: int) -> None:
         evicted = self._entries.pop(block).hash
         del self._by_hash[evicted]
         if evicted in self._changes.stored:
             self._changes.stored.remove(evicted)
         else:
             self._changes.evicted.add(evicted)
-        return block

@@ -53,6 +53,7 @@ from baton.errors import InternalError, Unavailable
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+NOT_FINITE = "logits are not finite numbers: the model's output is broken"
 MAX_FAILED_STEPS = 3  # in a row without a prompt that is in all of them, which would be the cause
 # A step with chunks that is expected to take longer lands before the next one is scheduled.
 LAUNCH_AHEAD_S = 0.010
@@ -278,7 +279,10 @@ class EngineLoop:
         token_ids, progress = self._apply(step.sequences, output)
         waited_s = (self._runner.waited_s or 0.0) - waited_s
         self._publish(step, progress, flight.began_ns, token_ids, waited_s)
-        self._failed_steps = 0
+        if token_ids or not progress or any(one.abort_reason != NOT_FINITE for one in progress):
+            self._failed_steps = 0
+        else:
+            self._count_failure(step.sequences, NOT_FINITE)
         return True
 
     def _wait_for_room(self, step: ScheduledStep) -> None:
@@ -308,17 +312,21 @@ class EngineLoop:
         failure: str,
         began_ns: int,
     ) -> None:
-        """Aborts the sequences of a step that failed.
-
-        Raises InternalError when steps keep failing whatever they run: a new process may do better.
-        One prompt that is sent again and again does not end the process, nor does KV from outside
-        that is not verified yet.
-        """
+        """Aborts the sequences of a step that failed."""
         self._runner.wait_for_writes()
         progress = [
             self._abort(one.sequence, failure) for one in sequences if not one.sequence.dropped
         ]
         self._publish(step, progress, began_ns)
+        self._count_failure(sequences, failure)
+
+    def _count_failure(self, sequences: list[ScheduledSequence], failure: str) -> None:
+        """Counts a step in which every sequence failed.
+
+        Raises InternalError when steps keep failing whatever they run: a new process may do better.
+        One prompt that is sent again and again does not end the process, nor does KV from outside
+        that is not verified yet.
+        """
         if any(one.sequence.unverified for one in sequences):
             return
         prompts = {_prompt_hash(one.sequence) for one in sequences}
@@ -397,14 +405,16 @@ class EngineLoop:
             sequence.tokens.pop()
             sequence.new_tokens -= 1
             sequence.awaits_token = False
+        if sequence.grammar is not None and sequence.grammar.failure:
+            return self._abort(sequence, sequence.grammar.failure, invalid=True)
+        if sampled is not None and sampled.broken:
+            return self._abort_broken(sequence)
         if sampled is None or not sampled.token_ids:
             computed = self._scheduler.update_after_landing(scheduled)
-            _, _, prompt, pooled = sampled or SampledTokens(())
+            prompt, pooled = (sampled.prompt, sampled.pooled) if sampled else (None, None)
             return SequenceProgress(
                 sequence.seq_id, computed, prompt_logprobs=prompt, pooled=pooled
             )
-        if sequence.grammar is not None and sequence.grammar.failure:
-            return self._abort(sequence, sequence.grammar.failure, invalid=True)
         count, reason = self._append(sequence, sampled.token_ids)
         computed = self._scheduler.update_after_landing(scheduled, sampled.token_ids[:count])
         if reason is not None:
@@ -437,6 +447,17 @@ class EngineLoop:
     def _abort(self, sequence: Sequence, reason: str, invalid: bool = False) -> SequenceProgress:
         self._drop(sequence)
         return SequenceProgress(sequence.seq_id, 0, abort_reason=reason, invalid=invalid)
+
+    def _abort_broken(self, sequence: Sequence) -> SequenceProgress:
+        """Aborts a sequence whose KV may hold numbers that are not finite.
+
+        Nobody may get them: neither from the prefix cache nor with the memory of its blocks.
+        """
+        log.error("sequence %s is aborted: %s", sequence.seq_id, NOT_FINITE)
+        private = self._blocks.uncache(sequence.block_ids)
+        progress = self._abort(sequence, NOT_FINITE)
+        self._runner.zero_blocks(private)
+        return progress
 
     def _mark_stopping(self) -> None:
         self._stopping = True

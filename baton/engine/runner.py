@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.models.lora import LoraAdapter
 from baton.engine.pooling import Vector, pooled
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs, split_prompt_logprobs
-from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
+from baton.engine.sampling.sampler import NO_TOKEN, Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.speculative import verify
 from baton.errors import InternalError
@@ -23,13 +24,18 @@ class SampledTokens(NamedTuple):
 
     token_ids: one, and one more for each accepted proposal; none where a part of its prompt was
     computed · logprobs: of each token, if asked for · prompt: log-probabilities of prompt tokens ·
-    pooled: sum of this step's hidden states, for an embedding.
+    pooled: sum of this step's hidden states, for an embedding · broken: whether the model's output
+    for it is not finite, so that it got nothing.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt: PromptLogprobs | None = None
     pooled: Vector | None = None
+    broken: bool = False
+
+
+BROKEN = SampledTokens((), broken=True)
 
 
 class StepOutput(NamedTuple):
@@ -200,7 +206,8 @@ class Runner(StepRunner):
         logits, prompts = split_prompt_logprobs(scheduled, logits)
         found = tokens_by_sequence(sampling, self._choose(logits, rows), prompts)
         for seq_id, vector in embedded.items():
-            found[seq_id] = found.get(seq_id, SampledTokens(()))._replace(pooled=vector)
+            got = found.get(seq_id, SampledTokens(()))
+            found[seq_id] = got._replace(pooled=vector) if np.isfinite(vector).all() else BROKEN
         return StepOutput(found)
 
     def _choose(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
@@ -227,7 +234,9 @@ def one_each(scheduled: list[ScheduledSequence], sampled: Sampled) -> StepOutput
         scheduled, sampled.token_ids, sampled.logprobs, strict=True
     ):
         sequence = item.sequence
-        if logprobs or sequence.grammar is not None or not sequence.params.max_tokens:
+        if token_id == NO_TOKEN:
+            found[sequence.seq_id] = BROKEN
+        elif logprobs or sequence.grammar is not None or not sequence.params.max_tokens:
             found[sequence.seq_id] = SampledTokens((token_id,), (logprobs,) if logprobs else ())
     return StepOutput(found, sampled.token_ids)
 
@@ -236,14 +245,20 @@ def tokens_by_sequence(
     sampling: list[ScheduledSequence], sampled: Sampled, prompts: Mapping[str, PromptLogprobs]
 ) -> dict[str, SampledTokens]:
     """What each sequence accepts of its sampled rows, by its id; rows as `sample_rows`."""
-    tokens = {seq_id: SampledTokens((), (), prompt) for seq_id, prompt in prompts.items()}
+    tokens = {
+        seq_id: BROKEN if np.isnan(prompt.logprobs).any() else SampledTokens((), (), prompt)
+        for seq_id, prompt in prompts.items()
+    }
     at = 0
     for scheduled in sampling:
         rows, proposed = 1 + len(scheduled.proposed), scheduled.proposed
         end = at + (verify(proposed, sampled.token_ids[at : at + rows]) if proposed else 1)
         logprobs, seq_id = tuple(filter(None, sampled.logprobs[at:end])), scheduled.sequence.seq_id
         new = tuple(sampled.token_ids[at:end])
-        tokens[seq_id] = SampledTokens(new, logprobs, prompts.get(seq_id))
         at += rows
+        if NO_TOKEN in new:
+            tokens[seq_id] = BROKEN
+        elif tokens.get(seq_id) is not BROKEN:
+            tokens[seq_id] = SampledTokens(new, logprobs, prompts.get(seq_id))
     assert at == len(sampled.token_ids), "every row belongs to a sequence"
     return tokens

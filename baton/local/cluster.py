@@ -43,7 +43,7 @@ class LocalCluster(Supervisor):
     say: called with a line for each event.
     on_line: called with a process's name and each line of its output.
     programs: commands to run instead of `python -m baton`, with the same arguments, by process name
-        ("decode-0") or role ("prefill", "decode", "router").
+        ("decode-0") or role ("prefill", "decode", "mixed", "router").
     extra_args: arguments to append, by the same keys.
     env: variables to add to every process's environment.
     """
@@ -111,7 +111,7 @@ class LocalCluster(Supervisor):
             ) from None
 
     async def add_worker(self, role: str, share: resources.Share | None = None) -> str:
-        """Starts one more "prefill" or "decode" worker, by default unpinned; returns its name."""
+        """Starts one more worker with this role, by default unpinned; returns its name."""
         name = f"{role}-{sum(process.role == role for process in self.processes.values())}"
         share = share or resources.Share((), 1)
         if share.device:
@@ -144,13 +144,12 @@ class LocalCluster(Supervisor):
         if config.tls:
             self._use_tls()
         await self._start_etcd()
-        names = [f"prefill-{number}" for number in range(config.prefill)]
-        names += [f"decode-{number}" for number in range(config.decode)]
+        names = [f"{role}-{n}" for role, number in config.workers.items() for n in range(number)]
         may_use_gpus = config.engine.device in ("auto", "cuda") and not config.engine.simulate
         gpus = await asyncio.to_thread(resources.count_gpus) if may_use_gpus else 0
-        shares = resources.shares(
-            config.engine, names, config.prefill, gpus, self._say, config.ranks
-        )
+        ranks = [config.ranks[name.partition("-")[0]] for name in names]
+        number = config.workers["prefill"]
+        shares = resources.shares(config.engine, names, number, gpus, self._say, ranks)
         if any(share.device for share in shares):
             self._start_timeout_s = max(self._start_timeout_s, _GPU_START_S)
         for number, (port, http_port) in enumerate(zip(found, http_ports, strict=True)):

@@ -47,11 +47,11 @@ def worker(
     metrics_port: int | None = None,
     certs: Path | None = None,
 ) -> list[str]:
-    """Arguments of a "prefill" or "decode" worker, which chooses a free port itself."""
+    """Arguments of a worker with a role of `WorkerConfig`, which chooses a free port itself."""
     engine = replace(config.engine, threads=share.threads, cpus=tuple(share.cpus))
     if role == "prefill":
         engine = replace(engine, nice=config.prefill_nice)
-    engine = replace(engine, tp=config.ranks[role == "decode"])
+    engine = replace(engine, tp=config.ranks[role])
     if share.device:
         engine = replace(engine, device=share.device, gpu_memory=share.gpu_memory)
     settings = WorkerConfig(
@@ -60,9 +60,9 @@ def worker(
         config.registry(etcd),
         **_shared(config, WorkerConfig),
         metrics_port=metrics_port,
-        **(_tls(certs, role) if certs else {}),
+        **(_tls(certs, "worker") if certs else {}),
     )
-    return arguments(f"{role}-worker", settings)
+    return arguments("worker", settings)
 
 
 def _tls(certs: Path, role: str) -> dict[str, Any]:

@@ -37,12 +37,12 @@ def shares(
     prefill: int,
     gpus: int,
     say: Callable[[str], None],
-    ranks: tuple[int, int] = (1, 1),
+    ranks: Sequence[int] = (),
 ) -> list[Share]:
     """The share of each of `names`, prefill workers first; `say` gets the placement and warnings.
 
-    ranks: number of ranks of a prefill worker and of a decode worker. Raises ConfigError if more
-    GPUs are configured than there are.
+    ranks: number of ranks of each (default: 1). Raises ConfigError if more GPUs are configured than
+    there are.
     """
     chosen = devices(engine, prefill, len(names) - prefill, gpus, ranks)
     cores = sorted(os.sched_getaffinity(0))
@@ -93,7 +93,7 @@ def count_gpus() -> int:
 
 
 def devices(
-    engine: EngineConfig, prefill: int, decode: int, gpus: int, ranks: tuple[int, int] = (1, 1)
+    engine: EngineConfig, prefill: int, others: int, gpus: int, ranks: Sequence[int] = ()
 ) -> list[str]:
     """Device of each worker, prefill workers first; empty strings without GPUs.
 
@@ -101,7 +101,7 @@ def devices(
     with enough GPUs each worker has its own. Workers of several ranks share none: each has the GPUs
     from its device on, one a rank.
     """
-    workers = prefill + decode
+    workers = prefill + others
     if engine.simulate or engine.device == "cpu" or (engine.device == "auto" and not gpus):
         return [""] * workers
     if engine.device.startswith("cuda:"):
@@ -111,21 +111,22 @@ def devices(
             "--device cuda: torch sees no GPU (nvidia-smi shows those of the driver); "
             "use --device cpu"
         )
-    if max(ranks) > 1:
-        sizes = [ranks[0]] * prefill + [ranks[1]] * decode
-        if sum(sizes) > gpus:
+    if max(ranks, default=1) > 1:
+        if sum(ranks) > gpus:
             raise ConfigError(
-                f"--tp: these workers need {sum(sizes)} GPUs, one a rank, and torch sees {gpus}; "
+                f"--tp: these workers need {sum(ranks)} GPUs, one a rank, and torch sees {gpus}; "
                 "use fewer workers or ranks, or --device cpu"
             )
-        return [f"cuda:{first}" for first in accumulate(sizes[:-1], initial=0)]
+        return [f"cuda:{first}" for first in accumulate(ranks[:-1], initial=0)]
     if gpus == 1:
         return ["cuda:0"] * workers
     used = min(gpus, workers)
-    # prefill's: [0, first) · decode's: [first, used)
+    if not (prefill and others):
+        return [f"cuda:{number % used}" for number in range(workers)]
+    # prefill's: [0, first) · the others': [first, used)
     first = min(max(1, round(used * prefill / workers)), used - 1)
     numbers = [
         *(number % first for number in range(prefill)),
-        *(first + number % (used - first) for number in range(decode)),
+        *(first + number % (used - first) for number in range(others)),
     ]
     return [f"cuda:{number}" for number in numbers]

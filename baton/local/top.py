@@ -323,8 +323,8 @@ def _latency(status: Status, what: str) -> str | None:
 
 
 def _good_share(status: Status) -> str | None:
-    """Share of goodput in all requests since the router's start."""
-    total = top_view.ended(status)
+    """Share of goodput in all requests since the router's start; None without targets."""
+    total = top_view.ended(status) if status.router.counts.with_target else 0
     return f"{top_view.good(status) / total:.1%}" if total else None
 
 
@@ -339,7 +339,7 @@ _ROUTER_COLUMNS = (
     Column("running", lambda r: r.last.router.running),
     Column("queued", lambda r: r.last.router.queued),
     Column("req/s", lambda r: r.rate(top_view.ended)),
-    Column("good/s", lambda r: r.rate(top_view.good), 3),
+    Column("good/s", lambda r: r.rate(top_view.good) if _good_share(r.last) else None, 3),
     Column("good", lambda r: _good_share(r.last), 2),
     Column("tok/s in", lambda r: r.rate(lambda s: s.router.counts.prompt_tokens), 8),
     Column("out", lambda r: r.rate(lambda s: s.router.counts.output_tokens), 1),

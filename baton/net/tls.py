@@ -26,18 +26,22 @@ from baton.errors import ConfigError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ROLES = ("router", "prefill", "decode", "admin")
+ROLES = ("router", "worker", "admin")
 DOMAIN = "baton"
 _SAN = "x509_subject_alternative_name"
-_FOR_CALLERS = ("/baton.v1.InferenceService/", "/grpc.health.v1.Health/")
-_WORKERS = frozenset({"prefill", "decode"})
+_FOR_CALLERS = (
+    "/baton.v1.InferenceService/",
+    "/externalscaler.ExternalScaler/",
+    "/grpc.health.v1.Health/",
+)
 # Who may call what on a worker: methods, services, and everybody who has a certificate.
 _CALLERS = {
     "/baton.v1.DispatchService/": frozenset({"router"}),
-    "/baton.v1.HandoffService/": _WORKERS,
+    "/baton.v1.HandoffService/": frozenset({"worker"}),
     "/baton.v1.WorkerService/Drain": frozenset({"admin"}),
     "/baton.v1.WorkerService/LoadAdapter": frozenset({"admin", "router"}),
     "/baton.v1.WorkerService/UnloadAdapter": frozenset({"admin", "router"}),
+    "/baton.v1.WorkerService/SetRole": frozenset({"admin"}),
 }
 
 

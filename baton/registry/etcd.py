@@ -15,6 +15,7 @@ from google.protobuf import json_format
 from baton.config import RegistryConfig
 from baton.errors import BatonError, Unavailable
 from baton.net.backoff import Backoff
+from baton.registry.election import Election, LedKey
 from baton.registry.etcd_client import EtcdClient
 from baton.registry.lease import EtcdRegistration
 from baton.registry.membership import (
@@ -54,15 +55,15 @@ class EtcdRegistry:
     @asynccontextmanager
     async def announce(self, host: RankHost) -> AsyncIterator[None]:
         """Enters the ranks of a host, as `register` enters a worker."""
-        key = f"{self._config.ranks_prefix}{host.role}/{host.worker}/{host.node_rank}"
+        key = f"{self._config.ranks_prefix}{host.worker}/{host.node_rank}"
         async with self._kept(EtcdRegistration(self._client, self._config.lease_ttl_s, key, host)):
             yield
 
-    async def rank_hosts(self, role: str, worker: str) -> dict[int, RankHost]:
+    async def rank_hosts(self, worker: str) -> dict[int, RankHost]:
         """By node rank, those that are announced now; none while etcd does not answer."""
         hosts = dict[int, RankHost]()
         try:
-            found = await self._client.range(f"{self._config.ranks_prefix}{role}/{worker}/")
+            found = await self._client.range(f"{self._config.ranks_prefix}{worker}/")
         except Unavailable as error:
             log.warning("no ranks of other hosts are found: %s", error)
             return hosts
@@ -95,6 +96,19 @@ class EtcdRegistry:
                 yield watch.membership
         finally:
             watch.close()
+
+    @asynccontextmanager
+    async def stand(self, name: str) -> AsyncIterator[tuple[Election, LedKey]]:
+        """Stands for planner until exit, which resigns; with the leader's plan. Raises as
+        `register` does."""
+        prefix = self._config.planner_prefix
+        await self._client.connect(prefix)
+        election = Election(self._client, prefix + "leader", self._config.lease_ttl_s, name)
+        try:
+            async with _running(election.run(), "election"):
+                yield election, LedKey(self._client, prefix + "plan", election)
+        finally:
+            await election.resign()
 
     async def ticket_key(self) -> bytes:
         """Random bytes that all routers of the cluster share. Raises as entering `watch` does.

@@ -181,6 +181,23 @@ class EtcdClient:
         request = etcd_pb2.PutRequest(key=key.encode(), value=value, lease=lease)
         return int((await self._call(lambda at: at.kv.Put, request)).header.revision)
 
+    async def put_if(self, key: str, value: bytes | None, revision: int, lease: int = 0) -> int:
+        """Writes `key`, or deletes it with None, if its last change was at `revision` (0: it does
+        not exist). Returns the new revision, 0 if it was changed.
+
+        A call that etcd answers too late may have been done: read the key to know.
+        """
+        name = key.encode()
+        done = etcd_pb2.RequestOp(
+            request_put=etcd_pb2.PutRequest(key=name, value=value or b"", lease=lease)
+        )
+        if value is None:
+            done = etcd_pb2.RequestOp(request_delete_range=etcd_pb2.DeleteRangeRequest(key=name))
+        unchanged = etcd_pb2.Compare(target=etcd_pb2.Compare.MOD, key=name, mod_revision=revision)
+        request = etcd_pb2.TxnRequest(compare=[unchanged], success=[done])
+        answer = await self._call(lambda at: at.kv.Txn, request)
+        return int(answer.header.revision) if answer.succeeded else 0
+
     async def grant(self, ttl_s: int) -> tuple[int, int]:
         """(id, seconds to live) of a new lease; etcd may give more time than was asked for."""
         request = etcd_pb2.LeaseGrantRequest(TTL=ttl_s)

@@ -39,7 +39,7 @@ class EtcdRegistration:
         self._settled = asyncio.Event()  # the newest record is written, or cannot be for now
 
     async def update(self, record: WorkerRecord) -> None:
-        """Replaces a worker's record; incarnation and role stay, or InvalidRequest is raised.
+        """Replaces a worker's record; its incarnation stays, or InvalidRequest is raised.
 
         Returns when etcd has it or turned out to be out of reach; then it is written as soon as
         etcd is back, and `connected` is False meanwhile. An outage raises nothing.

@@ -1,6 +1,6 @@
 """The members of a cluster: as a store keeps them, as a watcher tracks them, as readers see them.
 
-A member's key is `<prefix><role>/<incarnation>`, its value JSON for people too. No network here.
+A member's key is `<prefix><incarnation>`, its value JSON for people too. No network here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from baton.v1.common_pb2 import WorkerRecord, WorkerRole, WorkerState
 
 log = logging.getLogger(__name__)
 
-# Their names, for people, keys and certificates.
-ROLES = {WorkerRole.WORKER_ROLE_PREFILL: "prefill", WorkerRole.WORKER_ROLE_DECODE: "decode"}
+# Their names, for people.
+ROLES = {
+    WorkerRole.WORKER_ROLE_PREFILL: "prefill",
+    WorkerRole.WORKER_ROLE_DECODE: "decode",
+    WorkerRole.WORKER_ROLE_MIXED: "mixed",
+}
 
 
 class Membership:
@@ -149,17 +153,14 @@ def key_of(prefix: str, record: WorkerRecord) -> str:
         raise InvalidRequest(f"a worker cannot register in role {record.role}", "role")
     if not record.incarnation or "/" in record.incarnation:
         raise InvalidRequest(f"{record.incarnation!r} is no incarnation", "incarnation")
-    return f"{prefix}{ROLES[record.role]}/{record.incarnation}"
+    return f"{prefix}{record.incarnation}"
 
 
 def copy_for_update(old: WorkerRecord, new: WorkerRecord) -> WorkerRecord:
     """A copy of `new`; raises InvalidRequest unless it is about the same worker as `old`."""
-    if (new.incarnation, new.role) != (old.incarnation, old.role):
-        raise InvalidRequest(
-            f"an update of {old.incarnation} cannot name {new.incarnation or 'no worker'} "
-            "or another role",
-            "incarnation",
-        )
+    if new.incarnation != old.incarnation:
+        text = f"an update of {old.incarnation} cannot name {new.incarnation or 'no worker'}"
+        raise InvalidRequest(text, "incarnation")
     return copy.deepcopy(new)
 
 

@@ -105,10 +105,9 @@ class WorkerMetrics:
         self._recorder.observe(
             "baton.worker.cost", lambda: (time.monotonic() - started) * cost_per_s
         )
-        if config.role == "decode":
-            for outcome in _RESERVATIONS:
-                self._recorder.count("baton.reservations", 0, {"outcome": outcome})
-            self._drafted(0, 0)
+        for outcome in _RESERVATIONS:
+            self._recorder.count("baton.reservations", 0, {"outcome": outcome})
+        self._drafted(0, 0)
 
     def stepped(self, report: StepReport) -> None:
         """The engine has run a step; one without progress is not counted."""

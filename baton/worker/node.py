@@ -14,7 +14,6 @@ import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +29,13 @@ from baton.engine.build import Loaded
 from baton.engine.engine import Engine
 from baton.engine.rank_executor import RemoteRanks
 from baton.engine.step_report import StepReport
-from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
+from baton.errors import (
+    ConfigError,
+    InternalError,
+    InvalidRequest,
+    TransferFailed,
+    Unavailable,
+)
 from baton.generation.structured_output import GrammarCompiler
 from baton.net import rpc
 from baton.net.message_stream import MAX_MESSAGE_BYTES
@@ -69,10 +74,58 @@ STALL_MIN_S = 30.0  # no shorter step counts as stalled
 STALL_STEPS = 50  # mean steps that a step may take
 
 
-class Node(WorkerServiceServicer, ABC):
-    """One worker process, and what it answers about itself; its role is a subclass."""
+class Part(ABC):
+    """What a worker does for routers: runs prompts and hands them over, or runs sequences.
 
-    def __init__(self, config: WorkerConfig, registry: EtcdRegistry, trace: Telemetry) -> None:
+    Every worker has both parts over one engine, always; its role only says what routers prefer it
+    for.
+    """
+
+    def __init__(
+        self, node: Node, loaded: Loaded, pools: list[RankPool], usable: list[Transport]
+    ) -> None:
+        """The model is loaded, and the node has its engine; `usable` are the transports."""
+        self.node = node
+
+    def add_to(self, server: grpc.aio.Server) -> list[str]:
+        """Adds its own services to a server; their full names."""
+        return []
+
+    @abstractmethod
+    def dispatch(self, router: RouterStream, message: RouterMessage) -> Iterator[None]:
+        """Does what a router asks for, a part at a step."""
+
+    @abstractmethod
+    def lost(self, router: RouterStream) -> None:
+        """A router's connection has ended: frees what runs for it."""
+
+    @abstractmethod
+    def on_step(self, report: StepReport) -> None:
+        """Handles a step's report, on the event loop."""
+
+    def pairs(self) -> list[worker_pb2.PairStatus]:
+        """Its links to other workers, as their sending end."""
+        return []
+
+    @abstractmethod
+    async def idle(self) -> None:
+        """Returns when nothing runs any more."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Gives up what still runs and frees everything."""
+
+
+class Node(WorkerServiceServicer):
+    """One worker process, its engine, and what it answers about itself."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        registry: EtcdRegistry,
+        trace: Telemetry,
+        parts: Sequence[type[Part]],
+    ) -> None:
         self.config, self.telemetry, self.tracer = config, trace, trace.tracer
         self.load_tracker = LoadTracker()
         self.metrics = WorkerMetrics(config)
@@ -88,8 +141,11 @@ class Node(WorkerServiceServicer, ABC):
             state=common_pb2.WORKER_STATE_STARTING,
             model=config.served_name,
         )
+        self.members: Membership  # all workers of the cluster
+        self.parts: list[Part] = []  # of `_part_types`, once the model is loaded
+        self._part_types = parts
         self._registry = registry
-        self._members: Membership
+        self._registration: EtcdRegistration
         self._stop = asyncio.Event()
         self._drained = asyncio.Event()
         self._stepped = asyncio.Event()
@@ -97,38 +153,6 @@ class Node(WorkerServiceServicer, ABC):
         self._health = Health()
         self._dispatch = DispatchService(self)
         self.adapters: Adapters
-
-    @abstractmethod
-    def begin(self, loaded: Loaded, pools: list[RankPool], usable: list[Transport]) -> None:
-        """The model is loaded, and the engine is there; `usable` are the transports."""
-
-    @abstractmethod
-    def add_to(self, server: grpc.aio.Server) -> list[str]:
-        """Adds its own services to a server; their full names."""
-
-    @abstractmethod
-    def dispatch(self, router: RouterStream, message: RouterMessage) -> Iterator[None]:
-        """Does what a router asks for, a part at a step."""
-
-    @abstractmethod
-    def lost(self, router: RouterStream) -> None:
-        """A router's connection has ended: frees what runs for it."""
-
-    @abstractmethod
-    def on_step(self, report: StepReport) -> None:
-        """Handles a step's report, on the event loop."""
-
-    def pairs(self) -> list[worker_pb2.PairStatus]:
-        """Its links to other workers, which prefill workers report."""
-        return []
-
-    @abstractmethod
-    async def idle(self) -> None:
-        """Returns when nothing runs any more."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Gives up what still runs and frees everything."""
 
     async def run(self, load: Callable[[RemoteRanks], tuple[Loaded, list[KvPool]]]) -> None:
         """From binding to leaving; returns when it has drained.
@@ -146,8 +170,8 @@ class Node(WorkerServiceServicer, ABC):
         host, _ = split_address(self.record.address)
         async with (
             self._health.probed(self.config.host, self.config.health_port),
-            self._registry.register(self.record) as registration,
-            self._registry.watch() as self._members,
+            self._registry.register(self.record) as self._registration,
+            self._registry.watch() as self.members,
         ):
             others = await self._unless_stopped(rank_hosts.connected(self.config, self._registry))
             if others is not None:
@@ -172,19 +196,18 @@ class Node(WorkerServiceServicer, ABC):
                 drain = partial(self._call, loop, self._stop.set)
                 await asyncio.to_thread(rank_hosts.watch_for_drain, addresses, drain)
             remote = [RemotePool(partial(one.connect, rank_hosts.KV)) for one in addresses]
-            self.begin(loaded, [*pools, *remote], usable)
+            every_pool: list[RankPool] = [*pools, *remote]
+            self.parts += [kind(self, loaded, every_pool, usable) for kind in self._part_types]
             self.engine.start()
             async with contextlib.AsyncExitStack() as ending:  # whatever happens, in reverse
                 ending.push_async_callback(asyncio.to_thread, self.engine.stop)
                 ending.push_async_callback(server.stop, STOP_GRACE_S)
                 ending.push_async_callback(self._leave)
-                await self._describe(loaded, usable, [*pools, *remote])
-                self.adapters = Adapters(
-                    self.engine, loaded, partial(self._publish_adapters, registration)
-                )
+                await self._describe(loaded, usable, every_pool)
+                self.adapters = Adapters(self.engine, loaded, self._publish_adapters)
                 for name, directory in loaded.settings.adapters.items():
                     await self.adapters.load(name, directory)
-                await self._serve(server, registration)
+                await self._serve(server)
 
     def load(self) -> worker_pb2.Load:
         """The load now, also while a step hangs and nothing is reported."""
@@ -201,6 +224,20 @@ class Node(WorkerServiceServicer, ABC):
         """Load, state and links now."""
         return worker_pb2.LoadReport(load=self.load(), state=self.record.state, pairs=self.pairs())
 
+    def pairs(self) -> list[worker_pb2.PairStatus]:
+        """Its links to other workers, as their sending end."""
+        return [pair for part in self.parts for pair in part.pairs()]
+
+    def lost(self, router: RouterStream) -> None:
+        """A router's connection has ended: frees what runs for it."""
+        for part in self.parts:
+            part.lost(router)
+
+    async def idle(self) -> None:
+        """Returns when nothing runs any more, where no new work comes."""
+        for part in self.parts:
+            await part.idle()
+
     @property
     def max_message_bytes(self) -> int:
         """Largest message of a router: what callers may send, and what it becomes."""
@@ -211,15 +248,14 @@ class Node(WorkerServiceServicer, ABC):
         for trace_id in message.keep_traces:
             self.telemetry.keep(trace_id)
             yield
-        yield from self.dispatch(router, message)
+        for part in self.parts:
+            yield from part.dispatch(router, message)
 
     async def find(self, incarnation: str) -> common_pb2.WorkerRecord:
-        """The registry's record of a worker of the other role. Raises TransferFailed when it has
-        none."""
-        record = await self._members.find(incarnation, RECORD_WAIT_S)
-        role = "prefill" if self.config.role == "decode" else "decode"
-        if record is None or record.role != _ROLES[role]:
-            raise TransferFailed(f"the registry has no {role} worker {incarnation}")
+        """The registry's record of another worker. Raises TransferFailed when it has none."""
+        record = await self.members.find(incarnation, RECORD_WAIT_S)
+        if record is None or incarnation == self.incarnation:
+            raise TransferFailed(f"the registry has no other worker {incarnation}")
         return record
 
     def refuse_if_draining(self) -> None:
@@ -246,6 +282,16 @@ class Node(WorkerServiceServicer, ABC):
     ) -> worker_pb2.UnloadAdapterResponse:
         await self.adapters.unload(request.name, request.wait_ms / 1e3 or self.config.drain_s)
         return worker_pb2.UnloadAdapterResponse()
+
+    async def SetRole(self, request: Any, context: Any) -> worker_pb2.SetRoleResponse:
+        """Raises InvalidRequest for an unknown role, Unavailable where the worker is leaving."""
+        if request.role not in ROLES:
+            raise InvalidRequest(f"there is no role {request.role}", "role")
+        self.refuse_if_draining()
+        previous, self.record.role = self.record.role, request.role
+        log.info("role %s, before %s", ROLES[request.role], ROLES[previous])
+        registered = await self._register()
+        return worker_pb2.SetRoleResponse(previous=previous, registered=registered)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """What it returns; None, and it is cancelled, when the worker is to stop before."""
@@ -285,25 +331,26 @@ class Node(WorkerServiceServicer, ABC):
             self.load_tracker.update(report)
             self.metrics.stepped(report)
             self._stepped.set()
-            self.on_step(report)
+            for part in self.parts:
+                part.on_step(report)
         except Exception as error:
             if self._failure is None:
                 log.critical("a step's report was lost", exc_info=error)
                 self._failure = error
                 self._stop.set()
 
-    async def _serve(self, server: grpc.aio.Server, registration: EtcdRegistration) -> None:
+    async def _serve(self, server: grpc.aio.Server) -> None:
         add_WorkerServiceServicer_to_server(self, server)
         self._dispatch.add_to(server)
-        services = [*self.add_to(server), "baton.v1.WorkerService", dispatch_service.NAME]
-        self._health.add_to(server, services)
+        services = [name for part in self.parts for name in part.add_to(server)]
+        self._health.add_to(server, [*services, "baton.v1.WorkerService", dispatch_service.NAME])
         await server.start()
         settle()
         load = await asyncio.wrap_future(self.engine.load())
         self.load_tracker.load.CopyFrom(worker_pb2.Load(**vars(load)))
-        await self._enter(common_pb2.WORKER_STATE_READY, registration)
-        record = self.record
-        log.info("%s worker %s ready at %s", self.config.role, record.incarnation, record.address)
+        await self._enter(common_pb2.WORKER_STATE_READY)
+        name, role = self.record.incarnation, ROLES[self.record.role]
+        log.info("%s worker %s ready at %s", role, name, self.record.address)
         watching = asyncio.create_task(self._watch_for_stalls())
         try:
             await self._stop.wait()
@@ -313,7 +360,7 @@ class Node(WorkerServiceServicer, ABC):
         failed = self._failure is not None or self.engine.ended.done()
         drain_s = 0.0 if failed else self.config.drain_s
         log.info("draining for at most %.0f s", drain_s)
-        await self._enter(common_pb2.WORKER_STATE_DRAINING, registration)
+        await self._enter(common_pb2.WORKER_STATE_DRAINING)
         try:
             async with asyncio.timeout(drain_s):
                 await self.idle()
@@ -324,32 +371,33 @@ class Node(WorkerServiceServicer, ABC):
         if failed:
             self.engine.ended.result()
 
-    async def _publish_adapters(
-        self, registration: EtcdRegistration, adapters: list[common_pb2.Adapter]
-    ) -> None:
+    async def _publish_adapters(self, adapters: list[common_pb2.Adapter]) -> None:
         del self.record.adapters[:]
         self.record.adapters.extend(adapters)
-        await self._register(registration)
+        await self._register()
 
-    async def _enter(self, state: common_pb2.WorkerState, registration: EtcdRegistration) -> None:
+    async def _enter(self, state: common_pb2.WorkerState) -> None:
         self.record.state = state
         self.load_tracker.wake()
         await self._health.set(state == common_pb2.WORKER_STATE_READY)
-        await self._register(registration)
+        if not await self._register():
+            log.warning("the registry does not answer; routers get this state from us")
 
-    async def _register(self, registration: EtcdRegistration) -> None:
-        """Writes the record to the registry, if it answers."""
+    async def _register(self) -> bool:
+        """Gives the registry the record; False where it gets it later, as it does not answer."""
         try:
             async with asyncio.timeout(REGISTRY_TIMEOUT_S):
-                await registration.update(self.record)
+                await self._registration.update(self.record)
         except (TimeoutError, Unavailable):
-            log.warning("the registry does not answer; routers get this state from us")
+            return False
+        return self._registration.connected
 
     async def _leave(self) -> None:
         """Frees everything, then ends routers' connections and answers Drain calls."""
         try:
             async with asyncio.timeout(self.config.transfer_timeout_s + CLOSE_GRACE_S):
-                await self.close()
+                for part in self.parts:
+                    await part.close()
         except TimeoutError:
             log.error("a step or a transfer does not end: leaving without it")
         finally:
@@ -371,19 +419,19 @@ class Node(WorkerServiceServicer, ABC):
             await self._health.set(self.record.state == common_pb2.WORKER_STATE_READY)
 
 
-def run(config: WorkerConfig, role: type[Node]) -> int:
+def run(config: WorkerConfig, parts: Sequence[type[Part]]) -> int:
     """Runs one worker until it has drained; 0. Raises ConfigError when it cannot begin."""
-    return uvloop.run(_run(config, role), loop_factory=EventLoop)
+    return uvloop.run(_run(config, parts), loop_factory=EventLoop)
 
 
-async def _run(config: WorkerConfig, role: type[Node]) -> int:
+async def _run(config: WorkerConfig, parts: Sequence[type[Part]]) -> int:
     service = f"baton-{config.role}"
     instance = {"service.instance.id": config.incarnation}
     trace = tracing.setup(service, config.otlp, instance, config.trace_sample)
     registry = EtcdRegistry(config.registry)
     try:
         async with contextlib.AsyncExitStack() as stack:
-            node = role(config, registry, trace)
+            node = Node(config, registry, trace, parts)
             if config.metrics_port is not None:
                 page = serving(node.metrics.render, config.host, config.metrics_port)
                 await stack.enter_async_context(page)
@@ -399,8 +447,6 @@ def _load(
 ) -> tuple[Loaded, list[KvPool]]:
     """Everything slow, on a thread: the event loop keeps the worker's lease meanwhile."""
     settings = config.engine
-    if config.role == "prefill":
-        settings = replace(settings, prefill_only=True)
     areas = list[SharedMemoryArea | CudaArea | None]()
 
     def allocate(num_bytes: int, device: torch.device) -> SharedMemoryArea | CudaArea | None:

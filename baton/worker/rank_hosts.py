@@ -87,13 +87,12 @@ class RankAddress:
     host: str
     port: int
     secret: bytes
-    role: str
 
     def connect(self, purpose: str) -> ObjectConnection:
         """A connection for one purpose. Raises OSError, EOFError."""
         credentials = tls.current()
         context = credentials.client_context() if credentials.ca_file else None
-        name = f"{self.role}.{tls.DOMAIN}" if context else ""
+        name = f"worker.{tls.DOMAIN}" if context else ""
         place = self.host, self.port, self.secret
         opening = object_connection.connect(*place, context, name, CONTROL)
         try:
@@ -138,7 +137,7 @@ async def find(config: WorkerConfig, registry: EtcdRegistry) -> list[RankAddress
     """
     expected, waited_s = config.engine.tp // config.nnodes, 0.0
     while True:
-        hosts = await registry.rank_hosts(config.role, config.name) if config.nnodes > 1 else {}
+        hosts = await registry.rank_hosts(config.name) if config.nnodes > 1 else {}
         wanted = range(1, config.nnodes)
         for node in wanted:
             if node in hosts and len(hosts[node].addresses) != expected:
@@ -149,7 +148,7 @@ async def find(config: WorkerConfig, registry: EtcdRegistry) -> list[RankAddress
         missing = [str(node) for node in wanted if node not in hosts]
         if not missing:
             return [
-                RankAddress(*split_address(address), hosts[node].secret, config.role)
+                RankAddress(*split_address(address), hosts[node].secret)
                 for node in wanted
                 for address in hosts[node].addresses
             ]
@@ -217,7 +216,7 @@ async def _run(config: WorkerConfig) -> int:
                 secret = secrets.token_bytes()
                 async with _ranks(config, secret) as (ranks, addresses):
                     host = RankHost(
-                        worker=config.name, role=config.role, node_rank=config.node_rank,
+                        worker=config.name, node_rank=config.node_rank,
                         addresses=addresses, secret=secret,
                     )  # fmt: skip
                     async with registry.announce(host):

@@ -20,7 +20,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -290,7 +290,7 @@ async def _run(number: int, config: WorkerConfig) -> int:
     return 0
 
 
-def run(number: int, config: WorkerConfig, role: type[node.Node]) -> int:
+def run(number: int, config: WorkerConfig, parts: Sequence[type[node.Part]]) -> int:
     """Stands in for `baton.worker.node.run`."""
     return uvloop.run(_run(number, config), loop_factory=EventLoop)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from baton.errors import ConfigError, InvalidRequest, Overloaded, RetryableError, Unauthenticated
+from baton.errors import ConfigError, InvalidRequest, RetryableError, Unauthenticated
 from baton.generation.enum_names import PRIORITIES
 from baton.v1 import common_pb2
 from router.admission.rate_limit import Clock, TokenBucket
@@ -32,7 +32,7 @@ from router.admission.tenants_file import (
     key_digests,
 )
 from router.queueing.fair_queue import FairQueue
-from router.request import PendingPrompt, TenantShare
+from router.request import LimitReached, PendingPrompt, TenantShare
 from router.shared_state import LimitUsage, SharedState
 
 log = logging.getLogger(__name__)
@@ -43,10 +43,6 @@ _BUSY_RETRY_S = 1.0  # at max_running: when a request will end is not known
 _RELOAD_S = 1.0  # between two checks of the files
 
 Metadata = Iterable[tuple[str, str | bytes]]
-
-
-class LimitReached(Overloaded):
-    """A limit of the tenant itself; its callers may see the message."""
 
 
 class Tenant:

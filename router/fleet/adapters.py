@@ -8,7 +8,6 @@ from typing import Any
 
 from baton.errors import BatonError, DeadlineExceeded, ModelNotFound, Unavailable, quoted
 from baton.net import rpc
-from baton.registry.membership import ROLES
 from baton.v1 import fleet_pb2, worker_pb2, worker_pb2_grpc
 from router.fleet.fleet import Fleet
 from router.fleet.snapshot import WorkerView
@@ -62,7 +61,7 @@ async def _on_one(worker: WorkerView, timeout_s: float, call: _Call) -> fleet_pb
     try:
         async with (
             asyncio.timeout(timeout_s),
-            rpc.channel(record.address, role=ROLES[record.role]) as channel,
+            rpc.channel(record.address, role="worker") as channel,
         ):
             with rpc.translated():
                 await call(worker_pb2_grpc.WorkerServiceStub(channel), timeout_s)

@@ -164,6 +164,8 @@ class Fleet:
                 self._seen = None
                 await asyncio.sleep(0)  # thousands may come at once
             elif member.record is not record:
+                if member.record.role != record.role:
+                    self._seen = None
                 member.update(record)
         self._announce()
         await _close(leaving, _LEFT)

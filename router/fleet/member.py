@@ -12,7 +12,6 @@ from baton.errors import BatonError, Stale, Unavailable
 from baton.net import rpc
 from baton.net.failures import error_of
 from baton.net.message_stream import MAX_MESSAGE_BYTES, MessageStream
-from baton.registry.membership import ROLES
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from router.fleet.heartbeat import HeartbeatStream, LivenessConfig
@@ -211,7 +210,7 @@ class Member:
         """One stream, from its beginning to its end. Raises why it has ended."""
         channel = rpc.channel(
             self.record.address,
-            role=ROLES[self.record.role],
+            role="worker",
             max_message_bytes=MAX_MESSAGE_BYTES,
             shared=False,
         )

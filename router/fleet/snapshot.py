@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -50,20 +49,22 @@ class WorkerColumns(NamedTuple):
     rate: Column  # prefill, tokens a second; 0: not measured
     step_ms: Column
     running: Column
-    busy: Column  # sequences, also those that its load does not show yet
     max_busy: Column  # its batch and a spare eighth, so that a free place is filled at once
     steps: Column
-    queued_tokens: Column  # to compute: reported by it or assigned by this router
-    others_tokens: Column  # of these, the tokens that this router has not assigned
-    num_assigned: Column
     blocks_available: Column
     blocks_cached: Column
     blocks_held: Column
     blocks_freeable: Column  # available ones; infinite for an idle pool, which gets no emptier
     blocks_total: Column
+    # Those of `_assigned_numbers`.
+    busy: Column  # sequences, also those that its load does not show yet
+    queued_tokens: Column  # to compute: reported by it or assigned by this router
+    others_tokens: Column  # of these, the tokens that this router has not assigned
+    num_assigned: Column
 
 
 _NUM_IDS = 3  # integer columns, of numbers that do not change with the load
+_NUM_ASSIGNED = 4  # columns that change with each request
 _SLOT = WorkerColumns._fields.index("slot")
 _RATE, _BLOCK_SIZE, _CACHED = (
     WorkerColumns._fields.index(name) - _NUM_IDS for name in ("rate", "block_size", "blocks_cached")
@@ -130,8 +131,8 @@ class Snapshot:
         # Kinds of KV cache, each with its number and the size of a block and of a token.
         self.kvs: dict[bytes, tuple[int, int, int]] = {}
         self.hosts: dict[str, int] = {}  # with their numbers
-        numbers = [self._numbers(view) for view in views]
-        self.columns = Columns(numbers, self.prefill)
+        numbers = [self._reported_numbers(view) for view in views]
+        self.columns = Columns(numbers, views, len(self.prefill))
         self._holding = dict[str, Snapshot]()
         self._find_usable()
 
@@ -145,17 +146,21 @@ class Snapshot:
         new.__dict__.update(self.__dict__)
         new._holding = {}
         every, split = [*self.prefill, *self.decode], len(self.prefill)
-        changed, usable_changed = {}, excluded_pairs is not None
+        changed: dict[int, tuple[WorkerView, tuple[float, ...] | None]] = {}
+        usable_changed = excluded_pairs is not None
         rates_changed = False
         for view in views:
             row = self.rows[view.incarnation]
             before = every[row]
-            usable_changed |= view.ready is not before.ready or view.record is not before.record
-            usable_changed |= view.suspected is not before.suspected
-            rates = before.load.prefill_tokens_per_s, view.load.prefill_tokens_per_s
-            rates_changed |= rates[0] != rates[1]
+            is_other = view.ready is not before.ready or view.record is not before.record
+            usable_changed |= is_other or view.suspected is not before.suspected
+            numbers = None
+            if is_other or view.load is not before.load:
+                rates = before.load.prefill_tokens_per_s, view.load.prefill_tokens_per_s
+                rates_changed |= rates[0] != rates[1]
+                numbers = self._reported_numbers(view)
             every[row] = view
-            changed[row] = view, self._numbers(view)
+            changed[row] = view, numbers
         new.prefill, new.decode = tuple(every[:split]), tuple(every[split:])
         new.columns = self.columns.replaced(changed)
         if usable_changed or rates_changed:
@@ -167,8 +172,8 @@ class Snapshot:
             new._find_usable()
         return new
 
-    def _numbers(self, view: WorkerView) -> tuple[float, ...]:
-        """The worker's row, in the order of WorkerColumns."""
+    def _reported_numbers(self, view: WorkerView) -> tuple[float, ...]:
+        """The worker's row, in the order of WorkerColumns, without `_assigned_numbers`."""
         record, load = view.record, view.load
         kv = record.kv.SerializeToString()
         if kv not in self.kvs:
@@ -186,12 +191,8 @@ class Snapshot:
             load.prefill_tokens_per_s,
             load.step_ms,
             load.running,
-            max(load.running + load.waiting, view.assigned_sequences),
             batch + max(1, batch // _SPARE_SHARE) if (batch := record.max_batch) else math.inf,
             load.steps,
-            max(load.queue_tokens, assigned := view.assigned_tokens),
-            max(0, load.queue_tokens - assigned),
-            len(view.assigned),
             available := load.blocks_free + cached,
             cached,
             held := load.blocks_held,
@@ -359,47 +360,74 @@ class Columns:
     rate: Column
     block_size: Column
     blocks_cached: Column
+    reported: Columns  # those of the last snapshot in which a worker had reported another load
 
-    def __init__(self, numbers: Sequence[tuple[float, ...]], prefill: Sequence[WorkerView]) -> None:
-        values = np.array(numbers, np.float64).reshape(-1, len(WorkerColumns._fields)).T
+    def __init__(
+        self, reported: Sequence[tuple[float, ...]], views: Sequence[WorkerView], num_prefill: int
+    ) -> None:
+        num_reported = len(WorkerColumns._fields) - _NUM_ASSIGNED
+        values = np.array(reported, np.float64).reshape(-1, num_reported).T
         self._ids = values[:_NUM_IDS].astype(np.intp)
         self._values = values[_NUM_IDS:].copy()
-        self._num_prefill = len(prefill)
+        assigned = [_assigned_numbers(view) for view in views]
+        self._assigned = np.array(assigned, np.float64).reshape(-1, _NUM_ASSIGNED).T.copy()
+        self._num_prefill = num_prefill
         # [prefill workers, prompts]: the prompts assigned to each, in any order.
-        self._tokens = np.zeros((len(prefill), 1))
-        self._finish = np.zeros((len(prefill), 1))
-        for row, view in enumerate(prefill):
+        self._tokens = np.zeros((num_prefill, 1))
+        self._finish = np.zeros((num_prefill, 1))
+        for row, view in enumerate(views[:num_prefill]):
             self._write_assigned(row, view.assigned)
-        self._split()
+        self._split_reported()
+        self._split_assigned()
 
-    def replaced(self, changed: Mapping[int, tuple[WorkerView, tuple[float, ...]]]) -> Columns:
-        """Returns a copy in which these rows have new views and numbers."""
-        new = copy(self)
-        new._values = self._values.copy()
+    def replaced(
+        self, changed: Mapping[int, tuple[WorkerView, tuple[float, ...] | None]]
+    ) -> Columns:
+        """Returns a copy in which these rows have new views and, unless None, reported numbers.
+
+        Columns that do not change are shared.
+        """
+        new = Columns.__new__(Columns)
+        new.__dict__.update(self.__dict__)
+        new._assigned = self._assigned.copy()
         if any(row < self._num_prefill for row in changed):
             new._tokens, new._finish = self._tokens.copy(), self._finish.copy()
+        is_reported = False
         for row, (view, numbers) in changed.items():
-            new._values[:, row] = numbers[_NUM_IDS:]
+            new._assigned[:, row] = _assigned_numbers(view)
             if row < self._num_prefill:
                 new._write_assigned(row, view.assigned)
+            if numbers is None:
+                continue
+            if not is_reported:
+                new._values, is_reported = self._values.copy(), True
+            new._values[:, row] = numbers[_NUM_IDS:]
             if tuple(self._ids[:, row]) != numbers[:_NUM_IDS]:
                 new._ids = new._ids.copy()
                 new._ids[:, row] = numbers[:_NUM_IDS]
-        new._split()
+        if is_reported:
+            new._split_reported()
+        new._split_assigned()
         return new
 
     def assigned_before(self, virtual_finish: float) -> Column:
         """By prefill worker: tokens of its assigned prompts that are computed by then."""
-        before: Column = (self._tokens * (self._finish <= virtual_finish)).sum(1)
+        before: Column = np.add.reduce(self._tokens * (self._finish <= virtual_finish), 1)
         return before
 
-    def _split(self) -> None:
+    def _split_reported(self) -> None:
+        self.reported = self
         split, ready = self._num_prefill, self._values[0] > 0
         self.slot, self.rate = self._ids[_SLOT], self._values[_RATE]
         self.block_size, self.blocks_cached = self._values[_BLOCK_SIZE], self._values[_CACHED]
         ids, values = self._ids, self._values[1:]
-        self.prefill = WorkerColumns._make((*ids[:, :split], ready[:split], *values[:, :split]))
-        self.decode = WorkerColumns._make((*ids[:, split:], ready[split:], *values[:, split:]))
+        self._prefill = (*ids[:, :split], ready[:split], *values[:, :split])
+        self._decode = (*ids[:, split:], ready[split:], *values[:, split:])
+
+    def _split_assigned(self) -> None:
+        split, assigned = self._num_prefill, self._assigned
+        self.prefill = WorkerColumns._make((*self._prefill, *assigned[:, :split]))
+        self.decode = WorkerColumns._make((*self._decode, *assigned[:, split:]))
 
     def _write_assigned(self, row: int, prompts: Sequence[AssignedPrompt]) -> None:
         if (more := len(prompts) - self._tokens.shape[1]) > 0:
@@ -409,6 +437,17 @@ class Columns:
         for column, prompt in enumerate(prompts):
             self._tokens[row, column] = prompt.num_tokens
             self._finish[row, column] = prompt.virtual_finish
+
+
+def _assigned_numbers(view: WorkerView) -> tuple[float, ...]:
+    """The last columns of a worker's row: they change with each request that it is given."""
+    load, assigned = view.load, view.assigned_tokens
+    return (
+        max(load.running + load.waiting, view.assigned_sequences),
+        max(load.queue_tokens, assigned),
+        max(0, load.queue_tokens - assigned),
+        len(view.assigned),
+    )
 
 
 def kv_difference(prefill: WorkerView, decode: WorkerView) -> str:

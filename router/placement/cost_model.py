@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from router.fleet.snapshot import Column, Flags, Snapshot, WorkerColumns, WorkerView
+from router.fleet.snapshot import Column, Columns, Flags, Snapshot, WorkerColumns, WorkerView
 from router.request import Demand
 
 _WINDOW_CHUNKS = 2  # queued on a prefill worker: one that runs and the next one
@@ -23,11 +23,14 @@ _NOISE = 0.15  # rates that differ by no more count as equal
 _TOKENS_PER_S, _STEP_MS = 1000.0, 10.0  # before any worker has measured anything
 # A decode step reads all weights once, and each sequence's KV: reading the weights takes as long as
 # this many sequences. Measured on CPUs: 14 ms with 1 sequence, 24 ms with 8, 63 ms with 32.
-_STEP_BASE_SEQUENCES = 8
+STEP_BASE_SEQUENCES = 8
 # Cost of a handoff on one host and over the network: its control messages (Reserve, Prefill, Offer,
 # Ready, Commit), and bytes a second. On one host a short prompt's first token comes 2 to 3 ms later
 # than from decode itself; shared memory moves 4 to 9 GB/s. Those of the network are assumptions.
 HANDOFF_S, _BYTES_PER_S = {True: 0.003, False: 0.005}, {True: 4e9, False: 1e9}
+# The same in columns: on one host, over the network.
+_HANDOFF_US = np.array([[HANDOFF_S[True]], [HANDOFF_S[False]]]) * 1e6
+_BYTE_US = 1e6 / np.array([[_BYTES_PER_S[True]], [_BYTES_PER_S[False]]])
 # A decode step delays all streams of the worker, also future ones: computing prompts there counts
 # twice.
 _DECODE_PRICE = 2
@@ -75,26 +78,26 @@ class DecodeCosts(NamedTuple):
     cached: Column
     blocks: Column
     full: Flags
-    local_ttft_s: Column
+    local_ttft_us: Column
     local_us: Column
     alone_us: Column
     near_us: Column  # a handoff on one host, and the rest of the request
     far_us: Column  # the same between hosts
 
 
-class FleetCosts:
-    """The part of the costs that is the same for all requests on a snapshot."""
+class Speeds:
+    """How fast workers are, as far as it follows from what they have reported."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        columns = snapshot.columns
-        p, d = columns.prefill, columns.decode
+    def __init__(self, reported: Columns) -> None:
+        p, d = reported.prefill, reported.decode
         usual_rate = _median(p.rate[p.ready & (p.rate > 0)], _TOKENS_PER_S)
-        rates = _without_noise(columns.rate, usual_rate)
+        rate = _without_noise(reported.rate, usual_rate)
+        prefill_rate, decode_rate = rate[: len(p.rate)], rate[len(p.rate) :]
+        self.prefill_us = 1e6 / prefill_rate  # of a token
         # Rates of small steps say little: decode is never assumed to be the faster one.
-        self.prefill_rate, decode_rate = snapshot.split(rates)
-        self.decode_rate = np.minimum(decode_rate, usual_rate)
+        self.decode_us = 1e6 / np.minimum(decode_rate, usual_rate)
         # The queue is kept in the router, where it can be ordered, and not on the worker.
-        work = self.prefill_rate * _WINDOW_S // 1
+        work = prefill_rate * _WINDOW_S // 1
         self.window = np.maximum(p.chunk_tokens * _WINDOW_CHUNKS, work)
         self.half_chunk = p.chunk_tokens // 2
 
@@ -102,12 +105,21 @@ class FleetCosts:
         single_ms = d.step_ms / _relative_step(np.maximum(d.running, 1))
         usual_ms = _median(single_ms[d.ready & (single_ms > 0)], _STEP_MS)
         outdated = (single_ms > usual_ms) & (d.running == 0)  # measured with an earlier batch
-        single_ms = np.where(outdated, usual_ms, _without_noise(single_ms, usual_ms))
-        self.tpot_s = single_ms / 1e3 * _relative_step(d.busy + 1)
+        self.single_us = 1e3 * np.where(outdated, usual_ms, _without_noise(single_ms, usual_ms))
+        self.block_share = 1 / np.maximum(d.blocks_total, 1)  # of the pool
+        self.used_share = 1 - d.blocks_available * self.block_share
+
+
+class FleetCosts:
+    """The part of the costs that is the same for all requests on a snapshot."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        d, self.speeds = snapshot.columns.decode, _speeds(snapshot.columns.reported)
+        self.streams = d.busy + 1
+        self.tpot_us = self.speeds.single_us * _relative_step(self.streams)
         self.batch_full = d.busy >= d.max_busy
         # The queue, and the rest of the current step, on average.
-        self.decode_wait_s = d.queued_tokens / self.decode_rate + self.tpot_s / 2
-        self.streams = d.busy + 1
+        self.decode_wait_us = d.queued_tokens * self.speeds.decode_us + self.tpot_us / 2
 
 
 class Costs:
@@ -117,34 +129,33 @@ class Costs:
         self.snapshot, self.demand = snapshot, demand
         self.fleet = _fleet_costs(snapshot)
         workers = snapshot.columns
-        cached = np.zeros(len(workers.slot))
+        # Blocks that the sequence and its next token need of the available ones.
+        cached, blocks = np.zeros(len(workers.slot)), demand.num_tokens // workers.block_size + 1
+        split = len(snapshot.prefill)
+        whole = blocks[split:]
         for block_size in {size for _, size, _ in snapshot.kvs.values()} - {0}:
             found = snapshot.index.leading(demand.hashes(block_size))
             if found is not None:
                 cached = np.maximum(cached, found[workers.slot] * block_size)
-        # Blocks that the sequence and its next token need of the available ones. Blocks shared with
-        # a running sequence are not needed again. Of the cached ones, as many as the pool has
-        # unheld may be among the available ones and are counted as such.
-        whole = demand.num_tokens // workers.block_size + 1
-        shared = np.maximum(cached // workers.block_size - workers.blocks_cached, 0)
-        blocks, uncached = whole - shared, demand.num_tokens - cached
-        split = len(snapshot.prefill)
+                # Those shared with a running sequence are not needed again. Of the cached ones, as
+                # many as the pool has unheld may be among the available ones and are counted so.
+                shared = cached // workers.block_size - workers.blocks_cached
+                blocks = demand.num_tokens // workers.block_size + 1 - np.maximum(shared, 0)
+        uncached = demand.num_tokens - cached
         self.prefill = self._prefill_costs(cached[:split], uncached[:split], blocks[:split])
-        self.decode = self._decode_costs(
-            cached[split:], uncached[split:], blocks[split:], whole[split:]
-        )
+        self.decode = self._decode_costs(cached[split:], uncached[split:], blocks[split:], whole)
 
     def _prefill_costs(self, cached: Column, uncached: Column, blocks: Column) -> PrefillCosts:
-        fleet, columns = self.fleet, self.snapshot.columns
-        p, rate = columns.prefill, fleet.prefill_rate
+        speeds, columns = self.fleet.speeds, self.snapshot.columns
+        p = columns.prefill
         # Other routers' prompts count fully: their virtual finish times are not known.
         ahead = columns.assigned_before(self.demand.pending.virtual_finish) + p.others_tokens
         # A chunk of a later prompt may be running: on average half of it remains.
-        running = np.maximum(np.minimum(p.queued_tokens - ahead, fleet.half_chunk), 0)
+        running = np.maximum(np.minimum(p.queued_tokens - ahead, speeds.half_chunk), 0)
         before = ahead + running
-        full = (blocks > p.blocks_freeable) | (ahead >= fleet.window)
-        wait_us = np.rint(before / rate * 1e6)
-        us = np.rint((before + uncached) / rate * 1e6)
+        full = (blocks > p.blocks_freeable) | (ahead >= speeds.window)
+        wait_us = np.rint(before * speeds.prefill_us)
+        us = np.rint((before + uncached) * speeds.prefill_us)
         return PrefillCosts(cached, ahead, blocks, full, wait_us, us)
 
     def _decode_costs(
@@ -152,38 +163,34 @@ class Costs:
     ) -> DecodeCosts:
         """`whole`: blocks of the sequence, wherever they are."""
         fleet, demand, d = self.fleet, self.demand, self.snapshot.columns.decode
-        compute_s, wait_s = uncached / fleet.decode_rate, fleet.decode_wait_s
-        used = 1 - (d.blocks_available - whole) / np.maximum(d.blocks_total, 1)
-        used = np.maximum(np.minimum(used, 1), 0)
+        speeds = fleet.speeds
+        compute_us = uncached * speeds.decode_us
+        used = np.minimum(speeds.used_share + whole * speeds.block_share, 1)
         tokens = min(demand.max_new_tokens or _NEW_TOKENS, _MAX_NEW_TOKENS)
-        rest_us = fleet.tpot_s * (tokens * 1e6) + used * used * (_FULL_POOL_MS * 1e3)
+        rest_us = fleet.tpot_us * tokens + used * used * (_FULL_POOL_MS * 1e3)
         # Each sequence of decode's batch waits while it computes. The cost is never less than that
         # of a handoff: where nothing waits, prefill workers compute.
-        here_s = (wait_s + compute_s * fleet.streams) * _DECODE_PRICE + HANDOFF_S[False]
-        alone_us = np.rint(here_s * 1e6 + rest_us)
-        local_ttft_s = wait_s + compute_s
+        here_us = (fleet.decode_wait_us + compute_us * fleet.streams) * _DECODE_PRICE + rest_us
+        alone_us = np.rint(here_us + _HANDOFF_US[1])
+        local_ttft_us = fleet.decode_wait_us + compute_us
         if not demand.decodes:  # nothing is handed over
             no, zero = np.zeros(d.ready.shape, np.bool_), np.zeros(d.ready.shape)
             local_us = zero + np.inf
-            return DecodeCosts(cached, blocks, no, local_ttft_s, local_us, alone_us, zero, zero)
+            return DecodeCosts(cached, blocks, no, local_ttft_us, local_us, alone_us, zero, zero)
         full = fleet.batch_full | (blocks > d.blocks_available)
         # Blocks that decode does not cache are sent, in the gap before the second token.
-        num_bytes = uncached * d.token_bytes
-        near_us, far_us = (
-            np.rint((num_bytes / _BYTES_PER_S[same] + HANDOFF_S[same]) * 1e6 + rest_us)
-            for same in (True, False)
-        )
+        near_us, far_us = np.rint(uncached * d.token_bytes * _BYTE_US + _HANDOFF_US + rest_us)
         if demand.local_prefill_max_tokens > 0:
             always = uncached <= demand.local_prefill_max_tokens
             # One step computes it with what waits there, and delays no stream for too long.
             step_tokens = d.queued_tokens + uncached
-            is_short = fleet.tpot_s + step_tokens / fleet.decode_rate <= demand.max_itl_s
-            is_short &= step_tokens <= d.chunk_tokens
+            step_us = fleet.tpot_us + step_tokens * speeds.decode_us
+            is_short = (step_us <= demand.max_itl_s * 1e6) & (step_tokens <= d.chunk_tokens)
             local_us = np.where(always | is_short, alone_us, np.inf)
             near_us[always] = far_us[always] = np.inf
         else:
             local_us = np.full(cached.shape, np.inf)
-        return DecodeCosts(cached, blocks, full, local_ttft_s, local_us, alone_us, near_us, far_us)
+        return DecodeCosts(cached, blocks, full, local_ttft_us, local_us, alone_us, near_us, far_us)
 
     def full(self, refused: Set[str]) -> tuple[Flags, Flags]:
         """Prefill and decode workers that accept nothing now.
@@ -207,7 +214,7 @@ class Costs:
     def on_prefill(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
         """The request on one prefill worker, with the reason if it has no room."""
         worker, costs, no_room = self.snapshot.prefill[row], self.prefill, ""
-        ahead, window = int(costs.ahead[row]), self.fleet.window[row]
+        ahead, window = int(costs.ahead[row]), self.fleet.speeds.window[row]
         if worker.incarnation in refused:
             no_room = _REFUSED
         elif ahead >= window:
@@ -226,7 +233,7 @@ class Costs:
             no_room = f"has {d.busy[row]:.0f} sequences for a batch of {worker.record.max_batch}"
         elif costs.full[row]:
             no_room = _blocks_missing(worker, costs.blocks[row])
-        tpot_s = float(self.fleet.tpot_s[row])
+        tpot_s = float(self.fleet.tpot_us[row]) / 1e6
         return self._estimate(worker, no_room, costs.cached[row], int(d.queued_tokens[row]), tpot_s)
 
     def _estimate(
@@ -273,6 +280,11 @@ def _fleet_costs(snapshot: Snapshot) -> FleetCosts:
     return FleetCosts(snapshot)
 
 
+@lru_cache(maxsize=1)
+def _speeds(reported: Columns) -> Speeds:
+    return Speeds(reported)
+
+
 def _blocks_missing(worker: WorkerView, needed: float) -> str:
     available = worker.load.blocks_free + worker.load.blocks_cached
     return f"has {available} KV blocks available and {needed:.0f} are needed"
@@ -280,7 +292,7 @@ def _blocks_missing(worker: WorkerView, needed: float) -> str:
 
 def _relative_step(sequences: Column) -> Column:
     """Duration of a step relative to one with a single sequence."""
-    return (_STEP_BASE_SEQUENCES + sequences) / (_STEP_BASE_SEQUENCES + 1)
+    return (STEP_BASE_SEQUENCES + sequences) / (STEP_BASE_SEQUENCES + 1)
 
 
 def _without_noise(rates: Column, usual: float) -> Column:

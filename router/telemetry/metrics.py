@@ -24,6 +24,7 @@ from baton.telemetry import tracing
 from baton.telemetry.metrics.recorder import Attributes, Recorder
 from router.fleet.circuit_breaker import Key
 from router.fleet.fleet import Fleet
+from router.request import LimitReached
 from router.telemetry.stats import (
     CANCELLED,
     OK,
@@ -171,10 +172,10 @@ def _refusal_cause(record: RequestRecord, error: Exception) -> str:
     if isinstance(error, Unavailable):  # a draining router refuses before it checks the key
         return "no_worker" if record.tenant else "draining"
     if isinstance(error, Overloaded):
-        # By its progress: wait queue, tenant's limits, feasibility, the wait queue again.
-        if record.state is None:
-            return "tenant_limit" if record.tenant else "queue_full"
-        return "queue_full" if record.state.attempts else "too_late"
+        if isinstance(error, LimitReached):
+            return "tenant_limit"
+        # By its progress: wait queue, feasibility, the wait queue again.
+        return "too_late" if record.state and not record.state.attempts else "queue_full"
     return next((cause for kind, cause in _CAUSES_BY_ERROR if isinstance(error, kind)), "internal")
 
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from opentelemetry.trace import Span
 
-from baton.errors import BatonError, DeadlineExceeded, as_exception
+from baton.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable, as_exception
 from baton.log_format import RateLimit, about
 from baton.net import rpc
 from baton.telemetry import tracing
 from baton.v1 import fleet_pb2
-from router.request import PROMPT_PATHS, RequestState
+from router.request import PROMPT_PATHS, LimitReached, RequestState
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +127,7 @@ class RouterStats:
     def admitted(self, record: RequestRecord, state: RequestState) -> None:
         """Counts an admitted request."""
         record.state = state
+        self.counts.admitted += 1
         self.counts.prompt_tokens += len(state.request.prompt)
 
     def delivered(self, num_tokens: int, gap_s: float | None) -> None:
@@ -174,6 +175,7 @@ class RouterStats:
         elif outcome.status == OK and state is not None:
             counts.served[state.prompt_path] += 1
             ttft_s, target_s = state.ttft_s, state.request.ttft_target_s
+            counts.with_target += target_s > 0
             counts.late += 0 < target_s < ttft_s
             self._latencies.append((self._clock(), ttft_s * 1e3, state.tpot_s * 1e3))
         for listener in self.listeners:
@@ -182,6 +184,9 @@ class RouterStats:
     def _failed(self, record: RequestRecord, outcome: RequestOutcome) -> None:
         """Logs a failure, or a refusal at a limited rate, with the ids that lead to its trace."""
         self.counts.refused += not record.placed
+        for_want_of_room = isinstance(outcome.error, (Overloaded, Unavailable))
+        if record.state is None and record.tenant and not isinstance(outcome.error, LimitReached):
+            self.counts.turned_away += for_want_of_room
         why = str(outcome.error) or type(outcome.error).__name__
         kind = fleet_pb2.EVENT_KIND_FAILURE if record.placed else fleet_pb2.EVENT_KIND_REFUSAL
         self._note(kind, f"{outcome.status}: {why}", record.request_id, record.trace_id)

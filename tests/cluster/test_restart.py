@@ -90,7 +90,6 @@ async def test_a_rolling_restart_under_load_fails_no_request(clusters, simulated
             await all_blocks_free(client)
 
 
-@pytest.mark.timeout(300)
 async def test_a_rolling_restart_under_http_clients_that_never_retry(clusters, simulated):
     """With one router and one worker of each role, whose drain is shorter than a stream.
 
@@ -117,7 +116,7 @@ async def test_a_rolling_restart_under_http_clients_that_never_retry(clusters, s
 
     async def call(case, keeps, stream):
         while not stopping.is_set():
-            async with httpx.AsyncClient(timeout=120.0) as client:
+            async with httpx.AsyncClient(timeout=WAIT_S) as client:
                 await ask(client, case, stream)
                 while keeps and not stopping.is_set():
                     await ask(client, case, stream)
@@ -137,7 +136,7 @@ async def test_a_rolling_restart_under_http_clients_that_never_retry(clusters, s
             await answered.get()
         stopping.set()
     assert not set(before.values()) & {p.pid for p in cluster.processes.values()}
-    async with httpx.AsyncClient(timeout=30.0) as client:
+    async with httpx.AsyncClient(timeout=WAIT_S) as client:
         for address in cluster.metrics.values():
             assert (await client.get(f"http://{address}/metrics")).status_code == 200
 

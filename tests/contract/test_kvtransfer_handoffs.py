@@ -450,8 +450,9 @@ async def test_a_peer_that_ends_while_its_kv_is_verified_has_sent_all_of_it(join
 
 @pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
 async def test_blocks_that_are_not_read_back_end_the_handoff(join, name):
-    prefill, decode = await join(name, decode={"timeout_s": 0.2})
+    prefill, decode = await join(name)
     await prefill.hand_over(decode.reserve("first", 4, 3), "first", slots(4, 5))
+    decode.handoffs._verify_timeout_s = 0.2
     stuck = threading.Event()
     decode.before["commit"] = lambda _: decode.links._links["p"]._thread.submit(stuck.wait, 10)
     try:

@@ -96,7 +96,7 @@ async def test_a_sender_that_goes_on_later_writes_into_quarantined_blocks_alone(
     """No other request gets them, and they come back as zeroes."""
     async with Worker("decode", directory, MemoryRegistry()) as decode, Router(decode) as router:
         reserved = await router.reserve(spec("h", prompt(NUM_TOKENS, start=1)))
-        pool, entries = decode.node._links.pools[0].tensor, decode.node._handoffs._handoffs
+        pool, entries = decode.decoding._links.pools[0].tensor, decode.decoding._handoffs._handoffs
         blocks = list(entries["h"].block_ids)
         others = [n for n in range(len(pool)) if n not in blocks]
 

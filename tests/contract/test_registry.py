@@ -279,14 +279,14 @@ async def test_a_registration_can_be_read_and_leaves_nothing_behind(etcd):
         (kv,) = (await etcd.client.range("/baton")).kvs
     assert asyncio.all_tasks() == before
     assert not (await etcd.client.range("/baton")).kvs
-    assert kv.key == b"/baton/v1/blue/workers/decode/d1"
+    assert kv.key == b"/baton/v1/blue/workers/d1"
     assert kv.lease != 0
     assert b'"state": "WORKER_STATE_READY"' in kv.value
     assert b"\n" not in kv.value
 
 
 async def test_other_clusters_and_rubbish_are_passed_over(etcd, caplog):
-    client, prefix = etcd.client, f"{etcd.config.workers_prefix}decode/"
+    client, prefix = etcd.client, etcd.config.workers_prefix
     lease, _ = await client.grant(60)
     await client.put(prefix + "before", b"{", lease)
     async with (await etcd.registry()).watch() as members:
@@ -297,7 +297,7 @@ async def test_other_clusters_and_rubbish_are_passed_over(etcd, caplog):
             value = f'{{"incarnation": "{name}", "role": {role}}}'
             await client.put(prefix + name, value.encode(), lease)
         newer = b'{"incarnation": "n1", "role": "WORKER_ROLE_DECODE", "colour": "red"}'
-        await client.put("/baton/v1/default2/workers/decode/n1", newer, lease)
+        await client.put("/baton/v1/default2/workers/n1", newer, lease)
         await client.put(prefix + "n1", newer, lease)
         await until_names(members, "n1")
     for name in ("before", "during", "alias", "r0", "r77", "rj"):
@@ -307,7 +307,7 @@ async def test_other_clusters_and_rubbish_are_passed_over(etcd, caplog):
 async def test_what_others_do_to_a_record_is_undone_while_its_lease_lives(etcd, caplog):
     etcd.ttl(3)
     client, registry = etcd.client, await etcd.registry()
-    key, record = f"{etcd.config.workers_prefix}decode/d1", worker("d1")
+    key, record = f"{etcd.config.workers_prefix}d1", worker("d1")
     async with registry.register(record) as registration, registry.watch() as members:
         before, _ = await client.get(key)
         other, _ = await client.grant(60)
@@ -353,14 +353,14 @@ async def test_renewals_share_a_stream_and_ask_no_more_than_one_member_of_etcd(
         monkeypatch.setattr(endpoint.lease, "LeaseKeepAlive", counted)
         monkeypatch.setattr(endpoint, "renew", noted)
         monkeypatch.setattr(EtcdClient, "get", late)
-        await eventually(lambda: asyncio.sleep(0, len(read)), lambda n: n > 3, "no round", 30.0)
+        await eventually(lambda: asyncio.sleep(0, len(read)), lambda n: n > 3, "no round")
         assert opened <= 1 < renewed and registration.connected
         assert "by another process" not in caplog.text
         await etcd.stop()
         await etcd.start()
         rounds = renewed
         renewals = lambda: asyncio.sleep(0, renewed)  # noqa: E731
-        await eventually(renewals, lambda n: n > rounds + 1, "no round", 30.0)
+        await eventually(renewals, lambda n: n > rounds + 1, "no round")
         assert registration.connected
 
 
@@ -473,21 +473,18 @@ async def test_leaving_during_an_outage_is_bounded(etcd, caplog):
 async def test_hosts_of_one_workers_ranks_are_found_by_its_name_until_they_leave(etcd, caplog):
     registry, other = await etcd.registry(), await etcd.registry()
     hosts = [
-        RankHost(
-            worker="big", role="decode", node_rank=node, addresses=["h:1"], secret=bytes([node])
-        )
+        RankHost(worker="big", node_rank=node, addresses=["h:1"], secret=bytes([node]))
         for node in (1, 2)
     ]
-    bigger = RankHost(worker="bigger", role="decode", node_rank=3, addresses=["h:2"])
+    bigger = RankHost(worker="bigger", node_rank=3, addresses=["h:2"])
     async with registry.announce(hosts[0]), registry.announce(bigger):
         async with registry.announce(hosts[1]):
-            assert await other.rank_hosts("decode", "big") == {1: hosts[0], 2: hosts[1]}
-            assert await other.rank_hosts("prefill", "big") == {}
+            assert await other.rank_hosts("big") == {1: hosts[0], 2: hosts[1]}
         lease, _ = await etcd.client.grant(5)
-        await etcd.client.put("/baton/v1/default/ranks/decode/big/7", b"rubbish", lease)
-        assert await other.rank_hosts("decode", "big") == {1: hosts[0]}
+        await etcd.client.put("/baton/v1/default/ranks/big/7", b"rubbish", lease)
+        assert await other.rank_hosts("big") == {1: hosts[0]}
         assert "does not hold a host with ranks" in caplog.text
         await etcd.stop()
-        assert await other.rank_hosts("decode", "big") == {}
+        assert await other.rank_hosts("big") == {}
         assert "no ranks of other hosts are found" in caplog.text
         await etcd.start()

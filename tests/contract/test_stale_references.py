@@ -84,7 +84,7 @@ class Cluster(Pair):
 
     async def held_write(self, wanted):
         """A handoff whose bytes are about to be written, all else being done."""
-        (link,) = self.prefill.node._links._links.values()
+        (link,) = self.prefill.prefilling._links._links.values()
         return HeldWrite(link), await self.start(wanted)
 
     async def written(self):
@@ -231,7 +231,7 @@ async def test_a_restarted_prefill_worker_cannot_answer_for_the_one_before_it(di
         ):
             c = Cluster(prefill, decode, router, prompts)
             assert await c.hand_over("opens", token_ids, 8) == alone(token_ids, 8)
-            (link,) = prefill.node._links._links.values()
+            (link,) = prefill.prefilling._links._links.values()
             claims = {**names, "incarnation": "writer-2"}
             commit = handoff_pb2.CommitRequest(**claims, epoch=link.epoch, num_tokens=20)
             for lives in (True, False):

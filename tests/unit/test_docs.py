@@ -19,13 +19,15 @@ SOURCES = (
     *("baton", "router", "prefill_worker", "decode_worker", "kvtransfer"),
     *("benchmarks", "scripts", "tests/chaos", "tests/compose"),
 )
-# Options of etcd, Docker, openssl, pip, curl, guidellm, cmake, git and pytest.
+# Options of etcd, Docker, Helm, kubectl, openssl, pip, curl, guidellm, cmake, git and pytest.
 FOREIGN_OPTIONS = """
 --advertise-client-urls --any-config --backend --build --build-arg --cacert --cert-file
 --client-cert-auth
---constraint --data --detach --enable-feature --file --gpus --interactive --key-file
---listen-client-urls --local-dir --migration-limit --no-binary --no-deps --no-recreate --output
---prefix --profile --scale --strict --target --tasks --time --tokenizer --trusted-ca-file
+--constraint --create-namespace --data --detach --enable-feature --file --from-file --gpus
+--interactive --key-file
+--listen-client-urls --local-dir --migration-limit --namespace --no-binary --no-deps
+--no-recreate --output --prefix --profile --reuse-values --scale --set --strict --tag --target
+--tasks --time --tokenizer --trusted-ca-file --values
 """
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

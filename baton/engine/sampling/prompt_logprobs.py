@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from baton.engine.scheduler import ScheduledSequence
-from baton.errors import InternalError
 
 _ROWS = 32  # processed at a time, so that log-probabilities stay in the cache
 
@@ -36,7 +35,7 @@ def split_prompt_logprobs(
     """(logits of the rows to sample, prompt log-probabilities by sequence id).
 
     logits: float32 `[rows, vocab]`, for each work first of its `scored` positions, then of those it
-    samples at. Raises InternalError for logits that are not finite.
+    samples at.
     """
     found: dict[str, PromptLogprobs] = {}
     sampling, at = list[int](), 0
@@ -55,13 +54,14 @@ def split_prompt_logprobs(
 
 
 def compute_logprobs(logits: Tensor, token_ids: Sequence[int], top: int) -> PromptLogprobs:
-    """Log-probabilities of the token after each row; logits float32 `[rows, vocab]`."""
+    """Log-probabilities of the token after each row; NaN where a row's logits are not finite.
+
+    logits: float32 `[rows, vocab]`.
+    """
     targets = torch.tensor(token_ids, device=logits.device)[:, None]
     parts = zip(logits.split(_ROWS), targets.split(_ROWS), strict=True)
     columns = [_part(rows.log_softmax(1), chosen, top) for rows, chosen in parts]
     logprobs, ranks, ids, best = (torch.cat(column).cpu().numpy() for column in zip(*columns))  # noqa: B905 - equally long
-    if np.isnan(logprobs).any():
-        raise InternalError("logits are not finite numbers: the model's output is broken")
     order = np.lexsort((ids, -best))
     ids, best = (np.take_along_axis(column, order, 1) for column in (ids, best))
     return PromptLogprobs(logprobs, ranks, ids, best)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from baton.engine.sampling import filters, randomness
 from baton.engine.sequence import TokenCounts
-from baton.errors import InternalError
 from baton.generation.sampling_params import SamplingParams
 from baton.generation.structured_output import GrammarMatcher
 
@@ -31,6 +30,8 @@ Chosen = npt.NDArray[np.int64]
 GREEDY_BELOW = 1e-5
 # Settings of a row sampled on a device: temperature (0: greedy), top-k (0: off), top-p, min-p.
 NUM_SETTINGS = 4
+# Sampled for a row whose logits are not finite, or that allows no token.
+NO_TOKEN = -1
 
 # The values that each byte of a mask adds to the logits of its eight tokens, lowest bit first.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -101,7 +102,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Sampled tokens and log-probabilities, in the order of rows."""
+    """Sampled tokens and log-probabilities, in the order of rows; NO_TOKEN where there is none."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -138,8 +139,8 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         """Samples the next token of each row. logits: `[rows, vocab]` float32, not changed.
 
-        Logits on a GPU are copied to the host. Raises InternalError when a row's logits are not
-        finite, or no token is allowed.
+        Logits on a GPU are copied to the host. A row whose logits are not finite, or that allows no
+        token, gets NO_TOKEN; other rows do not depend on it.
         """
         assert logits.shape == (len(rows), self.vocab_size), (logits.shape, len(rows))
         if not rows:
@@ -161,9 +162,14 @@ class Sampler:
             order = itertools.chain.from_iterable(groups.values())
             by_row = dict(zip(order, token_ids, strict=True))
             token_ids = [by_row[i] for i in range(len(rows))]
-        if max(token_ids) >= self.vocab_size:
-            raise InternalError("logits are not finite numbers: the model's output is broken")
+        token_ids = self.checked(token_ids)
         return Sampled(token_ids, _logprobs(logits, rows, token_ids))
+
+    def checked(self, token_ids: list[int]) -> list[int]:
+        """Sampled tokens, with NO_TOKEN for those beyond the vocabulary."""
+        if max(token_ids, default=0) < self.vocab_size:
+            return token_ids
+        return [one if one < self.vocab_size else NO_TOKEN for one in token_ids]
 
     def _masked(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """A copy of `logits` with the tokens that a row's grammar forbids at -inf."""
@@ -295,7 +301,11 @@ def _logprobs(
 ) -> list[TokenLogprobs | None]:
     """Log-probabilities of the rows that want them."""
     result: list[TokenLogprobs | None] = [None] * len(rows)
-    which = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    which = [
+        i
+        for i, row in enumerate(rows)
+        if row.params.logprobs is not None and token_ids[i] != NO_TOKEN
+    ]
     if not which:
         return result
     logprobs = _take(logits, which).log_softmax(1)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-ROUTER, PREFILL, DECODE = "router", "prefill", "decode"
-WORKERS = (PREFILL, DECODE)
-EVERYBODY = (ROUTER, *WORKERS)
+ROUTER, PLANNER = "router", "planner"
+WORKERS = ("prefill", "decode", "mixed")  # by the role that a worker starts with
+EVERYBODY = (ROUTER, *WORKERS, PLANNER)
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
@@ -164,7 +164,7 @@ TABLE: tuple[Instrument, ...] = (
         "Tokens computed, of prompts and outputs together."),
     Instrument("baton.engine.tokens.generated", COUNTER, "{token}", WORKERS,
         "Tokens sampled."),
-    Instrument("baton.engine.draft_tokens", COUNTER, "{token}", (DECODE,),
+    Instrument("baton.engine.draft_tokens", COUNTER, "{token}", WORKERS,
         "Tokens proposed from a sequence's own text (`--speculate`) and computed, by whether they "
         "were accepted: yes or no.", ("accepted",)),
     Instrument("baton.engine.gpu.rows", COUNTER, "{row}", WORKERS,
@@ -185,28 +185,44 @@ TABLE: tuple[Instrument, ...] = (
         "KV blocks by state: free, cached, held, quarantined. Their sum is the pool.", ("state",)),
     Instrument("baton.worker.cost", COUNTER, "{currency}", WORKERS,
         "Price of this worker since it started, by `--worker-price`; 0 where none is set."),
-    Instrument("baton.prefill.queue_time", HISTOGRAM, "s", (PREFILL,),
+    Instrument("baton.prefill.queue_time", HISTOGRAM, "s", WORKERS,
         "From a prompt's arrival at the prefill worker to its first chunk.", (), WAIT_S),
-    Instrument("baton.kv.transfer.duration", HISTOGRAM, "s", (PREFILL,),
+    Instrument("baton.kv.transfer.duration", HISTOGRAM, "s", WORKERS,
         "A handoff's KV, from the first block leaving to Commit acknowledged.",
         ("transport",), WAIT_S),
-    Instrument("baton.kv.transfer.throughput", HISTOGRAM, "By/s", (PREFILL,),
+    Instrument("baton.kv.transfer.throughput", HISTOGRAM, "By/s", WORKERS,
         "A handoff's bytes by the time its bytes were moving.", ("transport",), BYTES_PER_S),
-    Instrument("baton.kv.transfer.io", COUNTER, "By", (PREFILL,),
+    Instrument("baton.kv.transfer.io", COUNTER, "By", WORKERS,
         "KV bytes handed over and verified.", ("transport",)),
-    Instrument("baton.kv.transfer.resends", COUNTER, "{transfer}", (PREFILL,),
+    Instrument("baton.kv.transfer.resends", COUNTER, "{transfer}", WORKERS,
         "Transfers that were done again from the start, of handoffs that arrived in the end.",
         ("transport",)),
-    Instrument("baton.kv.link.throughput", GAUGE, "By/s", (PREFILL,),
+    Instrument("baton.kv.link.throughput", GAUGE, "By/s", WORKERS,
         "Of each open link to a decode worker: the KV bytes it has sent by the time they were "
         "moving; 0 before the first. fallback: yes where a faster transport was to be expected.",
         ("peer", "transport", "fallback")),
-    Instrument("baton.kv.transfer.failures", COUNTER, "{transfer}", (PREFILL,),
+    Instrument("baton.kv.transfer.failures", COUNTER, "{transfer}", WORKERS,
         "Handoffs that were not committed though their prompt was computed, by the error's name.",
         ("reason",)),
-    Instrument("baton.reservations", COUNTER, "{reservation}", (DECODE,),
+    Instrument("baton.reservations", COUNTER, "{reservation}", WORKERS,
         "Answers to Reserve: held for a prefill worker, started here at once, refused for want of "
         "room, or failed.", ("outcome",)),
+    # What the planner decides.
+    Instrument("baton.planner.leader", GAUGE, "1", (PLANNER,),
+        "1 on the planner that leads, 0 on the others."),
+    Instrument("baton.planner.workers.needed", GAUGE, "{worker}", (PLANNER,),
+        "Workers of a role that the demand needs, as a fraction, by the leader's newest plan.",
+        ("role",)),
+    Instrument("baton.planner.workers.wanted", GAUGE, "{worker}", (PLANNER,),
+        "Workers of a role that there should be, as KEDA is told.", ("role",)),
+    Instrument("baton.planner.workers.ready", GAUGE, "{worker}", (PLANNER,),
+        "Workers of a role that are ready.", ("role",)),
+    Instrument("baton.planner.decisions", COUNTER, "{decision}", (PLANNER,),
+        "Decisions of this planner while it led: kept, changed (a number or a role), or held, for "
+        "want of good data.", ("outcome",)),
+    Instrument("baton.planner.flips", COUNTER, "{flip}", (PLANNER,),
+        "Workers whose role changed from prefill to decode or back: done, failed, or dry_run.",
+        ("before", "after", "result")),
     # What everybody costs.
     Instrument("process.cpu", COUNTER, "s", EVERYBODY,
         "CPU time of the process, all threads, user and system."),
@@ -224,5 +240,5 @@ TABLE: tuple[Instrument, ...] = (
 
 
 def instruments_of(process: str) -> dict[str, Instrument]:
-    """What a "router", "prefill" or "decode" process measures, by name."""
+    """What a "router", "planner" or a worker process measures, by name."""
     return {instrument.name: instrument for instrument in TABLE if process in instrument.processes}

@@ -161,7 +161,7 @@ async def test_nothing_is_retried_behind_the_last_tokens(connect, serve, behind)
 
 
 async def test_going_on_is_bounded(connect, serve):
-    for bound, timeout in (({"keep_trying_s": 0.3}, None), ({}, 0.3)):
+    for bound, timeout in (({"keep_trying_s": 0.8}, None), ({}, 0.8)):
         policy = RetryPolicy(first_delay_s=0.01, max_delay_s=0.02, **bound)
         for scripts in (([started(), GONE], [GONE]), ([errors.Unavailable("no pair", 0.001)],)):
             router = ScriptedRouter(*scripts)
@@ -201,10 +201,10 @@ async def test_deadline(connect, serve):
     async with connect(await serve(router)) as client:
         begin = time.monotonic()
         with pytest.raises(TimeoutError) as raised:
-            await client.generate("x", timeout=0.3)
+            await client.generate("x", timeout=1.5)
     assert isinstance(raised.value, errors.DeadlineExceeded)
-    assert 0.25 < time.monotonic() - begin < LIMIT_S
-    assert 0 < router.time_left_s[0] < 0.4  # gRPC rounds up when it sends it
+    assert 1.4 < time.monotonic() - begin < LIMIT_S
+    assert 0 < router.time_left_s[0] < 1.6  # gRPC rounds up when it sends it
     assert raised.value.partial.text == "Hel"
 
 

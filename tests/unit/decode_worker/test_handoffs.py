@@ -102,7 +102,7 @@ async def test_tokens_come_together_by_the_stream_interval(decode, router):
 
 async def test_what_is_given_up_has_its_last_tokens_before_the_reason(decode, router):
     await router.reserve(spec("a", prompt(20)), interval=8)
-    handoffs = decode.node._handoffs
+    handoffs = decode.decoding._handoffs
     handoffs._handoffs["a"].enter(State.WRITING)  # as far as its events go, it runs
     handoffs._handoffs["a"].enter(State.RUNNING)
     for token in (5, 6, 7):
@@ -175,7 +175,7 @@ async def test_what_ends_while_its_grammar_is_compiled_leaves_nothing(decode, ro
     wanted = matching("a", prompt(20), "[ab]{3}", time_left_ms=200 if end == "late" else 0)
     async with Router(decode, "other") as other:
         answer = other.reserving(wanted, local=20)
-        while "a" not in decode.node._handoffs._handoffs:  # noqa: ASYNC110
+        while "a" not in decode.decoding._handoffs._handoffs:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         if end == "lost":
             other.call.cancel()
@@ -238,7 +238,7 @@ async def test_a_deadline_ends_a_request_in_any_state_and_is_no_fault_of_the_wor
         await router.reserve(spec("reserved", prompt(20), time_left_ms=50))
         await router.event("reserved")
     await router.reserve(spec("early", prompt(20), time_left_ms=5000))
-    handoffs = decode.node._handoffs
+    handoffs = decode.decoding._handoffs
     early = handoffs._handoffs["early"]
     handoffs._expire(early, early.deadline)  # as timers come, by up to a millisecond
     with pytest.raises(DeadlineExceeded):
@@ -299,7 +299,7 @@ async def test_a_dead_writers_blocks_come_back(decode, router):
     process.kill()
     await process.wait()
     await asyncio.wait_for(decode.node.idle(), PATIENCE_S)
-    while tasks := decode.node._links._tasks | decode.node._handoffs._tasks:
+    while tasks := decode.decoding._links._tasks | decode.decoding._handoffs._tasks:
         await asyncio.wait(tasks)
     assert await decode.clean()
 
@@ -321,7 +321,7 @@ async def test_an_abort_whose_sender_hangs_up_gives_the_blocks_back(decode, rout
 
 
 async def test_a_commit_with_an_impossible_token_is_refused(decode, router):
-    names, reserved = await granted(decode, router), decode.node._handoffs._handoffs["a"]
+    names, reserved = await granted(decode, router), decode.decoding._handoffs._handoffs["a"]
     commit = handoff_pb2.CommitRequest(
         **names, epoch=reserved.transfer.link.epoch, num_tokens=20, first_token_id=320,
         token_digest=reserved.token_digest,
@@ -369,7 +369,7 @@ async def test_links_of_prefill_workers_that_have_left_are_closed_once_no_handof
 ):
     """Nothing else tells of one on another host, and each new one would add a link."""
     names = await granted(decode, router)
-    links = decode.node._links._links
+    links = decode.decoding._links._links
     decode.store.drop("writer")
     await asyncio.sleep(0.02)
     assert list(links) == ["writer"]

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from baton.engine import build
 from baton.engine.models import decoder
@@ -12,7 +13,7 @@ from baton.engine.models.rope import rope_tables
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, Overloaded, Stale
 from baton.generation.sampling_params import SamplingParams
-from tests.unit.engine.bench import WAIT_S, Bench, load
+from tests.unit.engine.bench import WAIT_S, Bench, load, tokens_of
 
 PROMPTS = [[(7 * i + 3 * j) % 250 + 3 for j in range(n)] for i, n in enumerate((1, 15, 16, 17, 90))]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -88,6 +89,46 @@ def test_what_is_kept_for_each_position_ends_where_sequences_do(kernels, directo
     load(directory, kernels=kernels, max_context=70)
     load(directory, kernels=kernels, kv_blocks=4)
     assert asked == [70, 64]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize(
+    "asked", [{}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"embedding": True, "max_tokens": 0}]
+)
+def test_output_that_is_not_finite_ends_its_sequence_alone(directory, monkeypatch, asked, kernels):
+    loaded = load(directory, kernels=kernels)
+    model, broken = loaded.runner.model, a_sequence(4, dataclasses.replace(GREEDY, **asked), "nan")
+    step, pool = model.step, loaded.runner.pool
+
+    @torch.inference_mode()
+    def with_nan(batch, pool):
+        """Makes the model's output for the prompt of `broken` NaN, and one block of its KV."""
+        logits = step(batch, pool)
+        if broken.block_ids:
+            pool[broken.block_ids[0]] = torch.nan
+            first = list(batch.block_tables[:, 0]).index(broken.block_ids[0])
+            owners = torch.arange(len(batch.query_lens)).repeat_interleave(batch.query_lens)
+            rows = owners[batch.logit_rows] == first
+            logits[rows] = torch.nan
+            if model.hidden is not None:
+                model.hidden[rows] = torch.nan
+        return logits
+
+    with Bench(loaded.engine) as bench:
+        alone = bench.tokens(a_sequence(2))["s2"]
+    monkeypatch.setattr(model, "step", with_nan)
+    with Bench(loaded.engine) as bench:
+        other = a_sequence(2)
+        for one in [bench.engine.add(sequence) for sequence in (other, broken)]:
+            one.result(WAIT_S)
+        assert "not finite" in bench.until("nan", "abort_reason").abort_reason
+        while not bench.next_report().progress or not other.dropped:
+            pass
+        assert other.tokens[other.prompt_tokens :] == alone
+        assert not pool.isnan().any(), "a block's next owner would read them"
+        again = bench.finish(a_sequence(4, GREEDY, "again"))
+        assert len(tokens_of(again["again"])) == GREEDY.max_tokens
+        assert bench.engine.load().result(WAIT_S).blocks_held == 0
 
 
 @pytest.mark.parametrize("quarantine", [False, True])

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from baton.engine.runner import sample_rows
 from baton.engine.sampling import filters
 from baton.engine.sampling.randomness import splitmix64, uniform
-from baton.engine.sampling.sampler import Sampler, SampleRow, finish_reason
+from baton.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, finish_reason
 from baton.engine.scheduler import ScheduledSequence
 from baton.engine.sequence import Sequence, TokenCounts
-from baton.errors import InternalError
 from baton.generation.sampling_params import SamplingParams
 
 VOCAB = 600  # more than one block that is summed, and not a multiple of it
@@ -334,11 +333,13 @@ def test_logprobs_are_those_of_the_raw_logits():
 @pytest.mark.parametrize(
     "params", [{}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}, {"temperature": 0.0}]
 )
-def test_broken_logits_are_an_error(value, params):
-    logits = torch.full((2, VOCAB), value)
-    logits[0] = 1.0
-    with pytest.raises(InternalError, match="not finite"):
-        sample(logits, *[row(**{"temperature": 1.0, **params})] * 2)
+def test_a_row_of_broken_logits_gets_no_token_and_its_neighbours_theirs(value, params):
+    logits = torch.full((3, VOCAB), value)
+    logits[::2] = torch.linspace(0, 1, VOCAB)
+    rows = [row(**{"temperature": 1.0, "logprobs": 2, **params})] * 3
+    sampled, alone = SAMPLER.sample(logits, rows), SAMPLER.sample(logits[:1], rows[:1])
+    assert sampled.token_ids == [alone.token_ids[0], NO_TOKEN, alone.token_ids[0]]
+    assert sampled.logprobs == [alone.logprobs[0], None, alone.logprobs[0]]
 
 
 @pytest.mark.parametrize(

@@ -540,8 +540,8 @@ async def test_a_file_is_sent_no_faster_than_it_is_read(gateway, monkeypatch, co
     assert b"".join(got) == text
     monkeypatch.setattr(batches, "UNREAD_S", 0.2)
     async with sending(gateway, b"GET %b HTTP/1.1\r\n\r\n" % path.encode()) as (reader, _):
-        await asyncio.sleep(1.0)
         read = b""
+        await seen(connections[-1].transport.is_closing)
         async with asyncio.timeout(WAIT_S):
             with contextlib.suppress(ConnectionResetError):
                 read = await reader.read()

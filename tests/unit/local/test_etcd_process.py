@@ -21,7 +21,7 @@ from baton.local import ports
 from baton.local.child import tied
 from baton.local.etcd_process import EmbeddedEtcd, scratch_folder
 from baton.registry.etcd_client import EtcdClient
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 ROOT = Path(__file__).parents[3]
 
@@ -122,10 +122,10 @@ def test_a_tied_program_keeps_its_pid_and_does_not_start_without_its_parent():
     asks = "import os, sys; print(os.getpid(), os.getppid(), *sys.argv[1:])"
     command = tied([sys.executable, "-c", asks, "a b", "--c"])
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=WAIT_S)
     assert out.split() == [str(process.pid), str(os.getpid()), "a", "b", "--c"]
     command[command.index(str(os.getpid()))] = "1"
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
     assert (done.returncode, done.stdout) == (1, "")
     assert "the parent ended first" in done.stderr
 

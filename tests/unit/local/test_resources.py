@@ -52,10 +52,10 @@ def test_devices():
         (EngineConfig(), 4, ["cuda:0", "cuda:1"]),
     ):
         assert devices(engine, 1, 1, gpus) == expected
-    ranked = devices(EngineConfig(), 2, 2, 8, (1, 3))
+    ranked = devices(EngineConfig(), 2, 2, 8, (1, 1, 3, 3))
     assert ranked == ["cuda:0", "cuda:1", "cuda:2", "cuda:5"], "no rank shares a GPU"
     with pytest.raises(ConfigError, match="need 8 GPUs, one a rank, and torch sees 7"):
-        devices(EngineConfig(), 2, 2, 7, (1, 3))
+        devices(EngineConfig(), 2, 2, 7, (1, 1, 3, 3))
     with pytest.raises(ConfigError, match="--device cuda: torch sees no GPU"):
         devices(EngineConfig(device="cuda"), 1, 1, 0)
 

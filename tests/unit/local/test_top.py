@@ -43,8 +43,9 @@ def busy():
     counts = Counts(ended={"OK": 10}, refused=3, failovers=2, output_tokens=5)
     old = status(worker("p0"), worker("d0", DECODE), pair(), counts=counts)
     later = Counts(
-        ended={"OK": 30}, late=3, refused=3, failovers=2, output_tokens=1005, prompt_tokens=9000
-    )
+        ended={"OK": 30}, with_target=9, late=3, refused=3, failovers=2, output_tokens=1005,
+        prompt_tokens=9000,
+    )  # fmt: skip
     latency = fleet_pb2.Latency(
         requests=20, ttft_p50_ms=120, ttft_p95_ms=480.4, tpot_p50_ms=9.51, tpot_p95_ms=12
     )
@@ -77,6 +78,14 @@ def test_a_wide_frame_shows_everything():
         "prefill  decode  over  link     KV/s  wire GB/s     sent",
         "p0       d0      shm   OPEN  2.0 MiB       1.05  4.0 MiB",
     ]
+
+
+def test_nothing_is_called_good_where_no_request_had_a_target():
+    heads, row = lines(polled(*(status(counts=Counts(ended={"OK": n})) for n in (10, 30))))[1:3]
+    good = [
+        row[: heads.index(name) + len(name)].split()[-1] for name in ("req/s", "good/s", "good ")
+    ]
+    assert good == ["10.0", "-", "-"]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 140])

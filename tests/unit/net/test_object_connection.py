@@ -37,7 +37,7 @@ def contexts(request, tmp_path):
     if request.param == "plain":
         return None, None
     certs.write(tmp_path, [])
-    pair = (tmp_path / "decode.pem", tmp_path / "decode-key.pem")
+    pair = (tmp_path / "worker.pem", tmp_path / "worker-key.pem")
     credentials = Credentials(*pair, client_ca_file=tmp_path / "ca.pem")
     return credentials.context(), credentials.client_context()
 
@@ -46,7 +46,7 @@ def both(contexts, caller_secret=SECRET):
     """What each end gets: a connection, or why not."""
     listening = listening_socket("127.0.0.1")
     port = listening.getsockname()[1]
-    name = "decode.baton" if contexts[1] else ""
+    name = "worker.baton" if contexts[1] else ""
 
     def call():
         return object_connection.connect(

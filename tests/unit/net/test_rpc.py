@@ -20,7 +20,7 @@ from baton import errors
 from baton.net import rpc
 from baton.net.server import Health, bind
 from baton.v1 import inference_pb2, inference_pb2_grpc
-from tests.waiting import WAIT_S
+from tests.waiting import WAIT_S, eventually
 
 BASES = {errors.BatonError, errors.RetryableError, errors.TransferFailed}
 AT_START = {errors.ConfigError, errors.CheckpointError}  # no caller meets them
@@ -119,7 +119,7 @@ async def test_a_channel_to_a_role_stays_connected_while_nothing_is_called(monke
     server, address = bind("127.0.0.1", 0)
     Health().add_to(server, [])
     await server.start()
-    async with rpc.channel(address, role="decode") as held, rpc.channel(address) as other:
+    async with rpc.channel(address, role="worker") as held, rpc.channel(address) as other:
         for channel in (held, other):
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         await asyncio.wait_for(other.wait_for_state_change(ChannelConnectivity.READY), WAIT_S)
@@ -156,11 +156,8 @@ async def test_a_call_that_failed_leaves_nothing_to_the_garbage_collector(script
     servicer.error = errors.Stale  # the class: an instance would keep its traceback
     for fail in (failure, stream_failure):
         await fail(stub)
-        for _ in range(100):  # until the server is done with the call
-            await asyncio.sleep(0.01)
-            if servicer.work() is None:
-                break
-        assert servicer.work() is None
+        work = lambda: asyncio.sleep(0, servicer.work())  # noqa: E731
+        await eventually(work, lambda found: found is None, "the server is not done with the call")
 
 
 @pytest.mark.parametrize("char", ["x", "\N{GRINNING FACE}"])
@@ -220,14 +217,14 @@ def refuse(method, context):
 async def test_a_caller_without_a_key_is_refused_before_the_request_is_read(arity):
     method = METHODS[arity == "stream"]
     async with served(authorize=refuse) as channel:
-        call = getattr(channel, f"stream_{arity}")(method)(nothing(), timeout=60)
+        call = getattr(channel, f"stream_{arity}")(method)(nothing(), timeout=WAIT_S)
         with pytest.raises(errors.Unauthenticated), rpc.translated():
             await (call if arity == "unary" else call.read())
 
 
 async def test_a_request_that_is_too_large_is_not_parsed():
     async with served(max_request_bytes=lambda: 1000) as channel:
-        call = channel.unary_unary(METHODS[0])(b"\xff" * 1001, timeout=60)
+        call = channel.unary_unary(METHODS[0])(b"\xff" * 1001, timeout=WAIT_S)
         with pytest.raises(errors.InvalidRequest, match="1001 bytes"), rpc.translated():
             await call
 
@@ -235,7 +232,7 @@ async def test_a_request_that_is_too_large_is_not_parsed():
 async def test_a_request_that_does_not_come_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(rpc, "RECEIVE_S", 0.1)
     async with served() as channel:
-        call = channel.stream_unary(METHODS[0])(nothing(), timeout=60)
+        call = channel.stream_unary(METHODS[0])(nothing(), timeout=WAIT_S)
         with pytest.raises(errors.DeadlineExceeded, match="did not come"), rpc.translated():
             await call
 
@@ -259,9 +256,9 @@ async def test_a_client_connects_anew_in_time_and_its_streams_run_on():
     servicer = Running()
     async with served(servicer, reconnect_s=0.3) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        stream, peers = stub.Generate(inference_pb2.GenerateRequest(), timeout=60), set()
+        stream, peers = stub.Generate(inference_pb2.GenerateRequest(), timeout=WAIT_S), set()
         async for _ in stream:
-            answer = await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=60)
+            answer = await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=WAIT_S)
             peers.update(answer.token_ids)  # the ports of its connections
             if len(peers) > 5:  # far more time than its own connection has passed
                 servicer.end.set()
@@ -273,7 +270,7 @@ async def test_a_call_does_not_hold_an_old_connection_for_ever(monkeypatch):
     async with served(Running(), reconnect_s=0.3) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with pytest.raises(errors.Unavailable), rpc.translated():
-            async for _ in stub.Generate(inference_pb2.GenerateRequest(), timeout=60):
+            async for _ in stub.Generate(inference_pb2.GenerateRequest(), timeout=WAIT_S):
                 pass
 
 
@@ -281,18 +278,18 @@ async def test_calls_at_a_time_are_limited(monkeypatch):
     monkeypatch.setattr(rpc, "MAX_CALLS", 2)
     async with served(Running()) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        running = [stub.Generate(inference_pb2.GenerateRequest(), timeout=60) for _ in range(2)]
+        running = [stub.Generate(inference_pb2.GenerateRequest(), timeout=WAIT_S) for _ in range(2)]
         for stream in running:
             await stream.read()
         with pytest.raises(errors.Overloaded), rpc.translated():
-            await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=60)
+            await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=WAIT_S)
         for stream in running:
             stream.cancel()
         # A call is counted until the server is done with it.
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             while True:
                 with contextlib.suppress(AioRpcError):
-                    await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=60)
+                    await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=WAIT_S)
                     break
                 await asyncio.sleep(0.01)
 
@@ -353,7 +350,7 @@ async def test_a_caller_that_gives_no_window_is_cut_off(monkeypatch):
         while await frame() != (headers, end_of_stream | end_of_headers):
             pass
 
-    async with asyncio.timeout(60), rpc.channel(address) as channel:
+    async with asyncio.timeout(WAIT_S), rpc.channel(address) as channel:
         while await frame() != (data, 0):
             pass
         ended = asyncio.create_task(status())  # without the rest of the output

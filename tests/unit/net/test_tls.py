@@ -62,8 +62,8 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
 
 @pytest.fixture
 async def worker(folder):
-    """The address of a decode worker's port that wants certificates."""
-    tls.use(of(folder, "decode", client_ca_file=folder / "ca.pem"))
+    """The address of a worker's port that wants certificates."""
+    tls.use(of(folder, "worker", client_ca_file=folder / "ca.pem"))
     server, address = bind("127.0.0.1", 0)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(Worker(), server)
     health = Health()
@@ -74,7 +74,7 @@ async def worker(folder):
     await server.stop(0)
 
 
-async def call(address, credentials, method="Describe", role="decode"):
+async def call(address, credentials, method="Describe", role="worker"):
     """One call with these credentials; the port's own stay as they are."""
     served = tls.current()
     tls.use(credentials)
@@ -92,8 +92,8 @@ async def test_a_worker_answers_its_cluster_alone_and_each_role_what_it_may_call
     for role in tls.ROLES:
         assert await call(worker, of(folder, role)) == worker_pb2.DescribeResponse()
     assert await call(worker, of(folder, "admin"), "Drain") == worker_pb2.DrainResponse()
-    with pytest.raises(Unauthenticated, match="Drain is for admin only, and this is prefill"):
-        await call(worker, of(folder, "prefill"), "Drain")
+    with pytest.raises(Unauthenticated, match="Drain is for admin only, and this is worker"):
+        await call(worker, of(folder, "worker"), "Drain")
 
 
 @pytest.mark.parametrize("who", ["plain", "without a certificate", "of another authority"])
@@ -111,7 +111,7 @@ async def test_strangers_get_no_connection(worker, folder, tmp_path, who):
 
 async def test_a_process_of_another_role_is_not_taken_for_a_worker(worker, folder):
     with pytest.raises(Unavailable, match="Verification Check failed"):
-        await call(worker, of(folder, "router"), role="prefill")
+        await call(worker, of(folder, "admin"), role="router")
 
 
 def test_which_calls_are_for_which_roles():
@@ -124,7 +124,8 @@ def test_which_calls_are_for_which_roles():
     tls._process.client_ca_file = "ca.pem"
     for service, allowed in (
         ("DispatchService/Connect", {"router"}),
-        ("HandoffService/Control", {"prefill", "decode"}),
+        ("HandoffService/Control", {"worker"}),
+        ("WorkerService/SetRole", {"admin"}),
         ("WorkerService/Describe", set(tls.ROLES)),
         ("FleetService/GetStatus", set(tls.ROLES)),
     ):
@@ -158,14 +159,14 @@ class Accepting:
 async def test_a_workers_dispatch_service_is_for_routers_alone(folder, tmp_path):
     certs.write(tmp_path / "other", [])
     other = of(tmp_path / "other", "router")
-    tls.use(ours := of(folder, "decode", client_ca_file=folder / "ca.pem"))
+    tls.use(ours := of(folder, "worker", client_ca_file=folder / "ca.pem"))
     worker = Accepting()
     server, address = bind("127.0.0.1", 0)
     service = DispatchService(worker)
     service.add_to(server)
     await server.start()
 
-    async def answer(credentials, role="decode"):
+    async def answer(credentials, role="worker"):
         """The first message of a stream on a connection of its own."""
         tls.use(credentials)
         async with rpc.channel(address, role=role, shared=False) as channel:
@@ -180,7 +181,7 @@ async def test_a_workers_dispatch_service_is_for_routers_alone(folder, tmp_path)
 
     assert (await answer(of(folder, "router"))).incarnation == "d"
     assert worker.taken == 1
-    for role in ("prefill", "decode", "admin"):
+    for role in ("worker", "admin"):
         with pytest.raises(Unauthenticated, match=f"for router only, and this is {role}"):
             await answer(of(folder, role))
     for stranger in (
@@ -191,7 +192,7 @@ async def test_a_workers_dispatch_service_is_for_routers_alone(folder, tmp_path)
         with pytest.raises(Unavailable):
             await answer(stranger)
     with pytest.raises(Unavailable):
-        await answer(of(folder, "router"), "prefill")  # not taken for another role's
+        await answer(of(folder, "router"), "router")  # not taken for another role's
     assert worker.taken == 1
     await service.aclose()
     await server.stop(None)
@@ -200,13 +201,13 @@ async def test_a_workers_dispatch_service_is_for_routers_alone(folder, tmp_path)
 async def test_new_certificates_are_taken_up_and_broken_ones_are_not(worker, folder, caplog):
     router = of(folder, "router")
     await call(worker, router)
-    cert = folder / "decode.pem"
+    cert = folder / "worker.pem"
     good = cert.read_bytes()
     cert.write_text("no certificate")
     await call(worker, router)
     assert "the certificate stays as it is" in caplog.text
     shutil.copytree(folder, old := folder.parent / "old")
-    (old / "decode.pem").write_bytes(good)
+    (old / "worker.pem").write_bytes(good)
     (folder / "ca-key.pem").unlink()
     certs.write(folder, [])  # another authority, and all certificates anew
     await call(worker, of(folder, "router"))
@@ -228,7 +229,7 @@ async def test_the_metrics_port_takes_tls_and_a_silent_client_stops_nobody(folde
 
 
 async def test_probes_need_no_tls(folder):
-    tls.use(of(folder, "decode", client_ca_file=folder / "ca.pem"))
+    tls.use(of(folder, "worker", client_ca_file=folder / "ca.pem"))
     health = Health()
     async with (
         health.probed("127.0.0.1", 0) as url,
@@ -246,7 +247,7 @@ async def test_probes_need_no_tls(folder):
         assert (await client.post("/ready")).status_code == 404
 
 
-@pytest.mark.parametrize("role", ["decode", "router"])
+@pytest.mark.parametrize("role", ["worker", "router"])
 async def test_a_process_is_asked_for_its_health_by_its_own_settings(
     role, folder, monkeypatch, capsys
 ):
@@ -287,7 +288,7 @@ async def test_a_new_certificate_is_taken_up_by_every_port_whichever_sees_it_fir
         certs.write(folder, [])  # another authority, and all certificates anew
         await call(worker, of(folder, "router"))
         context = ssl.create_default_context(cafile=folder / "ca.pem")
-        context.check_hostname = False  # it is a decode worker's
+        context.check_hostname = False  # it is a worker's
         context.load_cert_chain(folder / "router.pem", folder / "router-key.pem")
         async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
             assert (await client.get(f"{url}/metrics")).text == "page"
@@ -300,7 +301,7 @@ async def test_calls_take_a_new_certificate_and_those_that_run_go_on_with_the_ol
     router = of(ours, "router")
     old = router.of_client()
     assert router.of_client() is old
-    held = rpc.channel(worker, old, role="decode")
+    held = rpc.channel(worker, old, role="worker")
     stub = worker_pb2_grpc.WorkerServiceStub(held)
     async with asyncio.timeout(TIMEOUT_S):
         await stub.Describe(worker_pb2.DescribeRequest())
@@ -337,7 +338,7 @@ def test_files_that_cannot_be_used_are_named(folder):
     with pytest.raises(ConfigError, match="--tls-client-ca needs"):
         Credentials(client_ca_file=folder / "ca.pem")
     with pytest.raises(ConfigError, match=r"router\.pem.* cannot be used for TLS"):
-        Credentials(folder / "router.pem", folder / "decode-key.pem")
+        Credentials(folder / "router.pem", folder / "worker-key.pem")
     with pytest.raises(ConfigError, match=r"nothing\.pem cannot be read"):
         Credentials(ca_file=folder / "nothing.pem").of_client()
     assert (folder / "ca-key.pem").stat().st_mode & 0o077 == 0

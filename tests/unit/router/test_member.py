@@ -246,7 +246,7 @@ async def test_a_worker_is_connected_to_again_with_the_certificates_of_that_time
     cluster_of, tmp_path, monkeypatch
 ):
     certs.write(tmp_path, [])
-    ours = (tmp_path / name for name in ("decode.pem", "decode-key.pem", "ca.pem"))
+    ours = (tmp_path / name for name in ("worker.pem", "worker-key.pem", "ca.pem"))
     monkeypatch.setattr(tls, "_process", tls.Credentials(*ours))
     cluster = await cluster_of(0, 1)
     (worker,) = cluster.decodes

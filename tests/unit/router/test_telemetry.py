@@ -24,6 +24,7 @@ from baton.telemetry.metrics import table
 from baton.telemetry.metrics.recorder import Recorder
 from baton.v1 import fleet_pb2
 from router.fleet.snapshot import Snapshot
+from router.request import LimitReached
 from router.telemetry.metrics import CAUSES, RouterMetrics
 from router.telemetry.stats import RouterStats
 from router.telemetry.tail_sampling import SamplingPolicy
@@ -272,7 +273,8 @@ def test_goodput_is_counted_by_class_and_not_of_what_callers_did(world):
         (Unavailable("draining"), "arrived", "draining"),
         (FULL, "arrived", "queue_full"),
         (Unauthenticated("no key"), "arrived", "tenant_unknown"),
-        (FULL, "known", "tenant_limit"),
+        (FULL, "known", "queue_full"),
+        (LimitReached("full"), "known", "tenant_limit"),
         (INVALID, "known", "invalid"),
         (Unavailable("no worker"), "known", "no_worker"),
         (FULL, "admitted", "too_late"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from baton.config import DEMO_MODEL
@@ -18,6 +19,7 @@ from router.admission import tokenizer_pool
 from router.admission.chat import ChatFormats
 from router.admission.tokenizer_pool import Text, TokenizerPool
 from router.request import TenantShare
+from tests.waiting import WAIT_S, eventually
 
 from .small_tokenizers import TEMPLATE, byte_tokenizer
 
@@ -111,8 +113,13 @@ async def test_a_process_that_ends_is_replaced_and_a_model_that_changed_is_named
     await asyncio.to_thread(os.waitid, os.P_PID, pool.pids[-1], os.WEXITED | os.WNOWAIT)
     await pool.encode(text_of("hi"), flow)
     assert len(pool.pids) == 2
+    spent_s = psutil.Process(pool.pids[-1]).cpu_times().user
     task = asyncio.create_task(pool.encode(text_of("go"), flow))
-    await asyncio.sleep(0.2)
+
+    async def busy_s():
+        return psutil.Process(pool.pids[-1]).cpu_times().user - spent_s
+
+    await eventually(busy_s, lambda seconds: seconds > 0.1, "it does not run")
     os.kill(pool.pids[-1], signal.SIGKILL)
     with pytest.raises(InternalError, match="SIGKILL"):
         await task
@@ -184,7 +191,7 @@ def test_a_router_that_is_killed_leaves_none(tmp_path):
         asyncio.run(main())
     """
     run = subprocess.run(
-        [sys.executable, "-c", program], check=False, stdout=subprocess.PIPE, timeout=60
+        [sys.executable, "-c", program], check=False, stdout=subprocess.PIPE, timeout=WAIT_S
     )
     assert run.returncode == -signal.SIGKILL
     ended = False

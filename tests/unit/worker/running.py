@@ -20,16 +20,15 @@ from baton.telemetry.tracing import Telemetry
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from baton.worker import node
-from decode_worker.worker import DecodeWorker
+from decode_worker.worker import DecodePart
 from kvtransfer import shared_pool
 from kvtransfer.control import Control
-from prefill_worker.worker import PrefillWorker
+from prefill_worker.worker import PrefillPart
 from tests.memory_registry import MemoryRegistry
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.waiting import WAIT_S
 
 BLOCK_SIZE, BLOCKS = 16, 16
-ROLES = {"prefill": PrefillWorker, "decode": DecodeWorker}
 PATIENCE_S = WAIT_S
 CONNECT = "/baton.v1.DispatchService/Connect"
 
@@ -66,8 +65,18 @@ class Worker:
         provider.add_span_processor(self.spans)
         self.store = store
         trace = Telemetry(provider.get_tracer("test"))
-        self.node = ROLES[role](self.config, store, trace)
+        self.node = node.Node(self.config, store, trace, (PrefillPart, DecodePart))
         self._area = None
+
+    @property
+    def prefilling(self):
+        """Its part that runs prompts."""
+        return self.node.parts[0]
+
+    @property
+    def decoding(self):
+        """Its part that runs sequences."""
+        return self.node.parts[1]
 
     def knows_prefill(self, incarnation):
         """Another process of this host is registered as a prefill worker."""
@@ -141,7 +150,7 @@ class Worker:
     async def clean(self):
         """Whether no block is held or quarantined, once all that runs has ended."""
         if self.config.role == "decode":
-            self.node._handoffs.check()
+            self.decoding._handoffs.check()
         await asyncio.wait_for(self.node.idle(), PATIENCE_S)
         load = await self.blocks()
         return load.blocks_held == load.blocks_quarantined == 0
@@ -262,7 +271,7 @@ class Router:
     async def cancel(self, *handoff_ids):
         """Returns once their blocks are freed, or quarantined."""
         self.stream.outgoing.cancel.extend(handoff_ids)
-        handoffs = self._worker.node._handoffs
+        handoffs = self._worker.decoding._handoffs
 
         def freeing():
             """Tasks other than receives, which go on after a handoff is quarantined."""

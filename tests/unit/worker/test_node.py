@@ -133,7 +133,7 @@ def break_engine(worker):
 
 
 def lose_reports(worker):
-    worker.node.on_step = fail
+    worker.decoding.on_step = fail
 
 
 def break_serving(worker):

@@ -63,8 +63,8 @@ def test_addresses_that_other_hosts_cannot_or_must_not_reach_are_refused(
 
 async def test_hosts_that_were_told_of_other_ranks_are_refused():
     class Registry:
-        async def rank_hosts(self, role, worker):
-            assert (role, worker) == ("decode", "big")
+        async def rank_hosts(self, worker):
+            assert worker == "big"
             return {1: RankHost(node_rank=1, addresses=["127.0.0.1:5"], secret=b"s")}
 
     config = replace(CONFIG, node_rank=0)

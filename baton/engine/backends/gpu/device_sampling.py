@@ -201,9 +201,9 @@ class DeviceSampler:
     def sampled(self) -> Sampled:
         """Tokens and log-probabilities, after the launch has ended.
 
-        A row with NaN logits has a token beyond the vocabulary."""
+        A row whose logits are not finite has NO_TOKEN."""
         launch = self._launch
-        tokens = self._host_tokens[: len(launch.rows)].tolist()
+        tokens = self._sampler.checked(self._host_tokens[: len(launch.rows)].tolist())
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if scored := launch.scored:
             found = self._scores.found([tokens[at] for at in scored])

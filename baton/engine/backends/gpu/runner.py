@@ -35,11 +35,11 @@ from baton.engine.backends.gpu.device_sampling import (
 from baton.engine.backends.gpu.input_batch import InputBatch
 from baton.engine.models.lora import LoraAdapter
 from baton.engine.rank_executor import CaptureGraphs
-from baton.engine.runner import Launch, Runner, SampledTokens, StepOutput, sample_rows
-from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
+from baton.engine.runner import BROKEN, Launch, Runner, SampledTokens, StepOutput, sample_rows
+from baton.engine.sampling.sampler import NO_TOKEN, Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
-from baton.errors import ConfigError, InternalError
+from baton.errors import ConfigError
 
 if TYPE_CHECKING:  # it imports triton, which may not be installed
     from baton.engine.backends.gpu.model import GpuModel
@@ -214,7 +214,7 @@ class GpuRunner(Runner):
         launch.output = self._stream.call(lambda: self._sample(plan, logits))
 
     def land(self, launch: Launch) -> StepOutput:
-        """Waits for a step. Raises its error, or InternalError for logits that are not finite."""
+        """Waits for a step. Raises its error."""
         if not isinstance(launch, _CapturedLaunch):
             self._wait(self._stream.record_event())
             return launch.output
@@ -230,20 +230,16 @@ class GpuRunner(Runner):
         tokens = launch.buffers.tokens[: len(launch.sampled)].tolist()
         if chunks:
             tokens = [tokens[at] for at in launch.logit_rows]
-        if tokens and max(tokens) >= self.sampler.vocab_size:
-            for item, token_id in zip(launch.sampling, tokens, strict=True):
-                if not item.sequence.dropped:
-                    self._check(token_id)
-        deferred = self._deferred_tokens(launch, tokens) if launch.deferred else {}
-        if not chunks:
-            return StepOutput(deferred, tokens)
-        sampling = zip(launch.sampling, tokens, strict=True)
-        found = {item.sequence.seq_id: SampledTokens((token_id,)) for item, token_id in sampling}
-        return StepOutput(found | deferred)
-
-    def _check(self, token_id: int) -> None:
-        if token_id >= self.sampler.vocab_size:
-            raise InternalError("logits are not finite numbers: the model's output is broken")
+        tokens = self.sampler.checked(tokens)
+        found = self._deferred_tokens(launch, tokens) if launch.deferred else {}
+        sampling = list(zip(launch.sampling, tokens, strict=False))
+        if chunks:
+            found = {
+                one.sequence.seq_id: SampledTokens((token,)) for one, token in sampling
+            } | found
+        if NO_TOKEN in tokens:
+            found |= {one.sequence.seq_id: BROKEN for one, token in sampling if token == NO_TOKEN}
+        return StepOutput(found, [] if chunks else tokens)
 
     def _wait(self, event: Any) -> None:
         began = time.perf_counter()
@@ -290,10 +286,7 @@ class GpuRunner(Runner):
         sampler.prepare(rows)
         sampler.sample(logits)
         self._wait(self._stream.record_event())
-        sampled = sampler.sampled()
-        for token_id in sampled.token_ids:
-            self._check(token_id)
-        return sampled
+        return sampler.sampled()
 
     def _launch_captured(self, plan: ScheduledStep, shape: StepShape) -> _CapturedLaunch:
         buffers = self._buffers.pop(0)

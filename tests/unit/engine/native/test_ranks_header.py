@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from baton.engine.kernels.native import library
+from tests.waiting import WAIT_S
 
 PROGRAM = """
 #include <signal.h>
@@ -41,6 +42,6 @@ def test_signals_do_not_shorten_the_wait_for_a_rank(tmp_path: Path) -> None:
     flags = (*library.FLAGS, *library.best_target().flags, *library.DEFINES[torch.float32])
     command = [library.COMPILER, *flags, "-O1", f"-I{library.SOURCES}", str(source)]
     subprocess.run([*command, "-o", str(program)], check=True)
-    aborted, naps_ended, ms = subprocess.check_output([program], text=True, timeout=60).split()
+    aborted, naps_ended, ms = subprocess.check_output([program], text=True, timeout=WAIT_S).split()
     assert aborted == "1" and int(naps_ended) > 25
     assert float(ms) >= 500

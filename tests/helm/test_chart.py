@@ -1,0 +1,335 @@
+"""The Helm chart: what it renders is valid, and says what the program understands."""
+
+import asyncio
+import json
+import re
+import tarfile
+
+import pytest
+
+from baton.cli import options, parser
+from baton.config import RouterConfig, WorkerConfig
+from tests.helm.chart import CHART, api_server, install
+from tests.helm.pod import ENTRYPOINT, Pod, templates
+from tests.unit.deployment.files import BASE, COMPOSE, load
+
+ALERTS = COMPOSE / "observability/alerts.yaml"
+DASHBOARDS = COMPOSE / "observability/grafana/dashboards"
+DEVELOPMENT = {"etcd": {"development": {"enabled": True}}}
+SECRETS = {"router": "router-tls", "worker": "worker-tls", "admin": "admin-tls"}
+EVERYTHING = {
+    "etcd": {
+        "endpoints": ["https://etcd-0.etcd:2379", "https://etcd-1.etcd:2379"],
+        "tlsSecret": "etcd-tls", "user": "root", "passwordSecret": "etcd-password",
+    },
+    "image": {"pullSecrets": ["registry"]},
+    "model": {
+        "path": "/models/large", "name": "large",
+        "volume": {"persistentVolumeClaim": {"claimName": "models"}},
+    },
+    "options": {"otlp": "http://collector:4317", "trace-sample": 0.1},
+    "tls": {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"name": "ca"}}},
+    "router": {"replicas": 1, "tenantsSecret": "tenants", "batchClaim": "batches"},
+    "planner": {"enabled": True, "apply": True, "apiKeySecret": "operator"},
+    "workers": {
+        "prefill": {"autoscaling": {"enabled": True}},
+        "decode": {
+            "hosts": 2, "options": {"tp": 16}, "autoscaling": {"enabled": True},
+            "exclusiveTopologyKey": "nvidia.com/gpu.clique", "runtimeClassName": "nvidia",
+        },
+        "spare": {"role": "mixed", "nodeSelector": {"pool": "spare"}},
+    },
+    "monitoring": {
+        "podMonitors": True, "rules": True, "dashboards": True, "labels": {"release": "prometheus"},
+    },
+}  # fmt: skip
+OPERATORS = {  # module of cloudcoil.models: kinds
+    "cert_manager.v1": ("Certificate",),
+    "keda.v1alpha1": ("ScaledObject", "TriggerAuthentication"),
+    "prometheus_operator.v1": ("PodMonitor", "PrometheusRule"),
+}
+CONFIGS = {"router": RouterConfig, "worker": WorkerConfig}
+CASES = {
+    "defaults": ((), DEVELOPMENT),
+    "chat": (("chat",), DEVELOPMENT),
+    "batch": (("batch",), {**DEVELOPMENT, "router": {"batchClaim": "batches"}}),
+    "agent": (("agent",), DEVELOPMENT),
+    "gpu": (("gpu",), DEVELOPMENT),
+    "gpu chat": (("gpu", "chat"), DEVELOPMENT),
+    "storage": ((), {"etcd": {"development": {"enabled": True, "storage": "1Gi"}}}),
+    "TLS": ((), {**DEVELOPMENT, "tls": {"enabled": True, "secrets": SECRETS}}),
+    "everything": (("gpu", "agent"), EVERYTHING),
+}
+
+
+@pytest.fixture(scope="module")
+def rendered():
+    return {name: install(*profiles, **values) for name, (profiles, values) in CASES.items()}
+
+
+def kinds(created, kind):
+    return {one["metadata"]["name"]: one for one in created if one["kind"] == kind}
+
+
+@pytest.mark.parametrize("version", ["1.33", "1.34", "1.35", "1.36", "1.37"])
+def test_objects_follow_the_schemas_of_kubernetes(rendered, version):
+    validate = pytest.importorskip("kubernetes_validate").validate
+    own = ("v1", "apps/v1", "policy/v1", "networking.k8s.io/v1")
+    for created in rendered.values():
+        for one in created:
+            if one["apiVersion"] in own:
+                validate(one, version, strict=True)
+
+
+def test_objects_follow_the_schemas_of_operators(rendered):
+    models = {
+        kind: getattr(pytest.importorskip(f"cloudcoil.models.{module}"), kind)
+        for module, kinds in OPERATORS.items()
+        for kind in kinds
+    }
+    seen = set()
+    for one in rendered["everything"]:
+        if model := models.get(one["kind"]):
+            understood = model.model_validate(one).model_dump(
+                mode="json", by_alias=True, exclude_unset=True
+            )
+            assert understood["spec"] == one["spec"]  # models drop what they do not know
+            seen.add(one["kind"])
+    assert seen == models.keys()
+
+
+def configured(pod, monkeypatch):
+    """What the program makes of a pod's arguments and variables. Raises SystemExit, BatonError."""
+    with monkeypatch.context() as patched:
+        for name, value in pod.environment({}).items():
+            patched.setenv(name, value)
+        args = parser().parse_args(pod.argv({})[len(ENTRYPOINT) :])
+        return options.settings(CONFIGS[args.command], args.command, args)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_program_takes_every_option(rendered, case, monkeypatch, tmp_path):
+    injected = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
+    for name, template in templates(rendered[case]).items():
+        pod = Pod(name, template, tmp_path, "127.0.0.1", injected=injected)
+        if pod.container["name"] == "etcd" or name.endswith("-planner"):
+            continue
+        config = configured(pod, monkeypatch)
+        named = {one["name"]: one["containerPort"] for one in pod.container["ports"]}
+        assert named.pop("grpc") == config.port
+        assert named.pop("metrics") == config.metrics_port
+        assert named.pop("health") == config.health_port
+        assert named.pop("http", None) == getattr(config, "http_port", None)
+        assert not named
+        preparing = pod.container.get("lifecycle", {}).get("preStop", {}).get("sleep", {})
+        stopping = preparing.get("seconds", 0) + getattr(config, "drain_s", 0)
+        assert stopping + 10 <= pod.spec["terminationGracePeriodSeconds"]
+
+
+def selected(selector, labels):
+    """Whether a selector of Kubernetes matches labels."""
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        one["operator"] == "In" and labels.get(one["key"]) in one["values"]
+        for one in selector.get("matchExpressions", ())
+    )
+
+
+def selectors(one):
+    """The selectors of an object that have to find pods of this release."""
+    spec = one.get("spec", {})
+    if one["kind"] == "Service":
+        yield {"matchLabels": spec["selector"]}
+    for name in ("selector", "podSelector"):
+        if one["kind"] != "Service" and name in spec:
+            yield spec[name]
+    pod = spec.get("template", {}).get("spec", {})
+    for term in pod.get("topologySpreadConstraints", ()):
+        yield term["labelSelector"]
+    affinity = pod.get("affinity", {}).get("podAffinity", {})
+    for term in affinity.get("preferredDuringSchedulingIgnoredDuringExecution", ()):
+        yield term["podAffinityTerm"]["labelSelector"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_selects_pods_finds_some_and_names_ports_that_they_have(rendered, case):
+    pods = list(templates(rendered[case]).values())
+    for one in rendered[case]:
+        for selector in selectors(one):
+            found = [pod for pod in pods if selected(selector, pod["metadata"]["labels"])]
+            monitors_nothing = one["kind"] == "PodMonitor" and case == "everything"
+            assert found or (monitors_nothing and one["metadata"]["name"].endswith("-etcd")), one
+            named = set()
+            for pod in found:
+                named |= {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
+            spec = one["spec"]
+            wanted = {port["targetPort"] for port in spec.get("ports", ())}
+            wanted |= {end["port"] for end in spec.get("podMetricsEndpoints", ())}
+            wanted |= {
+                port["port"] for rule in spec.get("ingress", ()) for port in rule.get("ports", ())
+            }
+            assert not found or wanted <= named, one
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pods_have_no_privileges_and_are_probed_without_tls(rendered, case):
+    for name, template in templates(rendered[case]).items():
+        pod, (container,) = template["spec"], template["spec"]["containers"]
+        assert pod["automountServiceAccountToken"] is False
+        assert (
+            pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 10001
+        )
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert container["resources"]["requests"] and container["resources"]["limits"]["memory"]
+        probes = [container[key] for key in container if key.endswith("Probe")]
+        assert bool(probes) != name.endswith("/rank")  # ranks listen only for their first host
+        for probe in probes:
+            assert probe["httpGet"]["port"] == ("metrics" if "etcd" in name else "health")
+            assert "scheme" not in probe["httpGet"]
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        if template["metadata"]["labels"]["app.kubernetes.io/component"] in ("prefill", "decode"):
+            assert pod.get("hostIPC", False) != ("/dev/shm" in mounts)
+
+
+def test_values_of_profiles_take_the_place_of_defaults(rendered):
+    """Also empty ones and zero."""
+    gpu = kinds(rendered["gpu"], "Deployment")["chat-baton-decode"]["spec"]
+    names = {one["name"] for one in gpu["template"]["spec"]["containers"][0]["env"]}
+    assert "BATON_OPT_KV_CACHE" not in names and {"BATON_OPT_GPU_MEMORY", "NCCL_HOSTID"} <= names
+    assert gpu["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    assert kinds(rendered["chat"], "Deployment")["chat-baton-decode"]["spec"]["replicas"] == 3
+    gone = install(**DEVELOPMENT, workers={"prefill": {"replicas": 0}})
+    assert "chat-baton-prefill" not in kinds(gone, "Deployment")
+
+
+def test_alerts_and_dashboards_are_those_of_compose(rendered):
+    files = {file.name: file.read_text() for file in DASHBOARDS.glob("*.json")}
+    maps = kinds(rendered["everything"], "ConfigMap").values()
+    shown = {name: text for one in maps for name, text in one["data"].items()}
+    assert {name: json.loads(text) for name, text in shown.items()} == {
+        name: json.loads(text) for name, text in files.items()
+    }
+    (rules,) = kinds(rendered["everything"], "PrometheusRule").values()
+    groups = [group for group in load(ALERTS)["groups"] if group["name"] != "baton-registry"]
+    assert rules["spec"]["groups"] == groups
+    scraped = install(**DEVELOPMENT, monitoring={"rules": True})
+    (rules,) = kinds(scraped, "PrometheusRule").values()
+    assert rules["spec"]["groups"] == load(ALERTS)["groups"]
+
+
+def test_jobs_of_queries_are_components_that_are_scraped(rendered):
+    """PodMonitors name a job by the component, and rules and dashboards query these names."""
+    texts = [ALERTS.read_text(), *(file.read_text() for file in DASHBOARDS.glob("*.json"))]
+    queried = {
+        job
+        for text in texts
+        for jobs in re.findall(r'job=~?\\?"([^"$\\]+)', text)
+        for job in jobs.split("|")
+    }
+    scraped = set()
+    for monitor in kinds(rendered["everything"], "PodMonitor").values():
+        assert monitor["spec"]["jobLabel"] == "app.kubernetes.io/component"
+        for one in monitor["spec"]["selector"]["matchExpressions"]:
+            scraped |= set(one["values"])
+    assert queried and queried <= scraped
+
+
+def test_etcd_is_that_of_compose(rendered):
+    (made,) = kinds(rendered["defaults"], "StatefulSet").values()
+    (container,) = made["spec"]["template"]["spec"]["containers"]
+    ours = load(BASE)["services"]["etcd"]
+    assert container["image"] == ours["image"]
+
+    def settings(argv):
+        own = ("--advertise-client-urls", "--data-dir")  # of its host
+        return [one for one in argv if not one.startswith(own)]
+
+    assert settings(container["command"]) == settings(ours["command"])
+
+
+def test_keda_asks_the_planner_for_workers_that_exist(rendered):
+    created = rendered["everything"]
+    scaled = kinds(created, "ScaledObject")
+    for name, one in scaled.items():
+        target = one["spec"]["scaleTargetRef"]
+        owner = kinds(created, target.get("kind", "Deployment"))[target["name"]]
+        assert target.get("apiVersion", "apps/v1") == owner["apiVersion"]
+        assert "replicas" not in owner["spec"], name  # a new release would undo KEDA's number
+        (trigger,) = one["spec"]["triggers"]
+        host, port = trigger["metadata"]["scalerAddress"].split(":")
+        service = kinds(created, "Service")[host.split(".")[0]]
+        assert int(port) in [one["port"] for one in service["spec"]["ports"]]
+        assert trigger["authenticationRef"]["name"] in kinds(created, "TriggerAuthentication")
+    assert {one["spec"]["triggers"][0]["metadata"]["role"] for one in scaled.values()} == {
+        "prefill", "decode"
+    }  # fmt: skip
+
+
+def test_certificates_have_the_names_that_callers_check(rendered):
+    names = {
+        one["spec"]["secretName"]: set(one["spec"]["dnsNames"])
+        for one in kinds(rendered["everything"], "Certificate").values()
+    }
+    assert {"router.baton", "chat-baton-router", "chat-baton-routers"} <= names[
+        "chat-baton-router-tls"
+    ]
+    assert names["chat-baton-worker-tls"] == {"worker.baton"}
+    assert {"admin.baton", "chat-baton-planner.serving"} <= names["chat-baton-admin-tls"]
+    mounted = {
+        volume["secret"]["secretName"]
+        for pod in templates(rendered["everything"]).values()
+        for volume in pod["spec"]["volumes"]
+        if volume["name"] == "tls"
+    }
+    assert mounted == names.keys()
+
+
+MISTAKES = [
+    ({}, "etcd.endpoints is empty"),
+    ({**DEVELOPMENT, "etcd": {"endpoints": ["etcd"]}}, "/etcd/endpoints/0"),
+    ({"etcd": {"endpoints": ["e:1"], "development": {"enabled": True}}}, "either etcd.endpoints"),
+    ({"etcd": {"endpoints": ["e:1"], "user": "root"}}, "etcd.passwordSecret"),
+    ({**DEVELOPMENT, "routers": {}}, "'routers' not allowed"),
+    ({**DEVELOPMENT, "router": {"replicas": 0}}, "/router/replicas"),
+    ({**DEVELOPMENT, "router": {"replicas": 2, "batchClaim": "b"}}, "router.replicas 1"),
+    ({**DEVELOPMENT, "router": {"options": {"--slo": "x"}}}, "'--slo'"),
+    ({**DEVELOPMENT, "model": {"path": "llama"}}, "/model/path"),
+    ({**DEVELOPMENT, "workers": {"decode": {"role": "decoder"}}}, "'prefill', 'decode', 'mixed'"),
+    ({**DEVELOPMENT, "workers": {"Decode_1": {}}}, "Decode_1"),
+    ({**DEVELOPMENT, "workers": {"decode": {"autoscaling": {"enabled": True}}}}, "planner.enabled"),
+    (
+        {
+            **DEVELOPMENT, "planner": {"enabled": True},
+            "workerDefaults": {"role": "decode", "autoscaling": {"enabled": True}},
+            "workers": {"more": {}},
+        },
+        "another group of role decode",
+    ),
+    ({**DEVELOPMENT, "tls": {"enabled": True}}, "tls.secrets.router"),
+    (
+        {**DEVELOPMENT, "tls": {"enabled": True, "certManager": {"enabled": True}}},
+        "issuerRef.name",
+    ),
+    ({**DEVELOPMENT, "workerDefaults": {"sharedMemory": {"size": "1 GB"}}}, "sharedMemory/size"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "error"), MISTAKES, ids=[error for _, error in MISTAKES])
+def test_a_mistake_is_an_error_that_names_the_value(values, error):
+    with pytest.raises(Exception, match=re.escape(error)) as caught:
+        install(**values)
+    assert type(caught.value).__name__ == "InstallError"
+
+
+def test_the_image_of_a_chart_from_a_package_has_all_files(tmp_path):
+    """`helm package` follows the links to compose's files."""
+    helm_sdkpy = pytest.importorskip("helm_sdkpy")
+    with api_server() as (kubeconfig, _), helm_sdkpy.Configuration("x", kubeconfig) as known:
+        path = asyncio.run(helm_sdkpy.Package(known).run(str(CHART), str(tmp_path)))
+    with tarfile.open(path) as archive:
+        names = set(archive.getnames())
+    assert {"baton/alerts.yaml", "baton/dashboards/overview.json"} <= names
