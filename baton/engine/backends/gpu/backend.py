@@ -203,7 +203,7 @@ class _GpuRankExecutor(rank_executor.RankExecutor):
             case rank_executor.ReplayStep(shape):
                 assert self._graphs is not None, "PrepareGraphs comes first"
                 with torch.inference_mode():
-                    self._stream.put(partial(self._graphs.run, StepShape(*shape)))
+                    self._stream.put(partial(self._graphs.run, StepShape._make(shape)))
             case _:
                 super().execute(command)
 

@@ -120,9 +120,10 @@ def split_inputs(buffer: Tensor, shape: StepShape) -> StepInputs[Tensor]:
     for words in _section_words(shape):
         parts.append(buffer[end : end + words])
         end += -(-words // _ALIGNMENT) * _ALIGNMENT
-    *first, seeds, settings, tables = parts
+    tokens, contexts, queries, logit_rows, sources, slots, positions, *of_sampling, tables = parts
+    seeds, settings = of_sampling
     return StepInputs(
-        *first, seeds.view(torch.int64),
+        tokens, contexts, queries, logit_rows, sources, slots, positions, seeds.view(torch.int64),
         settings.view(torch.float64).view(-1, NUM_SETTINGS),
         tables.view(shape.sequences, shape.width), buffer[:end],
     )  # fmt: skip
