@@ -177,7 +177,7 @@ class Model:
     max_context: int  # longest sequence in tokens, prompt and output together
     vocab_size: int
     chat: bool  # whether it accepts chat messages
-    parent: str  # of a LoRA adapter, the model that it adapts
+    parent: str = ""  # of a LoRA adapter, the model that it adapts
 
 
 def models_of(response: inference_pb2.ListModelsResponse) -> list[Model]:

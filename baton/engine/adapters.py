@@ -1,11 +1,30 @@
-"""Which LoRA adapters an engine has in its slots, and how many sequences use each."""
+"""LoRA adapters: one in memory; those in an engine's slots, and how many sequences use each."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from baton.errors import InvalidRequest, Overloaded, Unavailable
+
+Update = tuple[Tensor, Tensor]
+"""A `[sections, rank, in]` and B `[rank, out]` of one field, float32, B with its scale."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoraAdapter:
+    """A LoRA adapter in the host's memory.
+
+    identity: hash of its files' content · rank: the largest of its matrices · updates: by layer and
+    field of its weights.
+    """
+
+    identity: str
+    rank: int
+    updates: Mapping[tuple[int, str], Update]
 
 
 @dataclass

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine.models.lora import LoraAdapter
+from baton.engine.adapters import LoraAdapter
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 
 

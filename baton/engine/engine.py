@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, TypeVar
 
+from baton.engine.adapters import LoraAdapter
 from baton.engine.loop import EngineLoop
-from baton.engine.models.lora import LoraAdapter
 from baton.engine.sequence import Sequence
 from baton.engine.step_report import Load
 from baton.errors import Overloaded, Stale

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.cuda import CudaDriver
+from baton.engine.adapters import LoraAdapter, Update
 from baton.engine.batch import Ints, StepBatch, on_device
 from baton.engine.checkpoint.tensors import fingerprint
 from baton.engine.collectives import (
@@ -27,7 +28,7 @@ from baton.engine.collectives import (
     NcclCollectives,
 )
 from baton.engine.cpu_affinity import pin_thread
-from baton.engine.models.lora import LoraAdapter, Update, empty_update
+from baton.engine.models.lora import empty_update
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
 from baton.engine.models.weight_loader import random_seed

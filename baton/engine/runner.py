@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from baton.engine.adapters import LoraAdapter
 from baton.engine.batch import BatchBuilder, StepModel
-from baton.engine.models.lora import LoraAdapter
 from baton.engine.pooling import Vector, pooled
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs, split_prompt_logprobs
 from baton.engine.sampling.sampler import NO_TOKEN, Sampled, Sampler, SampleRow, TokenLogprobs

@@ -27,10 +27,10 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.cuda import CudaArea
 from baton.engine import rank_executor
+from baton.engine.adapters import LoraAdapter
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives, GroupCollectives, NcclCollectives
 from baton.engine.kv_cache import Allocate, KvLayout
-from baton.engine.models.lora import LoraAdapter
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
 from baton.engine.rank_process import RankProcess

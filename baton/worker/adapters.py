@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+from baton.engine.adapters import LoraAdapter
 from baton.engine.build import Loaded
 from baton.engine.engine import Engine
-from baton.engine.models.lora import LoraAdapter
+from baton.engine.models.lora import load_lora
 from baton.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable, quoted
 from baton.v1.common_pb2 import Adapter
 
@@ -99,6 +100,6 @@ class Adapters:
     def _read(self, directory: Path) -> LoraAdapter:
         loaded = self._loaded
         try:
-            return LoraAdapter.load(directory, loaded.model_config, loaded.settings.max_lora_rank)
+            return load_lora(directory, loaded.model_config, loaded.settings.max_lora_rank)
         except CheckpointError as error:
             raise InvalidRequest(str(error), "directory") from error

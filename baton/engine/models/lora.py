@@ -11,7 +11,6 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from baton.engine.adapters import LoraAdapter, Update
 from baton.engine.checkpoint.fields import BOOLEAN, NOT_NEGATIVE, Fields, one_of
 from baton.engine.checkpoint.tensors import FLOATS, StoredTensor, file_tensors, read_json
 from baton.engine.kernels.torch.lora import LoraMatrices
@@ -63,55 +63,38 @@ class _Place(NamedTuple):
     shape: tuple[int, ...]
 
 
-Update = tuple[Tensor, Tensor]
-"""A `[sections, rank, in]` and B `[rank, out]` of one field, float32, B with its scale."""
+def load_lora(path: Path, config: ModelConfig, max_rank: int) -> LoraAdapter:
+    """Loads an adapter's directory for a model.
 
-
-@dataclass(frozen=True, eq=False)
-class LoraAdapter:
-    """An adapter in the host's memory.
-
-    identity: hash of its files' content · rank: the largest of its matrices · updates: by layer and
-    field.
+    Raises CheckpointError naming the file, and the key or tensor that is wrong.
     """
-
-    identity: str
-    rank: int
-    updates: Mapping[tuple[int, str], Update]
-
-    @classmethod
-    def load(cls, path: Path, config: ModelConfig, max_rank: int) -> LoraAdapter:
-        """Loads an adapter's directory for a model.
-
-        Raises CheckpointError naming the file, and the key or tensor that is wrong.
-        """
-        file, places = path / LORA_FILE, _places(config)
-        fields = Fields(path / LORA_CONFIG, read_json(path / LORA_CONFIG), remedy=_REMEDY)
-        fields.read("peft_type", one_of("LORA"))
-        for key, values in _PLAIN.items():
-            fields.read(key, one_of(*values), values[0])
-        stored = file_tensors(file)
-        names = sorted({_target(file, part) for part in stored})
-        ranks = {name: _rank(file, name, stored, places) for name in names}
-        if not ranks:
-            raise CheckpointError(f"{file} has no tensors")
-        if (rank := max(ranks.values())) > max_rank:
-            raise CheckpointError(
-                f"{path} has rank {rank}, and this worker holds adapters up to rank {max_rank}: "
-                f"start workers with --max-lora-rank {rank}"
-            )
-        updates, scales = dict[tuple[int, str], Update](), _scales(fields, ranks)
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            for name in names:
-                layer, field, section, _ = places[name]
-                if (layer, field) not in updates:
-                    updates[layer, field] = empty_update(config, layer, field, rank)
-                whole_a, whole_b = updates[layer, field]
-                a, b = (opened.get_tensor(part).float() for part in _parts(name))
-                outputs = _outputs(config, layer, field)[section]
-                whole_a[section, : len(a)] = a
-                whole_b[: len(a), outputs.start : outputs.stop] = b.T * scales[name]
-        return cls(identity_of(path), rank, updates)
+    file, places = path / LORA_FILE, _places(config)
+    fields = Fields(path / LORA_CONFIG, read_json(path / LORA_CONFIG), remedy=_REMEDY)
+    fields.read("peft_type", one_of("LORA"))
+    for key, values in _PLAIN.items():
+        fields.read(key, one_of(*values), values[0])
+    stored = file_tensors(file)
+    names = sorted({_target(file, part) for part in stored})
+    ranks = {name: _rank(file, name, stored, places) for name in names}
+    if not ranks:
+        raise CheckpointError(f"{file} has no tensors")
+    if (rank := max(ranks.values())) > max_rank:
+        raise CheckpointError(
+            f"{path} has rank {rank}, and this worker holds adapters up to rank {max_rank}: "
+            f"start workers with --max-lora-rank {rank}"
+        )
+    updates, scales = dict[tuple[int, str], Update](), _scales(fields, ranks)
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        for name in names:
+            layer, field, section, _ = places[name]
+            if (layer, field) not in updates:
+                updates[layer, field] = empty_update(config, layer, field, rank)
+            whole_a, whole_b = updates[layer, field]
+            a, b = (opened.get_tensor(part).float() for part in _parts(name))
+            outputs = _outputs(config, layer, field)[section]
+            whole_a[section, : len(a)] = a
+            whole_b[: len(a), outputs.start : outputs.stop] = b.T * scales[name]
+    return LoraAdapter(identity_of(path), rank, updates)
 
 
 class LoraSlots:

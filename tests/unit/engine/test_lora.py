@@ -13,9 +13,9 @@ from baton.engine.kernels.torch.lora import add_lora
 from baton.engine.models.lora import (
     LORA_CONFIG,
     LORA_FILE,
-    LoraAdapter,
     LoraSlots,
     identity_of,
+    load_lora,
 )
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weight_loader import load_weights
@@ -66,7 +66,7 @@ def load(tmp_path, kernels, *adapters, dtype=torch.float32):
     slots = LoraSlots(config, len(adapters) + 1, 8, dtype, CPU)
     model = make(kernels, config, replace(weights, lora=slots), dtype)
     for slot, name in enumerate(adapters):
-        model.write_lora(slot, LoraAdapter.load(tmp_path / name, config, 8))
+        model.write_lora(slot, load_lora(tmp_path / name, config, 8))
     return model
 
 
@@ -155,7 +155,7 @@ def test_native_products_equal_the_reference(tmp_path, dtype):
     make_adapter(tmp_path / "a", reference, modules=ALL, rank=13)
     config = ModelConfig.load(tmp_path / "base")
     slots = LoraSlots(config, 2, 24, dtype, CPU)
-    slots.write(1, LoraAdapter.load(tmp_path / "a", config, 24))
+    slots.write(1, load_lora(tmp_path / "a", config, 24))
     of_rows = torch.tensor([1, -1, 0, 1, 1], dtype=torch.int32)
     generator = torch.Generator().manual_seed(5)
     for field, lora in slots.layers[1].items():
@@ -175,7 +175,7 @@ def test_a_slot_that_is_written_again_keeps_nothing(tmp_path):
     make_adapter(tmp_path / "large", reference, modules=ALL, rank=8)
     make_adapter(tmp_path / "small", reference, rank=2, seed=1)
     fresh, used = load(tmp_path, "torch", "small"), load(tmp_path, "torch", "large")
-    used.write_lora(0, LoraAdapter.load(tmp_path / "small", used.config, 8))
+    used.write_lora(0, load_lora(tmp_path / "small", used.config, 8))
     found = []
     for model in (fresh, used):
         run = AdaptedRun(model)
@@ -198,7 +198,7 @@ def test_scales(tmp_path, options, scales):
     reference = make_checkpoint(tmp_path / "base", "Qwen2ForCausalLM")
     updates = make_adapter(tmp_path / "adapter", reference, **options)
     config = ModelConfig.load(tmp_path / "base")
-    adapter = LoraAdapter.load(tmp_path / "adapter", config, 8)
+    adapter = load_lora(tmp_path / "adapter", config, 8)
     assert adapter.updates.keys() == {(0, "qkv"), (1, "down")}
     for (key, section), update, scale in zip(
         (((0, "qkv"), 0), ((1, "down"), 0)), updates.values(), scales, strict=True
@@ -258,11 +258,11 @@ def test_what_is_no_plain_adapter_of_this_model_is_refused_by_name(tmp_path, opt
     model = make_checkpoint(tmp_path / "base")
     make_adapter(tmp_path / "adapter", model, **options)
     with pytest.raises(CheckpointError) as caught:
-        LoraAdapter.load(tmp_path / "adapter", ModelConfig.load(tmp_path / "base"), 8)
+        load_lora(tmp_path / "adapter", ModelConfig.load(tmp_path / "base"), 8)
     assert message in str(caught.value)
 
 
 def test_a_directory_without_an_adapter_is_refused(tmp_path):
     make_checkpoint(tmp_path / "base")
     with pytest.raises(CheckpointError, match=r"adapter_config\.json is missing"):
-        LoraAdapter.load(tmp_path, ModelConfig.load(tmp_path / "base"), 8)
+        load_lora(tmp_path, ModelConfig.load(tmp_path / "base"), 8)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
+from baton.engine.adapters import LoraAdapter
 from baton.engine.backends.gpu.cuda_graphs import StepInputs, StepShape, num_elements, split_inputs
 from baton.engine.backends.gpu.device import Stream, new_stream
 from baton.engine.backends.gpu.device_sampling import (
@@ -33,7 +34,6 @@ from baton.engine.backends.gpu.device_sampling import (
     pinned_copy,
 )
 from baton.engine.backends.gpu.input_batch import InputBatch
-from baton.engine.models.lora import LoraAdapter
 from baton.engine.rank_executor import CaptureGraphs
 from baton.engine.runner import BROKEN, Launch, Runner, SampledTokens, StepOutput, sample_rows
 from baton.engine.sampling.sampler import NO_TOKEN, Sampled, Sampler, SampleRow, TokenLogprobs

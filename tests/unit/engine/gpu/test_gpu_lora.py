@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from baton.config import EngineConfig
+from baton.engine.adapters import LoraAdapter
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kernels.torch.lora import add_lora as reference_add_lora
 from baton.engine.kernels.triton.lora import add_lora
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.lora import FIELDS, LoraAdapter, LoraSlots, empty_update
+from baton.engine.models.lora import FIELDS, LoraSlots, empty_update
 from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
