@@ -18,6 +18,8 @@ from baton.worker.messages import FINISH_REASONS, logprobs_proto, prompt_logprob
 class EventStream:
     """The events of one sequence: at least `interval` tokens each, except the first and the last.
 
+    They leave within `SOON_S`, but the first token of a request, which is `awaited`, at once.
+
     `per_token` is set from the first event on if every token is an event: callers may then add a
     sequence's only token to the router's message themselves.
     """
@@ -25,6 +27,7 @@ class EventStream:
     router: RouterStream
     handoff_id: str
     interval: int = 1
+    awaited: bool = True
     started: bool = False
     per_token: bool = False
     _held: SequenceProgress | None = None  # tokens kept for the next event
@@ -48,12 +51,15 @@ class EventStream:
         if is_last or is_full or progress.prompt_logprobs or not self.started:
             self.started, self.per_token = True, self.interval <= 1
             self._add(progress, from_step)
+            if self.awaited:
+                self.awaited = False
+                self.router.flush()
         else:
             self._held = progress
 
     def _add(self, progress: SequenceProgress, from_step: bool = True) -> None:
         # Fields that most events lack are set separately: an empty argument costs like a set one.
-        event = self.router.outgoing.events.add(
+        event = self.router.outgoing_soon.events.add(
             handoff_id=self.handoff_id, token_ids=progress.token_ids
         )
         if progress.logprobs:

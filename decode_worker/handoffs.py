@@ -174,6 +174,7 @@ class Handoffs:
                 # The sender still has the KV; if it does not come back, the lease ends the handoff.
                 self._stop_writing(handoff, str(error), resend=isinstance(error, TransferFailed))
             raise
+        handoff.events.awaited = False
         handoff.transfer = None  # Commit says that everything has been written
         is_verified = not link.transport.one_sided
         handoff.enter(State.RUNNING if is_verified else State.COMMITTED)
@@ -256,6 +257,7 @@ class Handoffs:
     def on_step(self, report: StepReport) -> None:
         """Adds what each sequence got in a step to the message for its router."""
         router: RouterStream | None = None
+        handoff: Handoff | None = None
         for seq_id, token_id in report.token_ids.items():
             handoff = self._handoffs.get(seq_id)
             if handoff is None:
@@ -265,7 +267,7 @@ class Handoffs:
                 # Hundreds in each step: as little work as possible for each.
                 if events.router is not router:
                     router = events.router
-                    add_event = router.outgoing.events.add
+                    add_event = router.outgoing_soon.events.add
                 handoff.spans.token()
                 add_event(handoff_id=seq_id, token_ids=(token_id,))
             else:
@@ -273,6 +275,8 @@ class Handoffs:
         for progress in report.others:
             if (handoff := self._handoffs.get(progress.seq_id)) is not None:
                 self._advance(handoff, progress, report)
+        if report.num_sequences == 1 and handoff is not None:
+            handoff.events.router.flush()  # others' tokens would come with a later step
 
     def _advance(self, handoff: Handoff, progress: SequenceProgress, report: StepReport) -> None:
         if handoff.state is State.REQUESTED:  # the report came before the answer to `reserve`

@@ -129,6 +129,19 @@ class EngineDriver:
         settings = {"seed": 1, "ignore_eos": True, "max_tokens": run + 1, **sampling}
         params = [SamplingParams(**{**settings, **(first or {})})]
         params += [SamplingParams(**settings)] * (batch - 1)
+        self._start(contexts, params)
+        ends, waited = list[float](), list[float]()
+        while len(ends) < run:
+            ended, report = self._next()
+            if report.num_sequences == batch:
+                ends.append(ended)
+                waited.append(report.waited_s)
+        counted = ends[warm_up - 1 : -1]  # without the last step, which frees the sequences
+        self.waited_s = sum(waited[warm_up:-1]) / (len(counted) - 1)
+        return (counted[-1] - counted[0]) / (len(counted) - 1)
+
+    def _start(self, contexts: Items[int], params: list[SamplingParams]) -> list[Sequence]:
+        """Sequences that decode from now on."""
         sequences = [
             self._sequence(self.prompt(context), one)
             for context, one in zip(contexts, params, strict=True)
@@ -141,15 +154,29 @@ class EngineDriver:
                 self._engine.resume(sequence.seq_id, sequence.num_tokens, 7)
 
         self._engine.submit(start).result()
-        ends, waited = list[float](), list[float]()
-        while len(ends) < run:
-            ended, report = self._next()
-            if report.num_sequences == batch:
-                ends.append(ended)
-                waited.append(report.waited_s)
-        counted = ends[warm_up - 1 : -1]  # without the last step, which frees the sequences
-        self.waited_s = sum(waited[warm_up:-1]) / (len(counted) - 1)
-        return (counted[-1] - counted[0]) / (len(counted) - 1)
+        return sequences
+
+    def beside(self, contexts: Items[int], tokens: int, warm_up: int) -> tuple[float, int]:
+        """Seconds of the steps that compute a prompt beside decoding sequences, and their number.
+
+        contexts: of the decoding sequences, in tokens.
+        """
+        params = SamplingParams(seed=1, ignore_eos=True, max_tokens=100_000)
+        streams = self._start(contexts, [params] * len(contexts))
+        for _ in range(warm_up):
+            self._next()
+        sequence = self._sequence(self.prompt(tokens), SamplingParams(max_tokens=1))
+        self._engine.add(sequence).result()
+        seconds, steps, done = 0.0, 0, False
+        while not done:
+            _, report = self._next()
+            if report.num_tokens > len(contexts):
+                seconds += (report.ended_ns - report.started_ns) / 1e9
+                steps += 1
+            done = any(one.seq_id == sequence.seq_id and one.token_ids for one in report.progress)
+        for stream in streams:
+            self._engine.release(stream.seq_id).result()
+        return seconds, steps
 
     def prefill(self, tokens: int) -> float:
         """Seconds from a prompt's submission to its first token."""

@@ -13,6 +13,7 @@ from importlib import metadata
 
 from baton.cli import (
     adapter,
+    advise,
     bench,
     certs,
     chat,
@@ -63,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for module in (
         *(up, demo, router, workers, planner, generate, chat, status, explain, health),
-        *(role, adapter, doctor, top, trace, bench, certs),
+        *(role, adapter, doctor, top, trace, bench, advise, certs),
     ):
         module.add_commands(commands)
     return root

@@ -36,6 +36,7 @@ CONFIGS: dict[str, type[Any]] = {
     "planner": PlannerConfig,
     "generate": EngineConfig,  # with --local
     "bench engine": EngineConfig,
+    "advise": EngineConfig,
     "doctor": EngineConfig,  # with --model
 }
 # Accepted aliases: vLLM's names of the same options.

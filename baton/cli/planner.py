@@ -32,11 +32,16 @@ def add_commands(commands: options.Commands) -> None:
     process_setup.add_child_options(parser)
 
 
+def planner_config(args: argparse.Namespace) -> PlannerConfig:
+    """A planner's settings."""
+    config = options.settings(PlannerConfig, "planner", args)
+    return replace(config, incarnation=new_incarnation(config.name or "planner"))
+
+
 def _run(args: argparse.Namespace) -> int:
     process_setup.raise_file_limit()
     process_setup.follow_parent(args)
-    config = options.settings(PlannerConfig, "planner", args)
-    config = replace(config, incarnation=new_incarnation(config.name or "planner"))
+    config = planner_config(args)
     process_setup.log_to_stderr(config.log_level, config.log_format)
     import uvloop
 

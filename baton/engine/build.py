@@ -72,16 +72,22 @@ class Loaded:
         """What another worker must match to exchange KV."""
         return self.layout.descriptor(self.fingerprint, self.dtype, self.settings.quantization)
 
+    @property
+    def chunk_s(self) -> float:
+        """Target duration of a chunk."""
+        kind = self.runner.pool.device.type
+        usual_s, _ = _CHUNKS[kind]
+        if kind == "cuda" and self.settings.prefill_only:
+            usual_s = _PREFILL_ONLY_S
+        return self.settings.chunk_ms / 1e3 or usual_s
+
     def engine(self, publish: Callable[[StepReport], None]) -> Engine:
         """A new engine, not started, over this model and pool."""
         settings, runner, most = self.settings, self.runner, self.max_context
         blocks = BlockManager(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
         proposer = NgramProposer(settings.speculate, most) if settings.speculate else None
-        on_gpu = runner.pool.device.type == "cuda"
-        chunk_s, least = _CHUNKS["cuda" if on_gpu else "cpu"]
-        if on_gpu and settings.prefill_only:
-            chunk_s = _PREFILL_ONLY_S
-        chunk = ChunkBudget(settings.chunk_tokens, settings.chunk_ms / 1e3 or chunk_s, least)
+        _, least = _CHUNKS[runner.pool.device.type]
+        chunk = ChunkBudget(settings.chunk_tokens, self.chunk_s, least)
         scheduler = Scheduler(blocks, chunk, settings.max_batch, proposer)
         eos = frozenset(self.model_config.eos_token_ids)
         overlap = settings.overlap and not proposer  # proposals need known tokens

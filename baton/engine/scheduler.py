@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import Protocol
 
 from baton.engine.block_manager import BlockManager
 from baton.engine.sequence import UNKNOWN, Sequence
@@ -132,6 +133,15 @@ class ScheduledStep:
         return sum(item.count for item in self.sequences if item.count > 1 + len(item.proposed))
 
 
+class StepSize(Protocol):
+    """How much a step computes."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_chunk_tokens(self) -> int: ...
+
+
 class ChunkBudget:
     """How many prompt tokens a step may compute: about as many as take `seconds`.
 
@@ -166,7 +176,7 @@ class ChunkBudget:
             else 0.0
         )
 
-    def record_step(self, step: ScheduledStep, seconds: float) -> None:
+    def record_step(self, step: StepSize, seconds: float) -> None:
         """Records the duration of a step."""
         if step.num_chunk_tokens >= self._MIN_MEASURED:
             self._sum_tokens = self._sum_tokens * self._DECAY + step.num_tokens

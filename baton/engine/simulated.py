@@ -63,10 +63,7 @@ class SimulatedRunner(StepRunner):
         Raises InternalError when a block does not hold what its sequence wrote there.
         """
         launch, began = Launch(step), time.monotonic()
-        sequences = sum(
-            scheduled.count - len(scheduled.proposed) == 1 for scheduled in step.sequences
-        )
-        ends = began + self._speed.step_s(step.num_tokens - sequences, sequences)
+        ends = began + self._duration_s(step)
         self._steps += 1
         rows = [_Row(scheduled, self._history(scheduled.sequence)) for scheduled in step.sequences]
         decoding, others = list[_Row](), list[_Row]()
@@ -79,6 +76,16 @@ class SimulatedRunner(StepRunner):
         if (rest_s := ends - time.monotonic()) > 0:
             time.sleep(rest_s)
         return launch
+
+    def _duration_s(self, step: ScheduledStep) -> float:
+        decoding = [one for one in step.sequences if one.count - len(one.proposed) == 1]
+        context_tokens = sum([one.start for one in decoding])
+        attended = 0.0
+        if step.has_chunks:
+            chunks = [one for one in step.sequences if one.count - len(one.proposed) > 1]
+            attended = sum(one.count * (one.start + one.count / 2) for one in chunks)
+        prompt_tokens = step.num_tokens - len(decoding)
+        return self._speed.step_s(prompt_tokens, len(decoding), context_tokens, attended)
 
     def _history(self, sequence: Sequence) -> _History:
         history = self._histories.get(sequence)

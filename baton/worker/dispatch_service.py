@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 NAME: str = DESCRIPTOR.services_by_name["DispatchService"].full_name
 REPORT_INTERVAL_S = 0.05  # minimum between two load reports
+RIDE_S = 0.01  # more, in which a report is part of a message that is sent anyway
 MIN_HEARTBEAT_S, MAX_HEARTBEAT_S = 0.05, 1.0
 MAX_ROUTERS = 256  # streams at a time
 MAX_PARTS = 4096  # of a message: requests, cancels and traces
@@ -214,7 +215,9 @@ class RouterStream(MessageStream[RouterMessage, WorkerMessage]):
         follows."""
         self._report_is_due = True
         if self._reporting is None:
-            self._reporting = self._loop.call_at(self._report_after, self._report)
+            is_early = self._loop.time() < self._report_after
+            when = self._report_after + RIDE_S if is_early else 0.0
+            self._reporting = self._loop.call_at(when, self._report)
 
     def _report(self) -> None:
         self._reporting = None

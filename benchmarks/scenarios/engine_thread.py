@@ -129,10 +129,13 @@ class _Router:
     """Takes messages, as a connection does, and sends none."""
 
     def __init__(self) -> None:
-        self.outgoing = WorkerMessage()
+        self.outgoing_soon = WorkerMessage()
+
+    def flush(self) -> None:
+        """Nothing leaves by itself."""
 
     def sent(self) -> bytes:
-        message, self.outgoing = self.outgoing, WorkerMessage()
+        message, self.outgoing_soon = self.outgoing_soon, WorkerMessage()
         return serialized(message)
 
 

@@ -223,7 +223,10 @@ class Router:
 
     def __init__(self):
         self.waiting = {}  # for an answer to a reservation, by handoff id
-        self.outgoing = SimpleNamespace(reserved=self, events=WorkerMessage().events)
+        self.outgoing, self.outgoing_soon = SimpleNamespace(reserved=self), WorkerMessage()
+
+    def flush(self):
+        pass
 
     def add(self, **answer):
         self.waiting.pop(answer["handoff_id"]).set_result(answer)
@@ -285,7 +288,7 @@ class DecodeWorker(RuleBasedStateMachine):
             early = known.events.started and known.state is not State.RUNNING
             assert not early, "a token came before its KV was verified"
         for router in self.routers:
-            told = {event.handoff_id for event in router.outgoing.events if event.token_ids}
+            told = {event.handoff_id for event in router.outgoing_soon.events if event.token_ids}
             assert not told & self.wrong, "tokens of wrong KV were told"
         for block, entry in self.blocks._entries.items():
             assert content_of(self.pool, [block]) == list(entry.tokens)

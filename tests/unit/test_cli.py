@@ -25,6 +25,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 import baton
 from baton import cli
 from baton.cli import process_setup, status
+from baton.cli.planner import planner_config
 from baton.cli.router import router_config
 from baton.cli.workers import worker_config
 from baton.client import Completion, Delta, Model, Route, Timing, Usage
@@ -79,6 +80,10 @@ WRONG = [
     ("up --http-port 65535 --routers 2", 1, "--http-port 65535 leaves no ports for all routers"),
     ("router --config {", 1, "--config is no JSON object"),
     ("decode-worker --name a/b", 1, "--name 'a/b': use up to 63 letters"),
+    ("planner --target nowhere", 1, "--target must be HOST:PORT, not 'nowhere'"),
+    ("planner --min-decode 5 --max-decode 2", 1, "--min-decode exceeds --max-decode"),
+    ("planner --slo fast", 1, "--slo 'fast': write targets in seconds"),
+    ("planner --etcd 127.0.0.1:1 --port 0", 1, "etcd cannot be reached at 127.0.0.1:1"),
     ("doctor --target 127.0.0.1:1 --timeout 5", 1, "no router answers at 127.0.0.1:1"),
 ]  # fmt: skip
 
@@ -107,7 +112,7 @@ def test_defaults_are_those_of_the_settings():
 
 CONFIGS = {
     "up": lambda args: cli.options.settings(ClusterConfig, "up", args),
-    "router": router_config,
+    "router": router_config, "planner": planner_config,
     "prefill-worker": worker_config, "decode-worker": worker_config,
 }  # fmt: skip
 
@@ -133,7 +138,7 @@ def flags_of(cls):
         "etcd-cert": "/c", "etcd-key": "/k", "slo": "batch:e2e=9", "kv-cache": "12345",
         "device": "cpu", "simulate": "5000,2", "ttft-target": "0.9", "gpu-memory": "0.5",
         "trace-sample": "0.25", "advertise": "h:8", "cpus": "4,5", "metrics-port": "9400",
-        "cors-origins": "https://a.example", "node-rank": "6",
+        "cors-origins": "https://a.example", "node-rank": "6", "target": "h:7,i:7",
     }  # fmt: skip
     argv = []
     for key, one in options.declared(cls).items():

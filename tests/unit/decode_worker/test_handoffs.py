@@ -87,6 +87,25 @@ async def test_a_step_is_one_message_for_all_of_a_routers_sequences(decode):
         assert await decode.clean()
 
 
+async def test_neither_a_first_token_nor_those_of_a_lone_stream_wait_for_others(
+    decode, router, monkeypatch
+):
+    monkeypatch.setattr(message_stream, "SOON_S", 1e6)
+    await router.reserve(spec("alone", prompt(9)), local=9)
+    assert len(await router.tokens("alone")) == 4
+    for name in "ab":
+        await router.reserve(spec(name, prompt(9)))
+    handoffs = decode.decoding._handoffs
+    for name in "ab":
+        handoffs._handoffs[name].enter(State.WRITING)  # as far as its events go, it runs
+        handoffs._handoffs[name].enter(State.RUNNING)
+    progress = [SequenceProgress(name, 1, (5,)) for name in "ab"]
+    handoffs.on_step(StepReport(0, 0, 2, progress, decode.node.engine.load()))
+    assert [[*(await router.event(name)).token_ids] for name in "ab"] == [[5], [5]]
+    for name in "ab":
+        handoffs._give_up(handoffs._handoffs[name], "enough")
+
+
 async def test_tokens_come_together_by_the_stream_interval(decode, router):
     """All of them, each with its log-probabilities; the first one at once."""
     sampling = common_pb2.SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1)

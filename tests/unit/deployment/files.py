@@ -8,12 +8,16 @@ import yaml
 COMPOSE = Path(__file__).parents[3] / "compose"
 BASE = COMPOSE / "compose.yaml"
 OVERLAYS = sorted(COMPOSE.glob("compose.*.yaml"))
-_VARIABLE = re.compile(r"\$\{\w+(?::-(?P<default>[^}]*))?\}")
+_VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}")
 
 
-def load(file):
-    """A YAML file with the defaults of compose's variables put in."""
-    return yaml.safe_load(_VARIABLE.sub(lambda match: match["default"] or "", file.read_text()))
+def load(file, **variables):
+    """A YAML file with compose's variables put in, and defaults for those that are not given."""
+    return yaml.safe_load(
+        _VARIABLE.sub(
+            lambda match: variables.get(match["name"]) or match["default"] or "", file.read_text()
+        )
+    )
 
 
 def merge(under, over):

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from baton.net.server import Health
 from tests.unit.deployment.files import BASE, COMPOSE, OVERLAYS, load, merge
 
 OPTION = "BATON_OPT_"
+WORKERS = ("prefill", "decode", "prefill-2", "decode-2")
 
 
 def schema_errors(*files):
@@ -52,7 +52,7 @@ def service_errors(name, settings, whole):
         yield f"{image} is not pinned by digest"
     if settings.get("container_name"):
         yield "a fixed name prevents --scale"
-    if name in ("prefill", "decode") and settings.get("ports"):
+    if name in WORKERS and settings.get("ports"):
         yield "several cannot share a published port"
     for secret in set(settings.get("secrets", ())) - whole.get("secrets", {}).keys():
         yield f"secret {secret} is not declared"
@@ -86,7 +86,7 @@ def option_errors(settings):
 
 
 def test_our_files_are_good():
-    assert len(OVERLAYS) == 3
+    assert len(OVERLAYS) == 4
     assert not schema_errors(BASE, *OVERLAYS) and not errors_of(BASE, OVERLAYS)
 
 
@@ -123,38 +123,77 @@ def test_a_mistake_in_an_overlay_is_an_error(tmp_path, overlay, error):
     assert bool(found) == (error is not None) and (error or "") in found
 
 
-def test_gpu_workers_share_memory_and_take_a_gpu_each():
-    """What cuda_ipc and NCCL need of containers, so that KV never falls to sockets unsaid.
+def whole(*overlays, **variables):
+    """Services of the base file under overlays, as compose merges them."""
+    merged = load(BASE)
+    for overlay in overlays:
+        merged = merge(merged, load(COMPOSE / f"compose.{overlay}.yaml", **variables))
+    return merged["services"]
 
-    Further workers are written out in full: nothing of the base file may be missing or differ.
-    """
-    over, under = load(COMPOSE / "compose.gpu.yaml")["services"], load(BASE)["services"]
-    workers = {name: merge(under.get(name, {}), over[name]) for name in over}
+
+def test_further_workers_have_every_overlay():
+    """prefill-2 and decode-2 differ from the first of their role in name and GPU alone."""
+    services = whole("gpu", "observability", "secure")
+    for name in ("prefill", "decode"):
+        first, further = services[name], services[f"{name}-2"]
+        assert further.pop("profiles")
+        assert further.pop("networks") == {"default": {"aliases": [name]}}
+        assert first["environment"].pop("BATON_OPT_DEVICE")
+        assert further["environment"].pop("BATON_OPT_DEVICE")
+        assert further == first
+
+
+def test_gpu_workers_share_memory_and_take_a_gpu_each():
+    """What cuda_ipc and NCCL need of containers, so that KV never falls to sockets unsaid."""
+    services = whole("gpu")
     devices = []
-    for settings in workers.values():
+    for name in WORKERS:
+        settings = services[name]
         (asked,) = settings["deploy"]["resources"]["reservations"]["devices"]
         assert asked["count"] == "all" and asked["capabilities"] == ["gpu"]
         assert settings["ipc"] == "host" and "pid" not in settings
-        assert settings["ulimits"]["memlock"] == -1
+        assert settings["ulimits"] == {"memlock": -1, "stack": 67108864, "nofile": 65536}
         environment = settings["environment"]
         assert "CUDA_VISIBLE_DEVICES" not in environment and environment["NCCL_HOSTID"]
         assert not environment["BATON_OPT_KV_CACHE"]  # the base file's does not shine through
         assert environment["BATON_OPT_GPU_MEMORY"] == 0.9
-        devices.append(environment.pop("BATON_OPT_DEVICE"))
+        assert {volume.split(":")[1] for volume in settings["volumes"]} == {
+            "/models", "/var/cache/baton"
+        }  # fmt: skip
+        devices.append(environment["BATON_OPT_DEVICE"])
         assert environment["BATON_OPT_TP"] == 1
-        settings["volumes"] = set(settings["volumes"])
     assert devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-    for name in ("prefill", "decode"):
-        further = workers[f"{name}-2"]
-        assert further.pop("profiles")
-        assert further.pop("networks") == {"default": {"aliases": [name]}}
-        assert further == workers[name]
+
+
+@pytest.mark.parametrize(
+    ("profile", "gpus"), [(None, 2), ("four-gpus", 4), ("eight-gpus", 8)], ids=str
+)
+def test_workers_of_a_profile_share_out_the_gpus(profile, gpus):
+    """Every GPU of the machine is one worker's; the eight-GPU settings are those of the file."""
+    file = COMPOSE / "compose.gpu.yaml"
+    variables = {}
+    if profile == "eight-gpus":
+        (line,) = re.findall(r"^#   (PREFILL_TP=.*) \\$", file.read_text(), re.M)
+        variables = dict(pair.split("=") for pair in line.split())
+    taken = []
+    for name, settings in whole("gpu", **variables).items():
+        if name in WORKERS and ("profiles" not in settings or profile in settings["profiles"]):
+            first = int(settings["environment"]["BATON_OPT_DEVICE"].removeprefix("cuda:"))
+            taken += range(first, first + int(settings["environment"]["BATON_OPT_TP"]))
+    assert sorted(taken) == list(range(gpus))
+
+
+def test_services_are_limited():
+    """A process that leaks is ended before the machine is short of memory."""
+    for name, settings in whole().items():
+        if name in (*WORKERS, "router-1", "router-2"):
+            assert settings["mem_limit"] == "4gb" and settings["ulimits"]["nofile"] == 65536, name
 
 
 def test_services_have_no_privilege_no_public_port_and_no_secret():
     """Secrets are names of files: nothing that looks like a password's value."""
     services = load(BASE)["services"]
-    for name in ("router-1", "router-2", "prefill", "decode"):
+    for name in ("router-1", "router-2", *WORKERS):
         assert services[name]["read_only"] and services[name]["cap_drop"] == ["ALL"], name
     for file in (BASE, *OVERLAYS):
         for name, settings in load(file)["services"].items():
@@ -191,11 +230,10 @@ async def test_the_image_asks_for_its_health():
         port = {"BATON_OPT_HEALTH_PORT": url.rpartition(":")[2]}
 
         async def status():
-            command = (sys.executable, *json.loads(line)[1:])
-            asked = await asyncio.create_subprocess_exec(*command, env={**os.environ, **port})
+            asked = await asyncio.create_subprocess_exec(*json.loads(line), env=port)
             return await asked.wait()
 
-        assert json.loads(line)[0] == "python3" and await status() == 1
+        assert await status() == 1
         await health.set(True)
         assert await status() == 0
     assert await status() == 1

@@ -10,9 +10,10 @@ import promql_parser
 import pytest
 
 from baton.telemetry.metrics import table
-from tests.unit.deployment.files import BASE, COMPOSE, OVERLAYS, load
+from tests.unit.deployment.files import BASE, COMPOSE, OVERLAYS, load, merge
 
 OBSERVABILITY = COMPOSE / "observability"
+DCGM_PORT = "9400"  # of NVIDIA's exporter
 SCRAPED = {"job", "instance"}  # the labels of every scraped sample
 FOREIGN = ("up", "etcd_server_has_leader", "etcd_mvcc_db_total_size_in_bytes")
 # What Grafana substitutes before it sends a query.
@@ -100,13 +101,14 @@ def test_alerts_are_good():
 
 
 def test_prometheus_scrapes_services_that_exist():
-    ours = load(BASE)["services"]
-    services = {name for file in (BASE, *OVERLAYS) for name in load(file)["services"]}
+    services = {}
+    for file in (BASE, *OVERLAYS):
+        services = merge(services, load(file)["services"])
     for job in load(OBSERVABILITY / "prometheus.yaml")["scrape_configs"]:
         for found in job.get("dns_sd_configs", ()):
             for name in found["names"]:
-                port = ours[name]["environment"]["BATON_OPT_METRICS_PORT"]
-                assert port == str(found["port"]), name
+                variables = services[name].get("environment", {})
+                assert variables.get("BATON_OPT_METRICS_PORT", DCGM_PORT) == str(found["port"])
         for group in job.get("static_configs", ()):
             hosts = {target.partition(":")[0] for target in group["targets"]}
             assert hosts <= {*services, "localhost"}

@@ -177,6 +177,16 @@ class TestSimulatedSpeed:
         assert pace.step_s(0, 4) == pytest.approx(0.012)
         assert pace.step_s(100, 1) == pytest.approx(0.1105)
 
+    def test_of_a_step_with_contexts(self):
+        pace = SimulatedSpeed.parse("1000,10,0.5,2,4000,1.1")
+        assert pace.step_s(0, 4, 3000) == pytest.approx(0.018)
+        assert pace.step_s(100, 0, 0, 100 * 4000) == pytest.approx(0.2)
+        assert pace.step_s(100, 4, 3000) == pytest.approx(1.1 * 0.118)
+
+    @pytest.mark.parametrize("text", ["8000,10", "8000,0", "8000,10,0,2", "1,2,3,4,5,1.5"])
+    def test_is_written_as_it_is_parsed(self, text):
+        assert str(SimulatedSpeed.parse(text)) == text
+
     def test_is_kept(self):
         engine, of = runner(speed="100,60"), sequence(11, [0, 1, 2])
         begin = time.monotonic()
@@ -186,7 +196,9 @@ class TestSimulatedSpeed:
         assert between - begin >= 0.1
         assert time.monotonic() - between >= 0.06
 
-    @pytest.mark.parametrize("text", ["8000", "fast,10", "0,10", "8000,-1", "8000,nan", "1,2,3,4"])
+    @pytest.mark.parametrize(
+        "text", ["8000", "fast,10", "0,10", "8000,-1", "8000,nan", "1,2,3,4,5,6,7"]
+    )
     def test_nonsense_is_refused(self, text):
         with pytest.raises(ConfigError, match=r"--simulate '.*': write the prefill rate"):
             EngineConfig(simulate=text)

@@ -53,7 +53,7 @@ def settings(monkeypatch):
 
     monkeypatch.setattr(batch_process, "run_runner", run_runner)
     for module, name in ((batch_runner, "_SCAN_S"), (batch_runner, "_RETRY_S"),
-                         (batch_process, "_LOCK_S")):  # fmt: skip
+                         (batch_runner, "_MAX_RETRY_S"), (batch_process, "_LOCK_S")):  # fmt: skip
         monkeypatch.setattr(module, name, 0.02)
     return found
 
@@ -683,6 +683,7 @@ async def test_a_runner_that_is_killed_is_followed_by_another(gateway_of, api, p
     gateway.decode.runs = [gateway.decode.run_to_end] * 3 + [lambda *run: None] * 4
     batch = await create(gateway, [line(number) for number in range(8)])
     await completed(gateway, batch, 3)
+    await seen(lambda: not gateway.decode.runs)  # else one of them hangs in the next runner
     processes[0].kill()
     batch = await finished(gateway, batch)
     assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}

@@ -388,7 +388,7 @@ async def test_a_tenants_places_are_taken_for_all_choices_with_the_first(gateway
     assert len((await call).json()["choices"]) == 3
     assert tenant._usage.running == 0
     tenant.charge_tokens(-300)
-    call, _ = await begun_with_three_choices(gateway, 10.0)
+    call, _ = await begun_with_three_choices(gateway, 3.0)
     assert tenant._usage.running == 3
     error_of(await call, 504)  # two of them have never entered
     assert tenant._usage.running == 0

@@ -69,6 +69,30 @@ async def test_what_a_turn_adds_is_one_message(raw, stream):
     assert [*raw.written[-1].cancel][-1] == "d" and raw.incoming.empty()
 
 
+async def test_what_is_not_urgent_leaves_with_the_next_message_or_by_itself(
+    raw, stream, monkeypatch
+):
+    monkeypatch.setattr(message_stream, "SOON_S", 1e6)
+    stream.outgoing_soon.cancel.append("a")
+    await turns()
+    stream.outgoing_soon.cancel.append("b")
+    await turns()
+    assert not raw.written
+    stream.outgoing.cancel.append("c")
+    stream.outgoing_soon.cancel.append("d")
+    await turns()
+    assert raw.written == [RouterMessage(cancel="abcd")]
+    stream.outgoing_soon.cancel.append("e")
+    stream.flush()
+    await turns()
+    assert raw.written[1:] == [RouterMessage(cancel="e")]
+    monkeypatch.setattr(message_stream, "SOON_S", 0.0)
+    stream.outgoing_soon.cancel.append("f")
+    while len(raw.written) < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert raw.written[2] == RouterMessage(cancel="f")
+
+
 async def test_turns_in_which_nothing_is_taken_share_a_message(raw, stream):
     raw.taking.clear()
     for number in range(50):
@@ -104,7 +128,7 @@ async def test_bytes_that_are_no_message_end_the_stream(raw, stream):
 
 @pytest.mark.parametrize("end", ["theirs", "ours"])
 async def test_what_was_added_before_a_stream_is_closed_is_sent(raw, stream, end):
-    stream.outgoing.cancel.append("last")
+    stream.outgoing_soon.cancel.append("last")
     if end == "theirs":
         raw.incoming.put_nowait(grpc.aio.EOF)
     else:

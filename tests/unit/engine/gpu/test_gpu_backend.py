@@ -57,7 +57,7 @@ def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options):
     seeded = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8, top_p=0.9, seed=7)
     wanted = (replace(seeded, temperature=0.0), seeded, replace(seeded, logprobs=1, max_tokens=2))
     cpu = build.load(EngineConfig(str(checkpoint), **{**SETTINGS, "kernels": "torch"}))
-    gpu, found = on_gpu(checkpoint, **options), []
+    gpu, found = on_gpu(checkpoint, chunk_tokens=4, **options), []
     build.warm_up(gpu)
     for loaded in (gpu, cpu):
         prompts = zip("abc", (list(range(10, 22)), [3, 5], [6]), wanted, strict=True)
@@ -77,16 +77,17 @@ def test_a_warm_up_takes_log_probabilities_of_each_type_of_logits(checkpoint, op
         return score(logits, *rest)
 
     monkeypatch.setattr(device_sampling, "score", watched)
-    build.warm_up(on_gpu(checkpoint, dtype="bfloat16", **options))
+    small = {"dtype": "bfloat16", "max_batch": 1, "chunk_tokens": 4, "max_context": 16}
+    build.warm_up(on_gpu(checkpoint, **small, **options))
     assert types == {torch.float32, torch.bfloat16}
 
 
 def test_ranks_on_gpus_give_the_tokens_of_one_process(checkpoint):
     """Each in a process of its own, in step from the profile run on; Gloo stands for NCCL."""
-    seeded = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.8, top_p=0.9, seed=7)
+    seeded = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8, top_p=0.9, seed=7)
     wanted = (replace(seeded, temperature=0.0), seeded, replace(seeded, logprobs=1, max_tokens=2))
     cpu = build.load(EngineConfig(str(checkpoint), **{**SETTINGS, "kernels": "torch"}))
-    gpu, found = on_gpu(checkpoint, tp=2), []
+    gpu, found = on_gpu(checkpoint, tp=2, chunk_tokens=4), []
     assert [pool.shape[0] for pool in gpu.runner.pools] == [8, 8]
     assert [pool.shape[3] for pool in gpu.runner.pools] == [1, 1], "each has its heads"
     gpu.runner.capture()

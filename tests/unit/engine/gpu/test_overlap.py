@@ -176,7 +176,7 @@ def rounded(logprobs):
     return logprobs.token_id, pytest.approx(logprobs.logprob, abs=1e-5), top
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_blocks", [17, 200], ids=["tiny pool", "roomy"])
 def test_tokens_are_those_of_a_cpu(seed, num_blocks):
     scenario = a_scenario(seed)
@@ -188,7 +188,7 @@ def test_tokens_are_those_of_a_cpu(seed, num_blocks):
     assert_same(without_overlap, expected)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("options", [{"speculate": 3}, {"max_batch": 2}], ids=str)
 def test_tokens_with_speculation_and_in_small_batches(seed, options):
     scenario = a_scenario(100 + seed)
@@ -243,7 +243,7 @@ def handed_over(driven, dice, coming):
     return found, steps, in_flight
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("num_blocks", [24, 200], ids=["tiny pool", "roomy"])
 def test_what_a_prefill_worker_hands_over_is_what_a_cpu_computes(seed, num_blocks):
     dice = random.Random(seed)
@@ -259,7 +259,7 @@ def test_what_a_prefill_worker_hands_over_is_what_a_cpu_computes(seed, num_block
             torch.testing.assert_close(found[one.seq_id][1], kv, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_steady_decoding_always_has_a_step_in_flight(seed):
     scenario = a_scenario(200 + seed, calm=True)
     driven = play(scenario, on_gpu(LazyStream(seed), 200))

@@ -1,0 +1,272 @@
+"""The router of a simulation: its own admission, queueing and placement, over simulated workers.
+
+`feasibility`, `FairQueue`, `WaitQueue` and `scoring` are the router's. What stands here is the path
+of a request between them and the workers, as `router.dispatch` has it, without failures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from baton.bench.request import Demand as TraceRequest
+from baton.config import RouterLimits
+from baton.errors import Overloaded
+from baton.generation.sampling_params import SamplingParams
+from baton.simulator.fleet import SimulatedFleet
+from baton.simulator.prompt import Prompt
+from baton.simulator.worker import SimulatedSequence, SimulatedWorker
+from router.admission import feasibility
+from router.fleet.snapshot import AssignedPrompt
+from router.placement import scoring
+from router.placement.scoring import Pair
+from router.queueing.fair_queue import FairQueue
+from router.queueing.wait_queue import WaitQueue
+from router.request import Demand, RequestState, TenantShare, TokenizedRequest
+
+_ASSUMED_RATE = 1000.0  # tokens a second, before any is measured, as in `router.admission`
+_TENANT = TenantShare("default")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a request costs beside the workers' steps, in seconds and bytes a second."""
+
+    router_s: float = 0.002  # from a request to its workers, and from there to its caller
+    handoff_s: float = 0.003  # messages of a handoff
+    bytes_per_s: float = 4e9  # of a prefill worker's link
+
+
+@dataclass(eq=False, slots=True)
+class SimulatedRequest:
+    """A request of the load, and what became of it. Times are the loop's."""
+
+    arrived_at: float
+    prompt_tokens: int
+    output_tokens: int
+    refused: str = ""  # why
+    predicted_ttft_s: float = 0.0
+    first_at: float = 0.0
+    last_at: float = 0.0
+    cached_tokens: int = 0
+    path: str = ""  # "handed over", "decode computed it"
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """A request that is placed: the sequences on its workers."""
+
+    request: SimulatedRequest
+    prompt: Prompt
+    state: RequestState
+    demand: Demand
+    first: asyncio.Future[None]
+    last: asyncio.Future[None]
+    assigned_to: str = ""
+    workers: list[str] = field(default_factory=list)
+
+
+class SimulatedRouter:
+    """Runs requests over a fleet, each in a task of its own."""
+
+    def __init__(
+        self,
+        fleet: SimulatedFleet,
+        limits: RouterLimits,
+        costs: Costs,
+    ) -> None:
+        self.fleet = fleet
+        self._limits, self._max_itl_s, self._costs = limits, limits.max_itl_s, costs
+        self._loop = asyncio.get_running_loop()
+        self.fair_queue = FairQueue(self._loop.time)
+        self.wait_queue = WaitQueue(
+            limits.max_queue,
+            lambda: fleet.changed,
+            lambda: fleet.snapshot().tokens_in_flight,
+            self._loop.time,
+        )
+        self._links: dict[str, float] = {}  # when each prefill worker's link is free again
+        self._params: dict[int, SamplingParams] = {}
+
+    async def run(self, found: TraceRequest) -> SimulatedRequest:
+        """Runs a request to its end; a refused one says why."""
+        request = SimulatedRequest(
+            self._loop.time(), max(1, found.prompt_tokens), max(1, found.new_tokens)
+        )
+        block_size = next(iter(self.fleet.members.values())).worker.spec.block_size
+        await asyncio.sleep(self._costs.router_s / 2)
+        prompt = Prompt(found, block_size)
+        snapshot, queue = self.fleet.snapshot(), self.wait_queue
+        try:
+            queue.check_room(_TENANT)
+        except Overloaded as error:
+            request.refused = str(error)
+            return request
+        seconds = len(prompt) / (snapshot.prefill_rate or _ASSUMED_RATE)
+        pending = self.fair_queue.add(_TENANT, seconds)
+        computed = False
+        try:
+            state = self._state(request, prompt)
+            state.request.pending = pending
+            demand = state.demand(self._limits.local_prefill_max_tokens, self._max_itl_s)
+            attempt = _Attempt(
+                request, prompt, state, demand, self._loop.create_future(),
+                self._loop.create_future(),
+            )  # fmt: skip
+            request.predicted_ttft_s = feasibility.check(
+                state.request, demand, snapshot, queue, self._loop.time()
+            )
+            async with asyncio.timeout_at(state.request.deadline):
+                await self._serve(attempt)
+                await attempt.first
+                self.fair_queue.remove(pending, computed=True)
+                computed = True
+                await attempt.last
+        except (Overloaded, TimeoutError) as error:
+            request.refused = str(error) or "its deadline passed"
+        finally:
+            if not computed:
+                self.fair_queue.remove(pending)
+        return request
+
+    def _state(self, request: SimulatedRequest, prompt: Prompt) -> RequestState:
+        tokens = request.output_tokens
+        if tokens not in self._params:
+            self._params[tokens] = SamplingParams(max_tokens=tokens)
+        tokenized = TokenizedRequest(
+            request_id="",
+            prompt=prompt,
+            params=self._params[tokens],
+            stop=(),
+            include_stop=False,
+            cache_salt="",
+            deadline=request.arrived_at + self._limits.default_timeout_s,
+            tenant=_TENANT.tenant,
+            ttft_target_s=self._limits.ttft_target_s,
+        )
+        return RequestState(tokenized, started=request.arrived_at, started_ns=0)
+
+    async def _serve(self, attempt: _Attempt) -> None:
+        """Returns once the request is on its workers."""
+        demand = attempt.demand
+
+        def reserve_workers(reserved: frozenset[str]) -> frozenset[str] | None:
+            return scoring.soonest_room(self.fleet.snapshot(), demand, reserved)
+
+        await self.wait_queue.place(demand, lambda: self._place(attempt), reserve_workers)
+
+    async def _place(self, attempt: _Attempt) -> None:
+        """Tries the decode workers that seem to have room, best first; Overloaded if none has."""
+        full: set[str] = set()
+        while True:
+            taken = full | self.wait_queue.reserved_for_others(attempt.demand.pending)
+            pair = scoring.pick(self.fleet.snapshot(), attempt.demand, full=taken)
+            by = pair.on_decode if pair.decode_prefills else pair.on_prefill
+            self._assign(attempt, by.worker.incarnation, by.uncached)
+            sequence = self._sequence(attempt, attempt.request.output_tokens)
+            started = await self._reserve(attempt, pair, sequence)
+            if started is None:
+                self._unassign(attempt)
+                full.add(pair.decode.incarnation)
+                continue
+            attempt.request.cached_tokens = sequence.num_cached
+            if started:
+                attempt.request.path = "decode computed it"
+                if not pair.decode_prefills:
+                    self._unassign(attempt)
+            else:
+                attempt.request.path = "handed over"
+                self._prefill(attempt, pair, sequence)
+            return
+
+    async def _reserve(
+        self, attempt: _Attempt, pair: Pair, sequence: SimulatedSequence
+    ) -> bool | None:
+        name = pair.decode.incarnation
+        self.fleet.count_request(name, 1)
+        answer: asyncio.Future[bool | None] = self._loop.create_future()
+        self._worker(name).reserve(sequence, pair.local_prefill_max_tokens, answer.set_result)
+        started = await answer
+        if started is None:
+            self.fleet.count_request(name, -1)
+        else:
+            attempt.workers.append(name)
+        return started
+
+    def _prefill(self, attempt: _Attempt, pair: Pair, decoding: SimulatedSequence) -> None:
+        """Has the prompt computed, and its KV sent to the decode worker, which goes on then."""
+        name = pair.prefill.incarnation
+        if attempt.assigned_to != name:
+            self._assign(attempt, name, pair.on_prefill.uncached)
+        self.fleet.count_request(name, 1)
+        worker, costs = self._worker(name), self._costs
+        prompt = self._sequence(attempt, 1, hands_over=True)
+        first = prompt.on_token
+
+        def hand_over() -> None:
+            """The last chunk's KV is still to be sent, after what the link has to send before."""
+            first()
+            now, chunk = self._loop.time(), worker.chunk.tokens
+            unsent = len(attempt.prompt) - decoding.num_cached
+            before = max(0, unsent - chunk) * worker.spec.token_bytes / costs.bytes_per_s
+            free = max(now, self._links.get(name, 0.0) + before)
+            sent = free + min(unsent, chunk) * worker.spec.token_bytes / costs.bytes_per_s
+            self._links[name] = sent
+            self._loop.call_at(sent + costs.handoff_s, commit, now)
+
+        def commit(first_at: float) -> None:
+            worker.release(prompt)
+            self.fleet.count_request(name, -1)
+            if decoding.new_tokens > 1:
+                decoding.new_tokens -= 1
+                self._worker(pair.decode.incarnation).resume(decoding, first_at)
+            else:
+                self._worker(pair.decode.incarnation).release(decoding)
+                decoding.on_end()
+
+        prompt.on_token = hand_over
+        worker.add(prompt)
+
+    def _sequence(
+        self, attempt: _Attempt, new_tokens: int, hands_over: bool = False
+    ) -> SimulatedSequence:
+        pending = attempt.demand.pending
+        return SimulatedSequence(
+            attempt.prompt,
+            self._loop.time() + pending.fair_wait_s,
+            pending.seconds,
+            new_tokens,
+            lambda: self._first(attempt),
+            lambda: self._last(attempt),
+            hands_over,
+        )
+
+    def _first(self, attempt: _Attempt) -> None:
+        self._unassign(attempt)
+        attempt.request.first_at = self._loop.time() + self._costs.router_s / 2
+        _set(attempt.first)
+
+    def _last(self, attempt: _Attempt) -> None:
+        attempt.request.last_at = self._loop.time() + self._costs.router_s / 2
+        for name in attempt.workers:
+            self.fleet.count_request(name, -1)
+        _set(attempt.last)
+
+    def _assign(self, attempt: _Attempt, name: str, num_tokens: int) -> None:
+        self._unassign(attempt)
+        attempt.assigned_to = name
+        finish = attempt.demand.pending.virtual_finish
+        self.fleet.assign(name, attempt, AssignedPrompt(num_tokens, finish))
+
+    def _unassign(self, attempt: _Attempt) -> None:
+        if attempt.assigned_to:
+            self.fleet.unassign(attempt.assigned_to, attempt)
+            attempt.assigned_to = ""
+
+    def _worker(self, name: str) -> SimulatedWorker:
+        return self.fleet.members[name].worker
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():  # its request's deadline may have passed
+        future.set_result(None)

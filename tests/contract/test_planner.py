@@ -1,0 +1,270 @@
+"""Planners over a real etcd: one leads, one acts, the next one goes on."""
+
+import asyncio
+import contextlib
+import dataclasses
+
+import pytest
+from opentelemetry.trace import NoOpTracer
+
+from baton.config import PlannerConfig, RegistryConfig
+from baton.config.planner import PlanConfig
+from baton.errors import Stale
+from baton.local.etcd_process import EmbeddedEtcd
+from baton.net.server import bind
+from baton.planner.main import Planner
+from baton.registry import EtcdRegistry
+from baton.registry.election import Election, LedKey
+from baton.registry.etcd_client import EtcdClient
+from baton.telemetry.metrics.recorder import Recorder
+from baton.v1 import common_pb2, fleet_pb2, worker_pb2, worker_pb2_grpc
+from tests.waiting import WAIT_S, eventually
+
+ROLES = {
+    "prefill": common_pb2.WORKER_ROLE_PREFILL,
+    "decode": common_pb2.WORKER_ROLE_DECODE,
+}
+
+
+@pytest.fixture(scope="module")
+def etcd_address():
+    """Of one etcd for all tests here, each with a cluster name of its own."""
+    with asyncio.Runner() as runner:
+        etcd = EmbeddedEtcd()
+        runner.run(etcd.__aenter__())
+        yield etcd.address
+        runner.run(etcd.__aexit__(None, None, None))
+
+
+@pytest.fixture
+def config(etcd_address, request):
+    registry = RegistryConfig(etcd=etcd_address, cluster=request.node.name[:60], lease_ttl_s=2)
+    return PlannerConfig(registry=registry)
+
+
+@pytest.fixture
+async def client(config):
+    client = EtcdClient(config.registry)
+    yield client
+    await client.close()
+
+
+async def until(holds):
+    async def look():
+        return holds()
+
+    await eventually(look, bool, "it did not happen")
+
+
+@contextlib.asynccontextmanager
+async def standing(config, name):
+    """A candidate with a registry of its own."""
+    registry = EtcdRegistry(config.registry)
+    try:
+        async with registry.stand(name) as (election, key):
+            yield election, key
+    finally:
+        await registry.close()
+
+
+@contextlib.asynccontextmanager
+async def crashing(client, config, name):
+    """A candidate that does not resign at its end."""
+    prefix = config.registry.planner_prefix
+    election = Election(client, prefix + "leader", config.registry.lease_ttl_s, name)
+    running = asyncio.create_task(election.run())
+    try:
+        yield election, LedKey(client, prefix + "plan", election)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+async def test_one_leads_and_another_follows_at_once_when_it_resigns(config):
+    async with contextlib.AsyncExitStack() as stack:
+        async with standing(config, "first") as (first, _):
+            await until(lambda: first.left_s)
+            second, _ = await stack.enter_async_context(standing(config, "second"))
+            for _ in range(30):
+                await asyncio.sleep(0.1)  # longer than the lease: it is renewed
+                assert not second.left_s
+            assert first.left_s
+        await until(lambda: second.left_s)
+
+
+async def test_when_the_leader_dies_another_leads_and_never_both(config, client):
+    both = []
+    async with contextlib.AsyncExitStack() as life:
+        first, _ = await life.enter_async_context(crashing(client, config, "first"))
+        await until(lambda: first.left_s)
+        async with standing(config, "second") as (second, _):
+
+            async def watch():
+                while not second.left_s:
+                    await asyncio.sleep(0.01)
+                    both.append(bool(first.left_s and second.left_s))
+
+            watching = asyncio.create_task(watch())
+            await life.aclose()
+            await watching
+    assert len(both) > 10 and not any(both)
+
+
+async def test_a_leader_that_does_not_know_that_it_is_none_writes_in_vain(config, client):
+    """As one that was stopped between looking at its lease and writing."""
+    async with crashing(client, config, "first") as (first, plan):
+        await until(lambda: first.left_s)
+        await plan.read()
+        await plan.write(b"1")
+    async with standing(config, "second") as (second, taken_over):
+        await until(lambda: second.left_s)
+        assert await taken_over.read() == b"1"
+        with pytest.raises(Stale):
+            await plan.write(b"its lease has ended")
+        await taken_over.write(b"2")
+        first._until = asyncio.get_running_loop().time() + 1e6
+        with pytest.raises(Stale):
+            await plan.write(b"it thinks it leads")
+        assert await taken_over.read() == b"2"
+        await taken_over.write(b"3")
+
+
+class Worker(worker_pb2_grpc.WorkerServiceServicer):
+    """A worker that may refuse its new role."""
+
+    def __init__(self):
+        self.roles, self.refuses = [], False
+
+    async def SetRole(self, request, context):
+        if self.refuses:
+            raise Stale("it is draining")
+        self.roles.append(request.role)
+        return worker_pb2.SetRoleResponse(registered=True)
+
+
+class Cluster:
+    """One router and four workers, which all are at one address.
+
+    1,000 requests a second of 100 prompt tokens, which five prefill workers could compute.
+    """
+
+    def __init__(self, address):
+        self.address, self.began = address, asyncio.get_running_loop().time()
+        self.roles = {"p-0": "prefill", "d-0": "decode", "d-1": "decode", "d-2": "decode"}
+        self.looks = 0
+
+    async def statuses(self):
+        self.looks += 1
+        requests = int(1000 * (asyncio.get_running_loop().time() - self.began))
+        counts = fleet_pb2.RouterCounts(
+            admitted=requests,
+            ended={"OK": requests},
+            prompt_tokens=100 * requests,
+            output_tokens=requests,
+        )
+        router = fleet_pb2.RouterStatus(incarnation="r", counts=counts)
+        load = worker_pb2.Load(prefill_tokens_per_s=2e4, step_ms=1.0)
+        workers = [
+            fleet_pb2.WorkerStatus(
+                record=common_pb2.WorkerRecord(
+                    incarnation=name, role=ROLES[role], address=self.address, max_batch=64
+                ),
+                load=load,
+                state="READY",
+            )
+            for name, role in self.roles.items()
+        ]
+        return {"r": fleet_pb2.GetStatusResponse(router=router, workers=workers)}
+
+
+@pytest.fixture
+async def worker():
+    servicer = Worker()
+    server, servicer.address = bind("127.0.0.1", 0)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)
+    await server.start()
+    yield servicer
+    await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def planning(config, name, cluster, **plan):
+    """A planner that looks ten times a second."""
+    plan = PlanConfig(**{"interval_s": 0.1, "window_s": 1.0, "cooldown_s": 1.0, **plan})
+    config = dataclasses.replace(config, plan=plan, incarnation=name)
+    recorder = Recorder("planner", {})
+    async with standing(config, name) as (election, key):
+        planner = Planner(config, election, key, NoOpTracer(), recorder)
+        planner.recorder = recorder
+        task = asyncio.create_task(planner.run(cluster))
+        try:
+            yield planner, election
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+def flips(planner, result):
+    return (
+        f'after="prefill",before="decode",result="{result}"}}'
+        in planner.recorder.render()[1].decode()
+    )
+
+
+async def test_a_dry_run_publishes_and_changes_no_role(config, worker):
+    cluster = Cluster(worker.address)
+    async with planning(config, "dry", cluster) as (planner, _):
+        await until(lambda: flips(planner, "dry_run"))
+    assert not worker.roles
+    assert not planner.published.plan.applied
+
+
+async def test_the_leader_changes_roles_and_the_others_answer_with_its_plan(config, worker):
+    cluster = Cluster(worker.address)
+    async with planning(config, "first", cluster, apply=True) as (first, leading):
+        await until(lambda: worker.roles)
+        assert set(worker.roles) == {common_pb2.WORKER_ROLE_PREFILL}
+        assert flips(first, "done")
+        async with planning(config, "second", cluster, apply=True) as (second, following):
+            await until(lambda: second.published.plan.roles)
+            assert second.published.plan.planner == "first" and not following.left_s
+            assert second.published.wanted("prefill") == first.published.wanted("prefill")
+    assert not leading.left_s
+
+
+async def test_a_new_leader_takes_the_plan_over(config, worker):
+    cluster = Cluster(worker.address)
+    async with planning(config, "first", cluster, min_decode=3) as (first, _):
+        await until(lambda: first.published.plan.roles)
+        wanted = first.published.wanted("decode")
+    async with planning(config, "second", cluster, window_s=1e6, cooldown_s=1e6) as (second, _):
+        await until(lambda: second.published.plan.planner == "second")
+        assert second.published.wanted("decode") == wanted == 3
+
+
+async def test_a_worker_that_refuses_is_reported_and_tried_again(config, worker):
+    worker.refuses = True
+    cluster = Cluster(worker.address)
+    async with planning(config, "only", cluster, apply=True) as (planner, _):
+        await until(lambda: flips(planner, "failed"))
+        worker.refuses = False
+        await until(lambda: worker.roles)
+    assert flips(planner, "done")
+
+
+async def test_while_etcd_is_away_nothing_is_changed(config, worker):
+    """A leader that cannot confirm its lease acts no more; it leads again when etcd is back."""
+    async with EmbeddedEtcd() as etcd:
+        registry = dataclasses.replace(config.registry, etcd=etcd.address)
+        config = dataclasses.replace(config, registry=registry)
+        cluster = Cluster(worker.address)
+        async with planning(config, "only", cluster, apply=True, cooldown_s=0.0) as (_, election):
+            await until(lambda: worker.roles)
+            await etcd.kill()
+            await until(lambda: not election.left_s)
+            changed, looks = len(worker.roles), cluster.looks
+            await until(lambda: cluster.looks > looks + 2)
+            assert len(worker.roles) == changed
+            await etcd.start()
+            async with asyncio.timeout(WAIT_S):
+                await until(lambda: len(worker.roles) > changed)

@@ -1,0 +1,116 @@
+"""`baton advise`: disaggregates where that serves more, and only there."""
+
+import json
+
+import pytest
+
+from baton import cli
+from baton.bench.workload import Lengths, Workload
+from baton.config import SimulatedSpeed
+from baton.config.slo import Slo
+from baton.errors import ConfigError
+from baton.simulator.advise import Advisor, Load, coarse
+from baton.simulator.settings import AdviseConfig, parse_roles
+from baton.simulator.worker import WorkerSpec
+
+SPEC = WorkerSpec(SimulatedSpeed.parse("8000,10,0.5"), num_blocks=8192, token_bytes=1000)
+
+
+def advise(slo, rate, prompt, output, spec=SPEC, count=300, **fields):
+    workload = Workload(
+        rate=rate,
+        count=count,
+        prompt_lengths=Lengths(prompt, prompt),
+        output_lengths=Lengths(output, output),
+    )
+    config = AdviseConfig(workload=workload, slo=Slo.parse(slo), **fields)
+    return Advisor(config, Load.from_workload(workload), spec).advise()
+
+
+def test_long_prompts_beside_streams_with_a_tight_limit_are_disaggregated():
+    """Each chunk would delay streams by 60 ms."""
+    advice = advise("ttft=2,tpot=0.02", rate=1.5, prompt=3000, output=100, workers=2)
+    assert advice.best.roles == {"prefill": 1, "decode": 1}
+    mixed = next(one for one in advice.tried if one.roles == {"mixed": 2})
+    assert advice.best.share > mixed.share + 0.1
+    assert "that do both" in advice.why
+
+
+def test_short_prompts_are_not_disaggregated():
+    """Prompts hardly disturb streams, and two decode workers have twice the batch of one."""
+    advice = advise("ttft=1,tpot=0.025", rate=14, prompt=32, output=120, workers=2)
+    assert advice.best.roles == {"mixed": 2}
+    assert not advice.best.is_disaggregated
+    assert advice.meets
+
+
+def test_as_few_workers_as_meet_the_limits_are_asked_for():
+    small = advise("ttft=1,tpot=0.05", rate=2, prompt=256, output=64)
+    large = advise("ttft=1,tpot=0.05", rate=60, prompt=256, output=64)
+    assert small.best.num_workers == 1
+    assert small.meets
+    assert large.best.num_workers > 1
+    assert large.meets
+    assert max(one.share for one in large.tried if one.num_workers < large.best.num_workers) < 0.95
+
+
+def test_what_cannot_be_met_is_said():
+    advice = advise("ttft=0.1,tpot=0.05", rate=1, prompt=4000, output=10, max_workers=2)
+    assert not advice.meets
+    assert "more or faster workers are needed" in advice.why
+
+
+def test_given_arrangements_are_the_only_ones():
+    roles = parse_roles("prefill=2,decode=1"), parse_roles("mixed=3")
+    advice = advise("ttft=1", rate=4, prompt=256, output=20, arrangements=roles)
+    assert {one.name for one in advice.tried} == {"2 prefill + 1 decode", "3 mixed"}
+
+
+@pytest.mark.parametrize("text", ["prefill=2", "decode", "mixed=x", "mixed=1,mixed=2", "other=1"])
+def test_nonsense_arrangements_are_refused(text):
+    with pytest.raises(ConfigError, match="--arrangement"):
+        parse_roles(text)
+
+
+def test_long_prompts_are_simulated_in_larger_blocks_of_the_same_pool():
+    spec = coarse(SPEC, 8000)
+    assert spec.block_size == 256
+    assert spec.num_blocks * spec.block_size == SPEC.num_blocks * SPEC.block_size
+    assert coarse(SPEC, 100) == SPEC
+
+
+ARGUMENTS = [
+    "advise", "--simulate", "8000,10,0.5", "--rate", "4", "--count", "60",
+    "--prompt-tokens", "128", "--output-tokens", "20", "--workers", "2",
+]  # fmt: skip
+
+
+def test_the_command_prints_a_table_and_the_advice(capsys):
+    assert cli.main([*ARGUMENTS, "--slo", "ttft=1,tpot=0.05"]) == 0
+    text = capsys.readouterr().out
+    assert "TTFT p50" in text
+    assert "1 prefill + 1 decode" in text
+    assert "Do not disaggregate: 2 mixed" in text
+
+
+def test_the_command_prints_json_alone(capsys):
+    assert cli.main([*ARGUMENTS, "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert found["advice"]["roles"] == {"mixed": 2}
+    assert found["advice"]["disaggregate"] is False
+    assert len(found["tried"]) >= 2
+    assert "load: 60 requests" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--concurrency", "4"], "--concurrency is no load to plan for"),
+        (["--trace", "/nowhere.jsonl"], "--trace /nowhere.jsonl cannot be read"),
+        (["--simulate", "fast"], "--simulate 'fast'"),
+    ],
+)
+def test_wrong_arguments_are_errors_that_say_what_to_do(arguments, error, capsys):
+    assert cli.main([*ARGUMENTS, *arguments]) == 1
+    assert error in capsys.readouterr().err

@@ -1,0 +1,86 @@
+"""Whole clusters on a virtual clock: deterministic, and every request ends."""
+
+import pytest
+
+from baton.bench.request import Demand
+from baton.bench.workload import Lengths, Workload
+from baton.config import RouterLimits, SimulatedSpeed
+from baton.config.slo import Slo
+from baton.simulator.simulation import Simulation
+from baton.simulator.worker import WorkerSpec
+
+SPEC = WorkerSpec(SimulatedSpeed.parse("8000,10,0.5"), num_blocks=4096, token_bytes=1000)
+PAIR = {"prefill": 1, "decode": 1}
+
+
+def load(rate=8, count=200, prompt=512, output=50, **fields):
+    return Workload(
+        rate=rate,
+        count=count,
+        prompt_lengths=Lengths(prompt, prompt),
+        output_lengths=Lengths(output, output),
+        **fields,
+    ).demands()
+
+
+def test_a_lone_request_takes_what_its_parts_take():
+    found = Simulation(SPEC, PAIR).run([Demand(1.0, ((1, 512),), 50)])
+    stats = found.stats()
+    # 8,000 tokens a second, and the router's 2 ms.
+    assert stats["ttft_s"]["p50"] == pytest.approx(512 / 8000 + 0.002)
+    assert stats["tpot_s"]["p50"] == pytest.approx(0.0105, rel=0.02)  # and once a handoff
+    assert stats["handed_over_share"] == 1
+    assert stats["itl_s"]["count"] == 49
+
+
+def test_it_is_the_same_each_time():
+    results = [Simulation(SPEC, PAIR).run(load()).stats(Slo.parse("ttft=1")) for _ in range(2)]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("roles", [PAIR, {"mixed": 2}, {"prefill": 2, "decode": 3}])
+def test_every_request_ends_and_frees_its_blocks(roles):
+    found = Simulation(SPEC, roles).run(load(rate=20))
+    assert len(found.requests) == 200
+    assert all(one.last_at > one.first_at > one.arrived_at for one in found.requests)
+    generated = sum(one["generated_tokens"] for one in found.workers.values())
+    assert generated == 200 * 50
+    assert sum(one["prompt_tokens"] for one in found.workers.values()) == 200 * 512
+
+
+def test_an_overload_waits_and_is_refused_by_the_routers_own_rules():
+    limits = RouterLimits(max_queue=16)
+    found = Simulation(SPEC, PAIR, limits).run(load(rate=100, count=300))
+    stats = found.stats()
+    assert 0 < stats["requests"]["ok"] < 300
+    assert stats["refusals"] == {"16 requests are waiting already": 300 - stats["requests"]["ok"]}
+    limits = RouterLimits(ttft_target_s=0.5)
+    found = Simulation(SPEC, PAIR, limits).run(load(rate=40, count=300))
+    assert any(one.refused.startswith("the first token is expected in") for one in found.requests)
+    in_time = [one for one in found.requests if not one.refused]
+    late = [one for one in in_time if one.first_at - one.arrived_at > 0.5]
+    assert len(late) <= len(in_time) / 10
+
+
+def test_common_prefixes_are_found_where_they_are_cached():
+    found = Simulation(SPEC, {"prefill": 2, "decode": 2}).run(load(shared_prefix=512)).stats()
+    assert found["cached_share"] > 0.4  # half of each prompt
+    apart = Simulation(SPEC, {"prefill": 2, "decode": 2}).run(load()).stats()
+    assert apart["cached_share"] == 0
+    assert found["ttft_s"]["p50"] < apart["ttft_s"]["p50"] * 1.1
+
+
+def test_roles_change_while_requests_run():
+    changes = []
+
+    def follow(now, router):
+        if not changes:
+            name = next(n for n, one in router.fleet.members.items() if one.role == "decode")
+            router.fleet.set_role(name, "prefill")
+            changes.append((now, name))
+
+    simulation = Simulation(SPEC, {"prefill": 1, "decode": 2})
+    found = simulation.run(load(rate=20), follow=follow, interval_s=3.0)
+    assert found.roles == {"prefill": 2, "decode": 1}
+    assert changes[0][0] == pytest.approx(3.0)
+    assert all(not one.refused for one in found.requests)
