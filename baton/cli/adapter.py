@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from baton.cli import options
@@ -55,7 +56,8 @@ def _run(args: argparse.Namespace) -> int:
             print(json.dumps(found) if args.json else "\n".join(table(_COLUMNS, rows) or ["none"]))
             return 0
         if args.action == "load":
-            results = client.load_adapter(args.name, args.directory, timeout=args.timeout)
+            directory = str(Path(args.directory).resolve())
+            results = client.load_adapter(args.name, directory, timeout=args.timeout)
         else:
             results = client.unload_adapter(args.name, wait_s=args.wait, timeout=args.timeout)
     if args.json:

@@ -261,7 +261,7 @@ class EngineConfig(CacheConfig):
     def adapters(self) -> dict[str, Path]:
         """The adapters of --lora, by name."""
         pairs = (text.partition("=") for text in self.lora)
-        return {name: Path(directory) for name, _, directory in pairs}
+        return {name: Path(directory).absolute() for name, _, directory in pairs}
 
     @property
     def lora_slots(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -12,8 +12,15 @@ from baton.engine.adapters import LoraAdapter
 from baton.engine.build import Loaded
 from baton.engine.engine import Engine
 from baton.engine.models.lora import load_lora
-from baton.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable, quoted
-from baton.v1.common_pb2 import Adapter
+from baton.errors import (
+    BatonError,
+    CheckpointError,
+    InvalidRequest,
+    ModelNotFound,
+    Unavailable,
+    quoted,
+)
+from baton.v1.common_pb2 import WORKER_STATE_READY, Adapter, WorkerRecord
 
 log = logging.getLogger(__name__)
 MAX_NAME_CHARS = 256
@@ -40,11 +47,12 @@ class Adapters:
         """
         if not 0 < len(name) <= MAX_NAME_CHARS:
             raise InvalidRequest(f"a name has 1 to {MAX_NAME_CHARS} characters", "name")
+        if not directory.is_absolute():
+            raise InvalidRequest("the directory's whole path is needed", "directory")
         async with self._changing:
             adapter = await asyncio.to_thread(self._read, directory)
-            made = Adapter(name=name, identity=adapter.identity, rank=adapter.rank)
             if (held := self._named.get(name)) is not None:
-                if held == made:
+                if held.identity == adapter.identity:
                     return held
                 raise InvalidRequest(
                     f"another adapter is loaded as {name}: unload it first, or take another name",
@@ -52,10 +60,35 @@ class Adapters:
                 )
             if not self._names_of(adapter.identity):
                 await asyncio.wrap_future(self._engine.load_adapter(adapter))
-            self._named[name] = made
+            self._named[name] = made = Adapter(
+                name=name,
+                identity=adapter.identity,
+                rank=adapter.rank,
+                directory=str(directory),
+            )
             log.info("loaded adapter %s from %s, rank %d", name, directory, adapter.rank)
             await self._publish(list(self._named.values()))
             return made
+
+    async def load_as(self, records: Iterable[WorkerRecord]) -> None:
+        """Loads the adapters that other workers of the same model have, as far as it can.
+
+        So a worker that joins, or is started again, serves what was loaded by call before.
+        """
+        fingerprint = self._loaded.descriptor.model_fingerprint
+        others = [
+            adapter
+            for record in records
+            if record.state == WORKER_STATE_READY and record.kv.model_fingerprint == fingerprint
+            for adapter in record.adapters
+        ]
+        for adapter in others:
+            if adapter.name in self._named or not self._loaded.settings.lora_slots:
+                continue
+            try:
+                await self.load(adapter.name, Path(adapter.directory))
+            except BatonError as error:
+                log.warning("adapter %s of other workers is not loaded: %s", adapter.name, error)
 
     async def unload(self, name: str, wait_s: float) -> None:
         """Unloads an adapter once no sequence uses it.

@@ -207,6 +207,7 @@ class Node(WorkerServiceServicer):
                 self.adapters = Adapters(self.engine, loaded, self._publish_adapters)
                 for name, directory in loaded.settings.adapters.items():
                     await self.adapters.load(name, directory)
+                await self.adapters.load_as(self.members.records.values())
                 await self._serve(server)
 
     def load(self) -> worker_pb2.Load:
