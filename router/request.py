@@ -104,6 +104,7 @@ class TokenizedRequest:
     deadline: float  # time.monotonic()
     adapter: str = ""  # identity of its LoRA adapter, by which it is placed to its end
     tenant: str = ""
+    model: str = ""  # the version that serves it, as "chat@v1"
     ttft_target_s: float = 0.0  # 0: none
     show_special_tokens: bool = False  # in the text
     resumed: tuple[int, ...] = ()  # output tokens that an interrupted stream has delivered

@@ -24,6 +24,7 @@ from baton.cli import (
     health,
     planner,
     role,
+    route,
     router,
     status,
     top,
@@ -64,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for module in (
         *(up, demo, router, workers, planner, generate, chat, status, explain, health),
-        *(role, adapter, doctor, top, trace, bench, advise, certs),
+        *(role, adapter, route, doctor, top, trace, bench, advise, certs),
     ):
         module.add_commands(commands)
     return root

@@ -33,6 +33,7 @@ def add_commands(commands: options.Commands) -> None:
     add("action", choices=("load", "unload", "list"), help="what to do")
     add("name", nargs="?", metavar="NAME", help="the model name for requests")
     add("directory", nargs="?", metavar="DIR", help="load: the adapter's directory on each host")
+    add("--model", default="", metavar="NAME", help="load: the model that it adapts")
     add(
         "--wait", type=options.seconds, default=0.0, metavar="SECONDS",
         help="unload: for sequences that use it; then it stays (default: as workers drain)",
@@ -57,7 +58,9 @@ def _run(args: argparse.Namespace) -> int:
             return 0
         if args.action == "load":
             directory = str(Path(args.directory).resolve())
-            results = client.load_adapter(args.name, directory, timeout=args.timeout)
+            results = client.load_adapter(
+                args.name, directory, model=args.model, timeout=args.timeout
+            )
         else:
             results = client.unload_adapter(args.name, wait_s=args.wait, timeout=args.timeout)
     if args.json:

@@ -114,10 +114,14 @@ class SimulatedFleet:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def views(self) -> list[WorkerView]:
+        """All workers as they are now, by name."""
+        return [self.members[name].view for name in sorted(self.members)]
+
     def snapshot(self) -> Snapshot:
         if self._seen is None:
             self._touched.clear()
-            views = sorted((m.view for m in self.members.values()), key=lambda v: v.incarnation)
+            views = self.views()
             prefill = tuple(v for v in views if ROLES[v.record.role] == "prefill")
             decode = tuple(v for v in views if ROLES[v.record.role] != "prefill")
             self._seen = Snapshot(prefill, decode, {}, self._index, decode_alone=True)

@@ -47,6 +47,10 @@ class Adapters:
         """
         if not 0 < len(name) <= MAX_NAME_CHARS:
             raise InvalidRequest(f"a name has 1 to {MAX_NAME_CHARS} characters", "name")
+        if "@" in name or "#" in name:
+            raise InvalidRequest(
+                "a name has no @ and no #, which stand in names of versions", "name"
+            )
         if not directory.is_absolute():
             raise InvalidRequest("the directory's whole path is needed", "directory")
         async with self._changing:

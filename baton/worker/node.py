@@ -22,7 +22,7 @@ import grpc
 import torch
 import uvloop
 
-from baton.config import WorkerConfig, host_id, split_address
+from baton.config import WorkerConfig, full_name, host_id, split_address
 from baton.cuda import CudaArea
 from baton.engine import build, cpu_affinity
 from baton.engine.build import Loaded
@@ -140,6 +140,7 @@ class Node(WorkerServiceServicer):
             host_id=host_id() if config.nnodes == 1 else config.incarnation,
             state=common_pb2.WORKER_STATE_STARTING,
             model=config.served_name,
+            version=config.model_version,
         )
         self.members: Membership  # all workers of the cluster
         self.parts: list[Part] = []  # of `_part_types`, once the model is loaded
@@ -311,6 +312,7 @@ class Node(WorkerServiceServicer):
         record.hardware.CopyFrom(await asyncio.to_thread(hardware.describe, device))
         record.text_fingerprint = text_fingerprint(loaded.path)
         record.kv.CopyFrom(loaded.descriptor)
+        record.kv.model = full_name(record.model, record.version)
         record.kv.checksum_version = pools[0].new_digest().version
         record.kv_pools = len(pools)
         record.transports.extend(transport.kind for transport in usable)

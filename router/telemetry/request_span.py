@@ -30,12 +30,11 @@ def operation_of(request: inference_pb2.GenerateRequest) -> str:
     return "chat" if request.HasField("chat") else "text_completion"
 
 
-def first_attributes(operation: str, model: str) -> dict[str, str]:
+def first_attributes(operation: str) -> dict[str, str]:
     """Attributes at the start of any request's span."""
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": model,
     }
 
 

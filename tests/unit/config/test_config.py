@@ -95,9 +95,9 @@ def test_the_model_is_a_directory_a_config_or_the_demo(tmp_path, monkeypatch):
     }
     for model, name in names.items():
         assert default_model_name(model) == name
-        assert RouterConfig(model=model).served_name == name
+        assert [one.name for one in RouterConfig(models=(model,)).sources] == [name]
         assert WorkerConfig("decode", EngineConfig(model=model)).served_name == name
-    assert RouterConfig(model=str(directory), model_name="mine").served_name == "mine"
+    assert RouterConfig(models=(str(directory),), model_name="mine").sources[0].name == "mine"
     for missing in ("", "/no/such/place", "no-such-model", "./no/model"):
         with pytest.raises(ConfigError, match="not found: give a Hugging Face model directory"):
             model_path(missing)

@@ -182,7 +182,9 @@ async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api
     prompts = []
     generate = second.service.generate
     monkeypatch.setattr(
-        second.service, "generate", lambda *args: (prompts.append(args), generate(*args))[1]
+        second.service,
+        "generate",
+        lambda *args, **more: (prompts.append(args), generate(*args, **more))[1],
     )
     await asyncio.sleep(0.1)
     assert (await get(second, batch))["status"] == "in_progress" and not prompts
@@ -199,10 +201,10 @@ async def test_a_line_that_is_refused_waits_for_room(gateway, monkeypatch):
     errors = [Overloaded("full", 0.01), Unavailable("none"), Unauthenticated("not now")] * 3
     generate = gateway.service.generate
 
-    async def refused(*args):
+    async def refused(*args, **more):
         if errors:
             raise errors.pop()
-        await generate(*args)
+        await generate(*args, **more)
 
     monkeypatch.setattr(gateway.service, "generate", refused)
     batch = await finished(gateway, await create(gateway, [line(0), line(1)]))

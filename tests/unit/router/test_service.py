@@ -26,7 +26,6 @@ from baton.net.server import Health
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.admission.admission import Admission
 from router.admission.tenants import Tenants
-from router.generation_service import GenerationService
 from router.grpc_service import FleetServicer, InferenceServicer, authorize
 from router.output import sink
 from tests.tracing import Traces
@@ -66,9 +65,7 @@ class Router:
             tokenizer, tenants, default_timeout_s=default_timeout_s, trace_content=trace_content
         )
         self.cluster, self.decode = cluster, (*cluster.decodes, None)[0]
-        self.service = GenerationService(
-            self.admission, cluster.wait_queue, cluster.dispatch, cluster.fleet, cluster.tracer,
-        )  # fmt: skip
+        self.service = cluster.service(self.admission)
         self._server = rpc.server(partial(authorize, tenants))
 
     async def __aenter__(self):

@@ -23,6 +23,7 @@ from baton.telemetry import tracing
 from baton.telemetry.metrics import table
 from baton.telemetry.metrics.recorder import Recorder
 from baton.v1 import fleet_pb2
+from baton.v1.route_pb2 import ModelRoute, RouteTarget
 from router.fleet.snapshot import Snapshot
 from router.request import LimitReached
 from router.telemetry.metrics import CAUSES, RouterMetrics
@@ -32,7 +33,8 @@ from tests.tracing import Traces
 
 from .scripted_workers import request_state, seen
 
-MODEL = {"gen_ai_request_model": "tiny"}
+OF_MODEL = {"gen_ai.request.model": "tiny", "baton.model.version": "v1"}
+MODEL = {name.replace(".", "_"): value for name, value in OF_MODEL.items()}
 LABELS = {**MODEL, "gen_ai_provider_name": "baton", "gen_ai_operation_name": "chat"}
 FAILOVER, REFUSAL, FAILURE = (
     fleet_pb2.EVENT_KIND_FAILOVER,
@@ -50,16 +52,18 @@ class World(Traces):
         super().__init__(ratio)
         self.recorder = Recorder("router", {})
         self.stats = RouterStats(clock)
-        self.metrics = RouterMetrics(self.recorder, "tiny", slos)
+        self.metrics = RouterMetrics(self.recorder, slos)
         self.fleet = fleet or SimpleNamespace(snapshot=lambda: Snapshot((), ()))
-        self.sampler = SamplingPolicy(self.telemetry, self.fleet, slow_s=1.0, slos=slos)
+        self.fleet.on_ejected = self.metrics.ejected
+        self.version = SimpleNamespace(labels=OF_MODEL, output_tokens=0)
+        self.sampler = SamplingPolicy(self.telemetry, slow_s=1.0, slos=slos)
         self.stats.listeners = (self.sampler, self.metrics)
         self.observe()
 
     def observe(self, queued=0, running=0):
         self.metrics.observe(
             SimpleNamespace(
-                fleet=self.fleet,
+                models=self,
                 queued=queued,
                 running=running,
                 stats=self.stats,
@@ -67,6 +71,20 @@ class World(Traces):
                 batch_lines={"failed": 2},
             )
         )
+
+    @property
+    def versions(self):
+        return {("tiny", "v1"): self.version}
+
+    @property
+    def routes(self):
+        targets = [RouteTarget(model="tiny", version=name, weight=1.0) for name in ("v1", "v2")]
+        return lambda: {"chat": ModelRoute(name="chat", targets=targets)}
+
+    @property
+    def workers(self):
+        snapshot = self.fleet.snapshot()
+        return [*snapshot.prefill, *snapshot.decode]
 
     def request(
         self, error=None, *, tokens=3, ttft_s=0.1, tpot_s=0.01, admitted=True, placed=True,
@@ -82,6 +100,7 @@ class World(Traces):
                 record.span, record.trace_id = span, tracing.trace_id_of(span)
                 record.held = tracing.is_held(span)
                 record.operation, record.tenant, record.in_batch = "chat", "t", in_batch
+                record.labels, record.fleet = OF_MODEL, self.fleet
                 if admitted:
                     self._run(record, tokens if placed else 0, ttft_s, tpot_s, fields)
                     record.state.attempts, record.state.workers = attempts, set(workers)
@@ -103,6 +122,7 @@ class World(Traces):
             state.placed_at = state.started + 0.02
             for number in range(tokens):
                 self.stats.delivered(1, state.deliver([number]))
+                self.version.output_tokens += 1
             state.first_at = state.started + ttft_s
             state.last_at = state.first_at + tpot_s * (tokens - 1)
 
@@ -286,7 +306,7 @@ def test_goodput_is_counted_by_class_and_not_of_what_callers_did(world):
 def test_refusals_are_counted_by_cause(world, error, step, cause):
     with pytest.raises(type(error)), world.stats.request() as record:
         if step != "arrived":
-            record.tenant = "t"
+            record.tenant, record.labels = "t", OF_MODEL
         if step in ("admitted", "queued"):
             record.state = request_state()
             record.state.attempts = int(step == "queued")

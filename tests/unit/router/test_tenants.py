@@ -252,7 +252,7 @@ async def test_names_that_come_and_go_are_forgotten_and_those_with_requests_kept
             await until(lambda key=f"k{number}": key_is_known(tenants, key))
             with tenants.tenant_for(bearer(f"k{number}")).enter(1, 1, 0.0) as lease:
                 lease.delivered(1)
-        assert tenants._known.keys() == {"a", "t19"} == tenants._fair_queue._tenants.keys()
+        assert tenants._known.keys() == {"a", "t19"} == tenants.fair_queue("")._tenants.keys()
         with running:
             running.delivered(10)
         (tmp_path / "tenants.toml").write_text(f"[tenants.b]\n{KEYS}")
