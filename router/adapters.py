@@ -63,8 +63,7 @@ async def unload(
 
 
 def _workers(versions: Iterable[ModelVersion]) -> list[WorkerView]:
-    snapshots = [version.fleet.snapshot() for version in versions]
-    return [view for one in snapshots for view in (*one.prefill, *one.decode)]
+    return [view for version in versions for view in version.fleet.snapshot().workers]
 
 
 async def _on_all(

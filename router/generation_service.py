@@ -41,7 +41,7 @@ from router.output.text_stream import TextStream
 from router.placement.explain import explain
 from router.placement.scoring import RETRY_AFTER_S
 from router.request import LimitReached, RequestState, TokenizedRequest
-from router.telemetry.request_span import RequestSpan, first_attributes, operation_of
+from router.telemetry.request_span import RequestSpan, first_attributes
 from router.telemetry.stats import RequestRecord, RouterStats
 
 T = TypeVar("T")
@@ -208,7 +208,7 @@ class GenerationService:
         target: Target | None,
     ) -> None:
         parent = propagation.extract(caller.metadata if self.joins_traces else ())
-        operation = operation_of(request)
+        operation = tracing.operation_of(request)
         known = first_attributes(operation)
         with (
             self.stats.request() as record,

@@ -44,6 +44,7 @@ from router.models import Models, ModelVersion
 from router.queueing.wait_queue import WaitQueue
 from router.route_service import RouteServicer
 from router.shared_state import SharedState
+from router.telemetry.access_log import AccessLog
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.stats import RouterStats
 from router.telemetry.tail_sampling import SamplingPolicy
@@ -220,7 +221,8 @@ def _observe(
         service.stats.note,
         metrics.canary_decided,
     )
-    service.stats.listeners = (sampler, metrics, canaries)
+    access_log = AccessLog(config.limits.access_log)
+    service.stats.listeners = (sampler, metrics, canaries, access_log)
     return [measure_lag(metrics.lag.record), canaries.follow()]
 
 

@@ -294,11 +294,10 @@ class Models:
 
     @property
     def workers(self) -> list[WorkerView]:
-        """All workers, prefill workers first, then those of models that are not served."""
+        """All workers by role, then those of models that are not served."""
         snapshots = [version.fleet.snapshot() for version in self.versions.values()]
-        prefill = [view for snapshot in snapshots for view in snapshot.prefill]
-        decode = [view for snapshot in snapshots for view in snapshot.decode]
-        return [*prefill, *decode, *self.unserved]
+        served = [view for snapshot in snapshots for view in snapshot.workers]
+        return [*sorted(served, key=lambda view: view.record.role), *self.unserved]
 
 
 def pick_target(targets: Sequence[RouteTarget], key: str) -> RouteTarget:

@@ -137,6 +137,11 @@ def render(routes: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(table(columns, rows)) or "no routes: a model's first version has its requests"
 
 
+def shares_text(shares: Mapping[str, float]) -> str:
+    """Targets with their percents: "chat@v1 90 %, chat@v2 10 %"."""
+    return ", ".join(f"{name} {share:.3g} %" for name, share in shares.items())
+
+
 def _row(route: Mapping[str, Any]) -> dict[str, Any]:
     canary = route["canary"] or {}
     step = ""
@@ -148,7 +153,7 @@ def _row(route: Mapping[str, Any]) -> dict[str, Any]:
             step += f" {canary['state'].replace('_', ' ')}"
     return {
         "name": route["name"],
-        "targets": ", ".join(f"{name} {share:.3g} %" for name, share in route["targets"].items()),
+        "targets": shares_text(route["targets"]),
         "canary": step,
         "reason": canary.get("reason", ""),
     }

@@ -248,7 +248,11 @@ class GenerateCall:
         self._span = trace.get_tracer("baton.client").start_span(
             "baton.client.generate",
             kind=SpanKind.CLIENT,
-            attributes={"gen_ai.request.model": request.model},
+            attributes={
+                "gen_ai.operation.name": tracing.operation_of(request),
+                "gen_ai.provider.name": tracing.PROVIDER,
+                "gen_ai.request.model": request.model,
+            },
         )
         self.metadata = (*client._metadata, *propagation.inject(tracing.context_of(self._span)))
 

@@ -198,11 +198,15 @@ def adapter_results(
 def status_of(response: fleet_pb2.GetStatusResponse) -> dict[str, Any]:
     """The object that `baton status --json` prints."""
     return {
-        "router": fields_of(response.router),
+        "router": _router(response.router),
         "workers": [_worker(worker) for worker in response.workers],
         "pairs": [_pair(pair) for pair in response.pairs],
-        "siblings": [fields_of(router) for router in response.siblings],
+        "siblings": [_router(router) for router in response.siblings],
     }
+
+
+def _router(router: fleet_pb2.RouterStatus) -> dict[str, Any]:
+    return {**fields_of(router), "routes": [route_of(one) for one in router.routes]}
 
 
 def device_of(record: common_pb2.WorkerRecord) -> str:

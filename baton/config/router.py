@@ -152,6 +152,14 @@ class RouterLimits:
         "--trace-slow SECONDS",
         "time to first token from which a request's trace is always kept",
     )
+    access_log: float = option(
+        0.0,
+        "--access-log SHARE",
+        "share of requests that get a line in the log when they have ended, 0 to 1: tenant, model, "
+        "status, tokens, TTFT (default: 0, none)",
+        group="telemetry",
+        most=1.0,
+    )
     trace_content: int = option(
         0,
         "--trace-content CHARACTERS",

@@ -25,7 +25,7 @@ _SMALL = 0.01  # difference of goodput that is none
 _LEAST_S, _MOST_REQUESTS = 60.0, 4000  # of a load, where neither is given
 _OTHER_CHUNKS = (0.5, 2.0)  # of the usual duration
 _NEIGHBOURS = 1  # splits on both sides of the one that the load suggests
-_BLOCKS_OF_A_PROMPT = 32  # longer prompts are simulated in larger blocks
+_BLOCKS_OF_A_PROMPT = 16  # longer prompts are simulated in larger blocks
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
 
 

@@ -121,10 +121,7 @@ class SimulatedFleet:
     def snapshot(self) -> Snapshot:
         if self._seen is None:
             self._touched.clear()
-            views = self.views()
-            prefill = tuple(v for v in views if ROLES[v.record.role] == "prefill")
-            decode = tuple(v for v in views if ROLES[v.record.role] != "prefill")
-            self._seen = Snapshot(prefill, decode, {}, self._index, decode_alone=True)
+            self._seen = Snapshot(tuple(self.views()), {}, self._index, decode_alone=True)
         elif self._touched:
             views = [self.members[name].view for name in self._touched]
             self._touched.clear()

@@ -37,6 +37,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.generation.structured_output import GrammarCompiler
+from baton.log_format import audit
 from baton.net import rpc
 from baton.net.message_stream import MAX_MESSAGE_BYTES
 from baton.net.metrics_server import serving
@@ -269,6 +270,7 @@ class Node(WorkerServiceServicer):
         return worker_pb2.DescribeResponse(record=self.record, load=self.load(), pairs=self.pairs())
 
     async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
+        audit("worker drained", worker=self.incarnation, caller=context.peer())
         self._stop.set()
         await self._drained.wait()
         return worker_pb2.DrainResponse()
@@ -291,7 +293,13 @@ class Node(WorkerServiceServicer):
             raise InvalidRequest(f"there is no role {request.role}", "role")
         self.refuse_if_draining()
         previous, self.record.role = self.record.role, request.role
-        log.info("role %s, before %s", ROLES[request.role], ROLES[previous])
+        audit(
+            "role changed",
+            worker=self.incarnation,
+            role=ROLES[request.role],
+            before=ROLES[previous],
+            caller=context.peer(),
+        )
         registered = await self._register()
         return worker_pb2.SetRoleResponse(previous=previous, registered=registered)
 

@@ -22,6 +22,7 @@ from typing import Self
 
 from baton.errors import ConfigError, InvalidRequest, RetryableError, Unauthenticated
 from baton.generation.enum_names import PRIORITIES
+from baton.log_format import audit
 from baton.v1 import common_pb2
 from router.admission.rate_limit import Clock, TokenBucket
 from router.admission.tenants_file import (
@@ -269,8 +270,17 @@ class Tenants:
             await asyncio.sleep(_RELOAD_S)
             try:
                 if changed := await asyncio.to_thread(self._file.read_changed):
+                    before, admins = set(self._by_digest), self._admins
                     self._configure(changed)
                     log.info("%s: tenants are %s", self._file.path, ", ".join(self._names))
+                    audit(
+                        "tenants changed",
+                        file=str(self._file.path),
+                        tenants=",".join(self._names),
+                        keys_added=len(set(self._by_digest) - before),
+                        keys_removed=len(before - set(self._by_digest)),
+                        operators_keys_changed=self._admins != admins,
+                    )
             except ConfigError as error:
                 log.error("tenants stay as they were: %s", error)
 

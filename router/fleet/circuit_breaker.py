@@ -186,29 +186,29 @@ class CircuitBreakers:
 
     def _last_resort(self, snapshot: Snapshot, opened: Collection[Key]) -> tuple[Key, ...]:
         """The keys to allow although all are open: of the pair that failed longest ago, or, where
-        decode workers serve alone, of the worker that did."""
-        if snapshot.alone:
-            ready = [worker.incarnation for worker in snapshot.decode if worker.ready]
+        workers serve alone, of the worker that did."""
+        if not snapshot.num_usable:
+            ready = [worker.incarnation for worker in snapshot.workers if worker.ready]
             return (min(ready, key=lambda name: self[name].failed_at),)
         failed_at = np.full(len(snapshot.rows), -np.inf)
         for name, row in snapshot.rows.items():
             if name in opened:
                 failed_at[row] = self[name].failed_at
-        latest = np.maximum.outer(*snapshot.split(failed_at))
+        latest = np.maximum.outer(failed_at, failed_at)
         for key in opened:
             if isinstance(key, tuple) and snapshot.rows.keys() >= set(key):
-                at = snapshot.rows[key[0]], snapshot.rows[key[1]] - len(snapshot.prefill)
+                at = snapshot.rows[key[0]], snapshot.rows[key[1]]
                 latest[at] = max(latest[at], self[key].failed_at)
         latest[~snapshot.usable()] = np.inf
         p, d = np.unravel_index(latest.argmin(), latest.shape)
-        names = snapshot.prefill[p].incarnation, snapshot.decode[d].incarnation
+        names = snapshot.workers[p].incarnation, snapshot.workers[d].incarnation
         return *names, names
 
 
 def _without(snapshot: Snapshot, opened: Mapping[Key, str]) -> Snapshot:
     if not opened:
         return snapshot
-    views, rows = (*snapshot.prefill, *snapshot.decode), snapshot.rows
+    views, rows = snapshot.workers, snapshot.rows
     ejected = [
         replace(view, state=EJECTED, reason=why)
         for key, why in opened.items()

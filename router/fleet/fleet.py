@@ -24,7 +24,6 @@ from router.fleet.snapshot import EJECTED, Snapshot
 
 log = logging.getLogger(__name__)
 
-_PREFILL = common_pb2.WORKER_ROLE_PREFILL
 # Calls to workers that never answered, of all together: a process that may write to the registry
 # can enter thousands that do not exist.
 _FIRST_CALLS_PER_S = 50
@@ -43,7 +42,7 @@ class Fleet:
         liveness: LivenessConfig,
         decode_alone: bool = True,
     ) -> None:
-        """`decode_alone`: decode workers serve without prefill workers where none is READY."""
+        """`decode_alone`: decode workers serve alone where no prefill worker is READY."""
         self._decode_alone = decode_alone
         self.breakers = CircuitBreakers()
         self.on_ejected: Callable[[Key], None] = lambda key: None
@@ -58,7 +57,7 @@ class Fleet:
         self._touched: set[str] = set()  # members whose views are others than in `_seen`
         self._seen: Snapshot | None = None  # None: members have come or left
         self._quarantined: dict[str, list[tuple[str, str]]] = {}  # pairs, by member
-        self._judged = Snapshot((), ())
+        self._judged = Snapshot(())
         self._judged_by: tuple[Snapshot, Mapping[Key, str]] = self._judged, {}
         self._changed = asyncio.Event()
 
@@ -145,9 +144,7 @@ class Fleet:
         excluded = dict.fromkeys(itertools.chain(*self._quarantined.values()), why)
         if self._seen is None:
             views.sort(key=lambda view: view.incarnation)
-            prefill = tuple(view for view in views if view.record.role == _PREFILL)
-            decode = tuple(view for view in views if view.record.role != _PREFILL)
-            self._seen = Snapshot(prefill, decode, excluded, self._index, self._decode_alone)
+            self._seen = Snapshot(tuple(views), excluded, self._index, self._decode_alone)
         elif views:
             is_other = excluded != self._seen.excluded_pairs
             self._seen = self._seen.replaced(views, excluded if is_other else None)
@@ -165,8 +162,6 @@ class Fleet:
                 self._seen = None
                 await asyncio.sleep(0)  # thousands may come at once
             elif member.record is not record:
-                if member.record.role != record.role:
-                    self._seen = None
                 member.update(record)
         self._announce()
         await _close(leaving, _LEFT)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ NO_ADAPTER = "NO_ADAPTER"  # it does not have the request's LoRA adapter
 
 _MAX_LISTED = 8  # workers in one message
 _SPARE_SHARE = 8  # of a batch
+_MAX_SHARE = 0.9  # of its time that a worker with streams can spend on prompts
 
 Column = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -37,11 +38,12 @@ Rows = npt.NDArray[np.intp]
 
 
 class WorkerColumns(NamedTuple):
-    """The numbers of all workers of one role, a column for each kind of number."""
+    """The numbers of all workers, a column for each kind of number."""
 
     kv: Rows  # number of its kind of KV cache
     host: Rows  # number of its host
     slot: Rows  # in the KV index
+    role: Rows  # a WorkerRole
     ready: Flags
     block_size: Column
     token_bytes: Column
@@ -51,6 +53,7 @@ class WorkerColumns(NamedTuple):
     running: Column
     max_busy: Column  # its batch and a spare eighth, so that a free place is filled at once
     steps: Column
+    prefill_share: Column  # of its time lately, spent on prompts
     blocks_available: Column
     blocks_cached: Column
     blocks_held: Column
@@ -63,17 +66,14 @@ class WorkerColumns(NamedTuple):
     num_assigned: Column
 
 
-_NUM_IDS = 3  # integer columns, of numbers that do not change with the load
+_NUM_IDS = 4  # integer columns, of numbers that do not change with the load
 _NUM_ASSIGNED = 4  # columns that change with each request
-_SLOT = WorkerColumns._fields.index("slot")
-_RATE, _BLOCK_SIZE, _CACHED = (
-    WorkerColumns._fields.index(name) - _NUM_IDS for name in ("rate", "block_size", "blocks_cached")
-)
+_PREFILL, _DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 
 
 @dataclass(frozen=True)
 class AssignedPrompt:
-    """A prompt sent to a prefill worker by this router and not known to be computed."""
+    """A prompt that a worker has from this router and is not known to have computed."""
 
     num_tokens: int  # left to compute, to the router's knowledge
     virtual_finish: float  # workers compute the earliest first
@@ -119,22 +119,25 @@ class WorkerView:
 class Snapshot:
     """All workers at one moment, sorted by name. Treat as frozen."""
 
-    prefill: tuple[WorkerView, ...]
-    decode: tuple[WorkerView, ...]
+    workers: tuple[WorkerView, ...]
     excluded_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # with the reasons
     index: KvIndex = field(default_factory=KvIndex)  # the fleet's, which changes
-    decode_alone: bool = False  # decode workers compute prompts where there are no prefill workers
+    decode_alone: bool = False  # decode workers compute prompts where no other can hand over
+    is_named: bool = False  # a pair that a request names: none of them serves without the other
 
     def __post_init__(self) -> None:
-        views = (*self.prefill, *self.decode)
-        self.rows = {view.incarnation: row for row, view in enumerate(views)}  # prefill first
+        self.rows = {view.incarnation: row for row, view in enumerate(self.workers)}
         # Kinds of KV cache, each with its number and the size of a block and of a token.
         self.kvs: dict[bytes, tuple[int, int, int]] = {}
         self.hosts: dict[str, int] = {}  # with their numbers
-        numbers = [self._reported_numbers(view) for view in views]
-        self.columns = Columns(numbers, views, len(self.prefill))
+        numbers = [self._reported_numbers(view) for view in self.workers]
+        self.table = Table(numbers, self.workers)
         self._holding = dict[str, Snapshot]()
         self._find_usable()
+
+    @property
+    def columns(self) -> WorkerColumns:
+        return self.table.columns
 
     def replaced(
         self,
@@ -145,7 +148,7 @@ class Snapshot:
         new = Snapshot.__new__(Snapshot)  # `copy` takes several times as long
         new.__dict__.update(self.__dict__)
         new._holding = {}
-        every, split = [*self.prefill, *self.decode], len(self.prefill)
+        every = list(self.workers)
         changed: dict[int, tuple[WorkerView, tuple[float, ...] | None]] = {}
         usable_changed = excluded_pairs is not None
         rates_changed = False
@@ -161,8 +164,8 @@ class Snapshot:
                 numbers = self._reported_numbers(view)
             every[row] = view
             changed[row] = view, numbers
-        new.prefill, new.decode = tuple(every[:split]), tuple(every[split:])
-        new.columns = self.columns.replaced(changed)
+        new.workers = tuple(every)
+        new.table = self.table.replaced(changed)
         if usable_changed or rates_changed:
             new.__dict__.pop("prefill_rate", None)
         if usable_changed:
@@ -184,6 +187,7 @@ class Snapshot:
             number,
             self.hosts.setdefault(record.host_id, len(self.hosts)),
             view.slot,
+            record.role,
             view.ready,
             max(1, block_size),
             token_bytes,
@@ -193,6 +197,7 @@ class Snapshot:
             load.running,
             batch + max(1, batch // _SPARE_SHARE) if (batch := record.max_batch) else math.inf,
             load.steps,
+            min(load.prefill_share, _MAX_SHARE),
             available := load.blocks_free + cached,
             cached,
             held := load.blocks_held,
@@ -211,7 +216,7 @@ class Snapshot:
             reason = f"it does not have the adapter {adapter}"
             lacking = [
                 replace(view, state=NO_ADAPTER, reason=reason)
-                for view in (*self.prefill, *self.decode)
+                for view in self.workers
                 if view.ready and not view.has_adapter(adapter)
             ]
             self._holding[adapter] = self.replaced(lacking) if lacking else self
@@ -219,59 +224,70 @@ class Snapshot:
 
     def only(self, names: Set[str]) -> Snapshot:
         """A snapshot of these workers only."""
-        prefill, decode = (
-            tuple(view for view in views if view.incarnation in names)
-            for views in (self.prefill, self.decode)
-        )
-        return Snapshot(prefill, decode, self.excluded_pairs, self.index)
+        workers = tuple(view for view in self.workers if view.incarnation in names)
+        return Snapshot(workers, self.excluded_pairs, self.index, is_named=len(names) > 1)
 
     def _find_usable(self) -> None:
-        split, rows, (p, d) = (
-            len(self.prefill),
-            self.rows,
-            (self.columns.prefill, self.columns.decode),
-        )
-        # By row of a prefill worker: rows of the decode workers that it is excluded from.
+        rows, columns = self.rows, self.columns
+        # READY workers for prompts, and for sequences, by their roles; a mixed one is for both.
+        self.prefills: Flags = columns.ready & (columns.role != _DECODE)
+        self.decodes: Flags = columns.ready & (columns.role != _PREFILL)
+        # By row of a worker: rows of the others to which it does not hand over.
         self.excluded_rows: dict[int, list[int]] = {}
-        for names in self.excluded_pairs:
-            if rows.keys() >= set(names):
-                row, other = rows[names[0]], rows[names[1]] - split
-                self.excluded_rows.setdefault(row, []).append(other)
-        # Pairs of READY workers with equal KV caches that are not excluded from each other.
+        for prefill, decode in self.excluded_pairs:
+            if prefill in rows and decode in rows:
+                self.excluded_rows.setdefault(rows[prefill], []).append(rows[decode])
+        # Usable pairs: the first hands over to the second, or is the same, mixed worker.
         self.num_usable = sum(len(p) * len(d) for p, d in self.ready_by_kv) - sum(
             self.can_pair(row, other)
             for row, others in self.excluded_rows.items()
             for other in others
         )
-        # No prefill worker is READY or about to be: decode workers compute prompts themselves.
-        suspected = any(view.suspected for view in self.prefill)
-        ready = p.ready.any(), d.ready.any()
-        self.alone = bool(self.decode_alone and ready[1] and not ready[0] and not suspected)
-        views = (*self.prefill, *self.decode)
+        self.alone = np.zeros(columns.ready.shape, np.bool_)
+        if not self.num_usable:
+            self.alone |= self._alone()
         # Longest sequence that every READY worker accepts, so that each can continue a sequence of
         # another that died; 0 if no worker is READY.
-        self.max_context: int = min((v.record.max_context for v in views if v.ready), default=0)
+        self.max_context: int = min(
+            (v.record.max_context for v in self.workers if v.ready), default=0
+        )
+
+    def _alone(self) -> Flags:
+        """The READY workers that serve requests alone, whatever their role, as the other role is
+        missing and none of its workers is about to answer again."""
+        if self.is_named:
+            return np.zeros(self.columns.ready.shape, np.bool_)
+        suspected = {view.record.role for view in self.workers if view.suspected}
+        if self.decodes.any():
+            may = self.decode_alone and not self.prefills.any() and not suspected - {_DECODE}
+        else:
+            may = not suspected - {_PREFILL}
+        return self.columns.ready & may
 
     @cached_property
     def ready_by_kv(self) -> list[tuple[Rows, Rows]]:
-        """For each kind of KV cache the rows of the READY prefill and decode workers."""
-        p, d = self.columns.prefill, self.columns.decode
-        if len(self.kvs) == 1:
-            return [(np.flatnonzero(p.ready), np.flatnonzero(d.ready))]
+        """For each kind of KV cache the rows of the workers for prompts and of those for
+        sequences."""
+        kinds, kv = range(len(self.kvs)), self.columns.kv
+        if len(kinds) == 1:
+            return [(np.flatnonzero(self.prefills), np.flatnonzero(self.decodes))]
         return [
-            (np.flatnonzero(p.ready & (p.kv == kv)), np.flatnonzero(d.ready & (d.kv == kv)))
-            for kv in range(len(self.kvs))
+            (
+                np.flatnonzero(self.prefills & (kv == kind)),
+                np.flatnonzero(self.decodes & (kv == kind)),
+            )
+            for kind in kinds
         ]
 
     def can_pair(self, prefill: int, decode: int) -> bool:
-        """Whether both are READY and have equal KV caches; rows of each role."""
-        p, d = self.columns.prefill, self.columns.decode
-        return bool(p.ready[prefill] and d.ready[decode] and p.kv[prefill] == d.kv[decode])
+        """Whether these rows are for prompts and for sequences and have equal KV caches."""
+        kv = self.columns.kv
+        return bool(self.prefills[prefill] and self.decodes[decode] and kv[prefill] == kv[decode])
 
     @property
-    def _computing(self) -> WorkerColumns:
-        """The workers that compute prompts: prefill workers, unless decode workers serve alone."""
-        return self.columns.decode if self.alone else self.columns.prefill
+    def _computing(self) -> Flags:
+        """The workers that compute prompts."""
+        return self.prefills if self.prefills.any() else self.alone
 
     @cached_property
     def prefill_rate(self) -> float:
@@ -279,37 +295,33 @@ class Snapshot:
 
         A worker without a measurement counts as the mean of the others.
         """
-        rates = self._computing.rate[self._computing.ready]
+        rates = self.columns.rate[self._computing]
         known = rates[rates > 0]
         return float(known.mean() * rates.size) if known.size else 0.0
 
     @property
     def has_idle_prefill(self) -> bool:
         """Whether a READY worker that computes prompts has none."""
-        return bool((self._computing.ready & (self._computing.queued_tokens == 0)).any())
+        return bool((self._computing & (self.columns.queued_tokens == 0)).any())
 
     @property
     def tokens_in_flight(self) -> int:
         """Prompt tokens that workers have and have not computed yet."""
-        return int(self._computing.queued_tokens.sum())
+        return int(self.columns.queued_tokens.sum())
 
-    def split(self, column: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """A column of all workers as one of prefill and one of decode workers."""
-        return column[: len(self.prefill)], column[len(self.prefill) :]
-
-    def flags(self, names: Set[str]) -> tuple[Flags, Flags]:
-        """Which prefill and which decode workers have these names."""
+    def flags(self, names: Set[str]) -> Flags:
+        """Which workers have these names."""
         flags = np.zeros(len(self.rows), np.bool_)
         flags[[self.rows[name] for name in names if name in self.rows]] = True
-        return self.split(flags)
+        return flags
 
     def usable(self) -> Flags:
-        """[prefill workers, decode workers]: the pairs counted in `num_usable`.
+        """[workers, workers]: the pairs counted in `num_usable`.
 
         It is large for large fleets.
         """
-        p, d = self.columns.prefill, self.columns.decode
-        usable: Flags = p.ready[:, None] & d.ready & (p.kv[:, None] == d.kv)
+        kv = self.columns.kv
+        usable: Flags = self.prefills[:, None] & self.decodes & (kv[:, None] == kv)
         for row, others in self.excluded_rows.items():
             usable[row, others] = False
         return usable
@@ -322,27 +334,25 @@ class Snapshot:
     def why_unserved(self, decodes: bool) -> str:
         """What is missing to serve a request, as a sentence; empty if nothing is.
 
-        A request that `decodes` needs a usable pair or, without prefill workers, a decode worker;
-        another needs a prefill worker.
+        A request that `decodes` needs a usable pair or, without one, a worker that serves alone;
+        another needs any READY worker.
         """
-        if decodes:
-            return "" if self.alone else self._why_no_pair()
-        if any(worker.ready for worker in self.prefill):
-            return ""
-        only = "; decode workers serve only what generates tokens" if self.alone else ""
-        return self._why_no_pair() + only
+        served = self.num_usable or self.alone.any() if decodes else self.columns.ready.any()
+        return "" if served else self._why_no_pair()
 
     def _why_no_pair(self) -> str:
-        if self.num_usable:
-            return ""
-        for role, workers in (("prefill", self.prefill), ("decode", self.decode)):
-            if not any(worker.ready for worker in workers):
+        for name, role, ready in (
+            ("prefill", _DECODE, self.prefills),
+            ("decode", _PREFILL, self.decodes),
+        ):
+            if not ready.any():
+                workers = [view for view in self.workers if view.record.role != role]
                 states = "; ".join(worker.description for worker in workers[:_MAX_LISTED])
                 more = len(workers) - _MAX_LISTED
                 states += f"; and {more} more" if more > 0 else ""
-                return f"no {role} worker is ready ({states or 'none is registered'})"
+                return f"no {name} worker is ready ({states or 'none is registered'})"
         if not any(p.size and d.size for p, d in self.ready_by_kv):
-            one, other = (next(w for w in all_ if w.ready) for all_ in (self.prefill, self.decode))
+            one, other = (self.workers[flags.argmax()] for flags in (self.prefills, self.decodes))
             difference = kv_difference(one, other)
             return f"no prefill and decode worker have compatible KV caches: {difference}"
         pairs = sorted(self.excluded_pairs.items())
@@ -350,53 +360,41 @@ class Snapshot:
         return f"no prefill worker that is ready can hand over to a decode worker ({reasons})"
 
 
-class Columns:
-    """The numbers of a snapshot's workers, and the prompts assigned to its prefill workers."""
+class Table:
+    """The numbers of a snapshot's workers, and the prompts assigned to them."""
 
-    prefill: WorkerColumns
-    decode: WorkerColumns
-    # Columns of the workers of both roles, prefill workers first.
-    slot: Rows
-    rate: Column
-    block_size: Column
-    blocks_cached: Column
-    reported: Columns  # those of the last snapshot in which a worker had reported another load
+    columns: WorkerColumns
+    reported: Table  # that of the last snapshot in which a worker had reported another load
 
     def __init__(
-        self, reported: Sequence[tuple[float, ...]], views: Sequence[WorkerView], num_prefill: int
+        self, reported: Sequence[tuple[float, ...]], workers: Sequence[WorkerView]
     ) -> None:
         num_reported = len(WorkerColumns._fields) - _NUM_ASSIGNED
         values = np.array(reported, np.float64).reshape(-1, num_reported).T
         self._ids = values[:_NUM_IDS].astype(np.intp)
         self._values = values[_NUM_IDS:].copy()
-        assigned = [_assigned_numbers(view) for view in views]
+        assigned = [_assigned_numbers(view) for view in workers]
         self._assigned = np.array(assigned, np.float64).reshape(-1, _NUM_ASSIGNED).T.copy()
-        self._num_prefill = num_prefill
-        # [prefill workers, prompts]: the prompts assigned to each, in any order.
-        self._tokens = np.zeros((num_prefill, 1))
-        self._finish = np.zeros((num_prefill, 1))
-        for row, view in enumerate(views[:num_prefill]):
+        # [workers, prompts]: the prompts assigned to each, in any order.
+        self._tokens = np.zeros((len(workers), 1))
+        self._finish = np.zeros((len(workers), 1))
+        for row, view in enumerate(workers):
             self._write_assigned(row, view.assigned)
-        self._split_reported()
-        self._split_assigned()
+        self._name_columns(is_reported=True)
 
-    def replaced(
-        self, changed: Mapping[int, tuple[WorkerView, tuple[float, ...] | None]]
-    ) -> Columns:
+    def replaced(self, changed: Mapping[int, tuple[WorkerView, tuple[float, ...] | None]]) -> Table:
         """Returns a copy in which these rows have new views and, unless None, reported numbers.
 
         Columns that do not change are shared.
         """
-        new = Columns.__new__(Columns)
+        new = Table.__new__(Table)
         new.__dict__.update(self.__dict__)
         new._assigned = self._assigned.copy()
-        if any(row < self._num_prefill for row in changed):
-            new._tokens, new._finish = self._tokens.copy(), self._finish.copy()
+        new._tokens, new._finish = self._tokens.copy(), self._finish.copy()
         is_reported = False
         for row, (view, numbers) in changed.items():
             new._assigned[:, row] = _assigned_numbers(view)
-            if row < self._num_prefill:
-                new._write_assigned(row, view.assigned)
+            new._write_assigned(row, view.assigned)
             if numbers is None:
                 continue
             if not is_reported:
@@ -405,29 +403,19 @@ class Columns:
             if tuple(self._ids[:, row]) != numbers[:_NUM_IDS]:
                 new._ids = new._ids.copy()
                 new._ids[:, row] = numbers[:_NUM_IDS]
-        if is_reported:
-            new._split_reported()
-        new._split_assigned()
+        new._name_columns(is_reported)
         return new
 
     def assigned_before(self, virtual_finish: float) -> Column:
-        """By prefill worker: tokens of its assigned prompts that are computed by then."""
+        """By worker: tokens of its assigned prompts that are computed by then."""
         before: Column = np.add.reduce(self._tokens * (self._finish <= virtual_finish), 1)
         return before
 
-    def _split_reported(self) -> None:
-        self.reported = self
-        split, ready = self._num_prefill, self._values[0] > 0
-        self.slot, self.rate = self._ids[_SLOT], self._values[_RATE]
-        self.block_size, self.blocks_cached = self._values[_BLOCK_SIZE], self._values[_CACHED]
-        ids, values = self._ids, self._values[1:]
-        self._prefill = (*ids[:, :split], ready[:split], *values[:, :split])
-        self._decode = (*ids[:, split:], ready[split:], *values[:, split:])
-
-    def _split_assigned(self) -> None:
-        split, assigned = self._num_prefill, self._assigned
-        self.prefill = WorkerColumns._make((*self._prefill, *assigned[:, :split]))
-        self.decode = WorkerColumns._make((*self._decode, *assigned[:, split:]))
+    def _name_columns(self, is_reported: bool) -> None:
+        if is_reported:
+            self.reported = self
+            self._named = (*self._ids, self._values[0] > 0, *self._values[1:])
+        self.columns = WorkerColumns._make((*self._named, *self._assigned))
 
     def _write_assigned(self, row: int, prompts: Sequence[AssignedPrompt]) -> None:
         if (more := len(prompts) - self._tokens.shape[1]) > 0:

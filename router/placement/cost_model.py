@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from router.fleet.snapshot import Column, Columns, Flags, Snapshot, WorkerColumns, WorkerView
+from baton.v1 import common_pb2
+from router.fleet.snapshot import Column, Flags, Snapshot, Table, WorkerColumns, WorkerView
 from router.request import Demand
 
 _WINDOW_CHUNKS = 2  # queued on a prefill worker: one that runs and the next one
@@ -32,8 +33,8 @@ HANDOFF_S, _BYTES_PER_S = {True: 0.003, False: 0.005}, {True: 4e9, False: 1e9}
 _HANDOFF_US = np.array([[HANDOFF_S[True]], [HANDOFF_S[False]]]) * 1e6
 _BYTE_US = 1e6 / np.array([[_BYTES_PER_S[True]], [_BYTES_PER_S[False]]])
 # A decode step delays all streams of the worker, also future ones: computing prompts there counts
-# twice.
-_DECODE_PRICE = 2
+# twice. So does what makes tokens of streams later than their SLO.
+_DECODE_PRICE = _LATE_PRICE = 2
 # Output tokens expected if the request does not limit them, and at most: many requests end before
 # their limit, and TPOT must not outweigh everything else.
 _NEW_TOKENS, _MAX_NEW_TOKENS = 64, 256
@@ -41,6 +42,8 @@ _NEW_TOKENS, _MAX_NEW_TOKENS = 64, 256
 # with the square of the share in use: half a pool costs little.
 _FULL_POOL_MS = 100.0
 
+_PREFILL, _DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
+_MIXED = common_pb2.WORKER_ROLE_MIXED
 _REFUSED = "refused just now, or is reserved for another request"
 
 
@@ -57,7 +60,7 @@ class Estimate:
 
 
 class PrefillCosts(NamedTuple):
-    """The request on each prefill worker. Costs are whole microseconds: sums compare exactly."""
+    """The request's prompt on each worker. Costs are whole microseconds: sums compare exactly."""
 
     cached: Column  # leading tokens
     ahead: Column  # tokens to compute before its first; the worker is full at `window`
@@ -65,19 +68,21 @@ class PrefillCosts(NamedTuple):
     full: Flags
     wait_us: Column
     us: Column  # until the prompt is computed, waiting included
+    others_us: Column  # that streams of the worker wait for it
 
 
 class DecodeCosts(NamedTuple):
-    """The request on each decode worker.
+    """The request's tokens on each worker.
 
-    A pair costs `PrefillCosts.us` and the handoff's cost, or `local_us` if that is less: then
-    decode computes the prompt itself. Either is infinite where it is ruled out. The cost is
-    `alone_us` where there is no prefill worker.
+    A pair costs `us` and `others_us` of PrefillCosts and the handoff's cost, or `local_us` if that
+    is less: then the second worker computes the prompt itself. Either is infinite where it is ruled
+    out. The cost is `alone_us` where a worker serves the request alone whatever its role.
     """
 
     cached: Column
     blocks: Column
     full: Flags
+    local_full: Flags  # has too much to compute to be given a prompt, too
     local_ttft_us: Column
     local_us: Column
     alone_us: Column
@@ -88,38 +93,42 @@ class DecodeCosts(NamedTuple):
 class Speeds:
     """How fast workers are, as far as it follows from what they have reported."""
 
-    def __init__(self, reported: Columns) -> None:
-        p, d = reported.prefill, reported.decode
-        usual_rate = _median(p.rate[p.ready & (p.rate > 0)], _TOKENS_PER_S)
-        rate = _without_noise(reported.rate, usual_rate)
-        prefill_rate, decode_rate = rate[: len(p.rate)], rate[len(p.rate) :]
-        self.prefill_us = 1e6 / prefill_rate  # of a token
+    def __init__(self, reported: Table) -> None:
+        w = reported.columns
+        prefills, decodes = w.ready & (w.role != _DECODE), w.ready & (w.role != _PREFILL)
+        usual_rate = _median(w.rate[prefills & (w.rate > 0)], _TOKENS_PER_S)
+        rate = _without_noise(w.rate, usual_rate)
         # Rates of small steps say little: decode is never assumed to be the faster one.
-        self.decode_us = 1e6 / np.minimum(decode_rate, usual_rate)
+        rate = np.where(w.role == _DECODE, np.minimum(rate, usual_rate), rate)
+        self.token_us = 1e6 / rate
         # The queue is kept in the router, where it can be ordered, and not on the worker.
-        work = prefill_rate * _WINDOW_S // 1
-        self.window = np.maximum(p.chunk_tokens * _WINDOW_CHUNKS, work)
-        self.half_chunk = p.chunk_tokens // 2
+        self.window = np.maximum(w.chunk_tokens * _WINDOW_CHUNKS, rate * _WINDOW_S // 1)
+        self.half_chunk = w.chunk_tokens // 2
+        self.is_mixed = w.role == _MIXED
 
         # The measured step as it would be with one sequence; 0 if there is no measurement.
-        single_ms = d.step_ms / _relative_step(np.maximum(d.running, 1))
-        usual_ms = _median(single_ms[d.ready & (single_ms > 0)], _STEP_MS)
-        outdated = (single_ms > usual_ms) & (d.running == 0)  # measured with an earlier batch
+        single_ms = w.step_ms / _relative_step(np.maximum(w.running, 1))
+        usual_ms = _median(single_ms[decodes & (single_ms > 0)], _STEP_MS)
+        outdated = (single_ms > usual_ms) & (w.running == 0)  # measured with an earlier batch
         self.single_us = 1e3 * np.where(outdated, usual_ms, _without_noise(single_ms, usual_ms))
-        self.block_share = 1 / np.maximum(d.blocks_total, 1)  # of the pool
-        self.used_share = 1 - d.blocks_available * self.block_share
+        self.waiting_factor = 1 / (1 - w.prefill_share)  # streams wait while prompts are computed
+        self.block_share = 1 / np.maximum(w.blocks_total, 1)  # of the pool
+        self.used_share = 1 - w.blocks_available * self.block_share
 
 
 class FleetCosts:
     """The part of the costs that is the same for all requests on a snapshot."""
 
     def __init__(self, snapshot: Snapshot) -> None:
-        d, self.speeds = snapshot.columns.decode, _speeds(snapshot.columns.reported)
-        self.streams = d.busy + 1
-        self.tpot_us = self.speeds.single_us * _relative_step(self.streams)
-        self.batch_full = d.busy >= d.max_busy
+        w, self.speeds = snapshot.columns, _speeds(snapshot.table.reported)
+        # Prompts are no streams yet.
+        prompts = np.where(w.role == _DECODE, 0, w.num_assigned)
+        self.streams = np.maximum(w.busy - prompts, 0) + 1
+        self.step_us = self.speeds.single_us * _relative_step(self.streams)
+        self.tpot_us = self.step_us * self.speeds.waiting_factor
+        self.batch_full = w.busy >= w.max_busy
         # The queue, and the rest of the current step, on average.
-        self.decode_wait_us = d.queued_tokens * self.speeds.decode_us + self.tpot_us / 2
+        self.wait_us = w.queued_tokens * self.speeds.token_us + self.step_us / 2
 
 
 class Costs:
@@ -130,9 +139,8 @@ class Costs:
         self.fleet = _fleet_costs(snapshot)
         workers = snapshot.columns
         # Blocks that the sequence and its next token need of the available ones.
-        cached, blocks = np.zeros(len(workers.slot)), demand.num_tokens // workers.block_size + 1
-        split = len(snapshot.prefill)
-        whole = blocks[split:]
+        whole = demand.num_tokens // workers.block_size + 1
+        cached, blocks = np.zeros(len(workers.slot)), whole
         for block_size in {size for _, size, _ in snapshot.kvs.values()} - {0}:
             found = snapshot.index.leading(demand.hashes(block_size))
             if found is not None:
@@ -140,80 +148,109 @@ class Costs:
                 # Those shared with a running sequence are not needed again. Of the cached ones, as
                 # many as the pool has unheld may be among the available ones and are counted so.
                 shared = cached // workers.block_size - workers.blocks_cached
-                blocks = demand.num_tokens // workers.block_size + 1 - np.maximum(shared, 0)
+                blocks = whole - np.maximum(shared, 0)
         uncached = demand.num_tokens - cached
-        self.prefill = self._prefill_costs(cached[:split], uncached[:split], blocks[:split])
-        self.decode = self._decode_costs(cached[split:], uncached[split:], blocks[split:], whole)
+        self.prefill = self._prefill_costs(cached, uncached, blocks)
+        self.decode = self._decode_costs(uncached, whole)
 
     def _prefill_costs(self, cached: Column, uncached: Column, blocks: Column) -> PrefillCosts:
-        speeds, columns = self.fleet.speeds, self.snapshot.columns
-        p = columns.prefill
+        fleet, speeds, w = self.fleet, self.fleet.speeds, self.snapshot.columns
         # Other routers' prompts count fully: their virtual finish times are not known.
-        ahead = columns.assigned_before(self.demand.pending.virtual_finish) + p.others_tokens
+        finish = self.demand.pending.virtual_finish
+        ahead = self.snapshot.table.assigned_before(finish) + w.others_tokens
         # A chunk of a later prompt may be running: on average half of it remains.
-        running = np.maximum(np.minimum(p.queued_tokens - ahead, speeds.half_chunk), 0)
+        running = np.maximum(np.minimum(w.queued_tokens - ahead, speeds.half_chunk), 0)
         before = ahead + running
-        full = (blocks > p.blocks_freeable) | (ahead >= speeds.window)
-        wait_us = np.rint(before * speeds.prefill_us)
-        us = np.rint((before + uncached) * speeds.prefill_us)
-        return PrefillCosts(cached, ahead, blocks, full, wait_us, us)
+        full = (blocks > w.blocks_freeable) | (ahead >= speeds.window)
+        wait_us = np.rint(before * speeds.token_us)
+        us = np.rint((before + uncached) * speeds.token_us)
+        others_us = np.zeros(us.shape)
+        if speeds.is_mixed.any():
+            # Each step with a part of a prompt delays all streams of a worker, and delays them too
+            # long where the step exceeds their SLO.
+            part_us = np.minimum(uncached, np.maximum(w.chunk_tokens, 1)) * speeds.token_us
+            is_late = fleet.step_us + part_us > self.demand.max_itl_s * 1e6
+            price = np.where(is_late, _LATE_PRICE, 1.0) * speeds.is_mixed
+            others_us = np.rint(uncached * speeds.token_us * (fleet.streams - 1) * price)
+        return PrefillCosts(cached, ahead, blocks, full, wait_us, us, others_us)
 
-    def _decode_costs(
-        self, cached: Column, uncached: Column, blocks: Column, whole: Column
-    ) -> DecodeCosts:
+    def _decode_costs(self, uncached: Column, whole: Column) -> DecodeCosts:
         """`whole`: blocks of the sequence, wherever they are."""
-        fleet, demand, d = self.fleet, self.demand, self.snapshot.columns.decode
-        speeds = fleet.speeds
-        compute_us = uncached * speeds.decode_us
-        used = np.minimum(speeds.used_share + whole * speeds.block_share, 1)
+        fleet, demand, w, prefill = self.fleet, self.demand, self.snapshot.columns, self.prefill
+        speeds, cached, blocks = fleet.speeds, prefill.cached, prefill.blocks
+        compute_us, is_mixed = uncached * speeds.token_us, speeds.is_mixed
+        used = np.maximum(np.minimum(speeds.used_share + whole * speeds.block_share, 1), 0)
         tokens = min(demand.max_new_tokens or _NEW_TOKENS, _MAX_NEW_TOKENS)
-        rest_us = fleet.tpot_us * tokens + used * used * (_FULL_POOL_MS * 1e3)
+        late_us = np.maximum(fleet.tpot_us - demand.max_itl_s * 1e6, 0) * _LATE_PRICE * is_mixed
+        rest_us = (fleet.tpot_us + late_us) * tokens + used * used * (_FULL_POOL_MS * 1e3)
         # Each sequence of decode's batch waits while it computes. The cost is never less than that
         # of a handoff: where nothing waits, prefill workers compute.
-        here_us = (fleet.decode_wait_us + compute_us * fleet.streams) * _DECODE_PRICE + rest_us
-        alone_us = np.rint(here_us + _HANDOFF_US[1])
-        local_ttft_us = fleet.decode_wait_us + compute_us
+        here_us = (fleet.wait_us + compute_us * fleet.streams) * _DECODE_PRICE + _HANDOFF_US[1]
+        local_ttft_us = fleet.wait_us + compute_us
+        if is_mixed.any():
+            ours_us = prefill.us + fleet.step_us / 2
+            here_us = np.where(is_mixed, ours_us + prefill.others_us, here_us)
+            local_ttft_us = np.where(is_mixed, ours_us, local_ttft_us)
+        alone_us = np.rint(here_us + rest_us)
         if not demand.decodes:  # nothing is handed over
-            no, zero = np.zeros(d.ready.shape, np.bool_), np.zeros(d.ready.shape)
-            local_us = zero + np.inf
-            return DecodeCosts(cached, blocks, no, local_ttft_us, local_us, alone_us, zero, zero)
-        full = fleet.batch_full | (blocks > d.blocks_available)
+            no, zero = np.zeros(w.ready.shape, np.bool_), np.zeros(w.ready.shape)
+            costs = local_ttft_us, zero + np.inf, alone_us, zero, zero
+            return DecodeCosts(cached, blocks, no, no, *costs)
+        full = fleet.batch_full | (blocks > w.blocks_available)
         # Blocks that decode does not cache are sent, in the gap before the second token.
-        near_us, far_us = np.rint(uncached * d.token_bytes * _BYTE_US + _HANDOFF_US + rest_us)
+        near_us, far_us = np.rint(uncached * w.token_bytes * _BYTE_US + _HANDOFF_US + rest_us)
+        may = is_mixed
         if demand.local_prefill_max_tokens > 0:
             always = uncached <= demand.local_prefill_max_tokens
             # One step computes it with what waits there, and delays no stream for too long.
-            step_tokens = d.queued_tokens + uncached
-            step_us = fleet.tpot_us + step_tokens * speeds.decode_us
-            is_short = (step_us <= demand.max_itl_s * 1e6) & (step_tokens <= d.chunk_tokens)
-            local_us = np.where(always | is_short, alone_us, np.inf)
-            near_us[always] = far_us[always] = np.inf
-        else:
-            local_us = np.full(cached.shape, np.inf)
-        return DecodeCosts(cached, blocks, full, local_ttft_us, local_us, alone_us, near_us, far_us)
+            step_tokens = w.queued_tokens + uncached
+            step_us = fleet.step_us + step_tokens * speeds.token_us
+            is_short = (step_us <= demand.max_itl_s * 1e6) & (step_tokens <= w.chunk_tokens)
+            may = is_mixed | always | is_short
+            near_us[always & ~is_mixed] = far_us[always & ~is_mixed] = np.inf
+        local_us = np.where(may, alone_us, np.inf)
+        local_full = is_mixed & (prefill.ahead >= speeds.window)
+        costs = local_ttft_us, local_us, alone_us, near_us, far_us
+        return DecodeCosts(cached, blocks, full, local_full, *costs)
 
     def full(self, refused: Set[str]) -> tuple[Flags, Flags]:
-        """Prefill and decode workers that accept nothing now.
+        """Workers that accept no prompt, and those that accept no sequence now.
 
         `refused`: workers that have just said so, or are reserved for another request.
         """
         p_full, d_full = self.prefill.full, self.decode.full
         if not refused:
             return p_full, d_full
-        p_refused, d_refused = self.snapshot.flags(refused)
-        return p_full | p_refused, d_full | d_refused
+        is_refused = self.snapshot.flags(refused)
+        return p_full | is_refused, d_full | is_refused
 
-    def pair_costs(self, p: Any, d: Any) -> tuple[Any, Any]:
-        """Cost of each pair of rows, which broadcast, and whether decode computes the prompt."""
-        columns, decode = self.snapshot.columns, self.decode
-        same_host = columns.prefill.host[p] == columns.decode.host[d]
-        handed_over = self.prefill.us[p] + np.where(same_host, decode.near_us[d], decode.far_us[d])
-        local = decode.local_us[d]
+    def pair_costs(self, p: Any, d: Any, need_room: bool = True) -> tuple[Any, Any]:
+        """Cost of each pair of rows, which broadcast, and whether the second computes the prompt.
+
+        A pair of a worker and itself hands nothing over.
+        """
+        host, decode = self.snapshot.columns.host, self.decode
+        rest_us = np.where(host[p] == host[d], decode.near_us[d], decode.far_us[d])
+        handed_over = self.prompt_us[p] + np.where(p == d, np.inf, rest_us)
+        local = self.local_us(need_room)[d]
         return np.minimum(local, handed_over), local < handed_over
 
+    @property
+    def prompt_us(self) -> Column:
+        """Cost of the prompt on each worker that hands it over."""
+        us: Column = self.prefill.us + self.prefill.others_us
+        return us
+
+    def local_us(self, need_room: bool) -> Column:
+        """Cost of the whole request on each worker, infinite where it is ruled out."""
+        decode = self.decode
+        return (
+            np.where(decode.local_full, np.inf, decode.local_us) if need_room else decode.local_us
+        )
+
     def on_prefill(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
-        """The request on one prefill worker, with the reason if it has no room."""
-        worker, costs, no_room = self.snapshot.prefill[row], self.prefill, ""
+        """The request's prompt on one worker, with the reason if it has no room."""
+        worker, costs, no_room = self.snapshot.workers[row], self.prefill, ""
         ahead, window = int(costs.ahead[row]), self.fleet.speeds.window[row]
         if worker.incarnation in refused:
             no_room = _REFUSED
@@ -224,9 +261,9 @@ class Costs:
         return self._estimate(worker, no_room, costs.cached[row], ahead)
 
     def on_decode(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
-        """The request on one decode worker, with the reason if it has no room."""
-        worker, costs, no_room = self.snapshot.decode[row], self.decode, ""
-        d = self.snapshot.columns.decode
+        """The request's tokens on one worker, with the reason if it has no room."""
+        worker, costs, no_room = self.snapshot.workers[row], self.decode, ""
+        d = self.snapshot.columns
         if worker.incarnation in refused:
             no_room = _REFUSED
         elif self.demand.decodes and self.fleet.batch_full[row]:
@@ -244,20 +281,21 @@ class Costs:
         return Estimate(worker, no_room, int(cached), uncached, queued, tpot_s)
 
     def room_ms(self) -> tuple[Column, Column]:
-        """How soon each prefill and each decode worker has room: 0 if it has, infinite if never.
+        """How soon each worker has room for the prompt, and for the sequence: 0 if it has, infinite
+        if never.
 
         Only comparable between workers: by the share of its sequences that must end, because when
         they do cannot be predicted, and by the time of a step.
         """
-        p, d = self.snapshot.columns.prefill, self.snapshot.columns.decode
+        w = self.snapshot.columns
         # A prefill worker without held blocks is full of prompts that go first.
-        prefill = np.where(p.blocks_held > 0, _room_ms(p, self.prefill.blocks, 0.0), 0.0)
-        prefill[~p.ready] = np.inf
+        prefill = np.where(w.blocks_held > 0, _room_ms(w, self.prefill.blocks, 0.0), 0.0)
+        prefill[~w.ready] = np.inf
         if not self.demand.decodes:
-            return prefill, np.zeros(len(d.ready))
-        excess = (d.busy + 1 - d.max_busy) / np.maximum(1, d.busy)
-        decode = _room_ms(d, self.decode.blocks, excess)
-        decode[~d.ready] = np.inf
+            return prefill, np.zeros(len(w.ready))
+        excess = (w.busy + 1 - w.max_busy) / np.maximum(1, w.busy)
+        decode = _room_ms(w, self.decode.blocks, excess)
+        decode[~w.ready] = np.inf
         return prefill, decode
 
 
@@ -281,7 +319,7 @@ def _fleet_costs(snapshot: Snapshot) -> FleetCosts:
 
 
 @lru_cache(maxsize=1)
-def _speeds(reported: Columns) -> Speeds:
+def _speeds(reported: Table) -> Speeds:
     return Speeds(reported)
 
 

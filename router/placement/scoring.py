@@ -19,11 +19,13 @@ from math import inf
 import numpy as np
 
 from baton.errors import Overloaded, Unavailable
+from baton.v1 import common_pb2
 from router.fleet.snapshot import Column, Flags, Rows, Snapshot, WorkerView, kv_difference
 from router.placement.cost_model import HANDOFF_S, Costs, Estimate, costs_of
 from router.request import Demand
 
 RETRY_AFTER_S = 1.0
+_PREFILL, _DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 _MAX_REASONS = 8  # in one message
 _MAX_PAIRS = 256  # explained
 _MAX_UNREADY = 16  # workers of a role that are explained: a registry may hold thousands
@@ -123,73 +125,107 @@ def soonest_room(
 
     Empty if only prompts that go first are in the way; None if no pair ever has room.
     """
-    views = (*snapshot.prefill, *snapshot.decode)
     rows = [snapshot.rows.get(name) for name in reserved]
-    if reserved and all(row is not None and views[row].ready for row in rows):
+    if reserved and all(row is not None and snapshot.workers[row].ready for row in rows):
         return reserved
-    prefill_ms, decode_ms = costs_of(snapshot, demand).room_ms()
-    if not snapshot.num_usable:
-        alone = decode_ms if demand.decodes else prefill_ms
-        if not alone.size or (demand.decodes and not snapshot.alone) or alone.min() == inf:
+    costs = costs_of(snapshot, demand)
+    prefill_ms, decode_ms = costs.room_ms()
+    if not (snapshot.num_usable and demand.decodes):
+        alone_ms = np.where(_serving_alone(costs), decode_ms if demand.decodes else prefill_ms, inf)
+        if not alone_ms.size or alone_ms.min() == inf:
             return None
-        row, workers = int(alone.argmin()), snapshot.decode if demand.decodes else snapshot.prefill
-        return frozenset({workers[row].incarnation} if alone[row] > 0 else ())
+        row = int(alone_ms.argmin())
+        return frozenset({snapshot.workers[row].incarnation} if alone_ms[row] > 0 else ())
+    decode_ms = np.where(snapshot.decodes, decode_ms, inf)
+    prefill_ms = np.where(snapshot.prefills, prefill_ms, inf)
     soonest = (
         [int(row) for row in np.argsort(ms, kind="stable") if ms[row] < inf]
         for ms in (decode_ms, prefill_ms)
     )
     for d, p in product(*soonest):
         if snapshot.can_pair(p, d) and d not in snapshot.excluded_rows.get(p, ()):
-            waits = ((prefill_ms[p], snapshot.prefill[p]), (decode_ms[d], snapshot.decode[d]))
-            return frozenset(view.incarnation for ms, view in waits if ms > 0)
+            waits = ((prefill_ms[p], p), (decode_ms[d], d))
+            return frozenset(snapshot.workers[row].incarnation for ms, row in waits if ms > 0)
     return None
 
 
 def rank_all(snapshot: Snapshot, demand: Demand, full: Set[str] = frozenset()) -> list[Pair]:
     """Pairs in order, best first and refused ones last; of many the first _MAX_PAIRS."""
-    costs, columns = costs_of(snapshot, demand), snapshot.columns
-    if not snapshot.num_usable and (ranks := _ranks_alone(costs, frozenset(), full, False)):
-        alone = [_lone_pair(costs, int(rank[-1]), full) for rank in sorted(ranks)]
-        return sorted(alone[:_MAX_PAIRS], key=lambda pair: bool(pair.refused))
-    p, d = _explained(columns.prefill.ready), _explained(columns.decode.ready)
+    costs = costs_of(snapshot, demand)
+    in_pairs = snapshot.num_usable and demand.decodes
+    may = _with_room_alone(costs, full) if in_pairs else _serving_alone(costs)
+    ranks = sorted(_ranks_alone(costs, frozenset(), may))[:_MAX_PAIRS]
+    alone = [_lone_pair(costs, int(rank[-1]), full) for rank in ranks]
+    if alone and not in_pairs:
+        return sorted(alone, key=lambda pair: bool(pair.refused))
+    role, ready = snapshot.columns.role, snapshot.columns.ready
+    p, d = (_explained(ready, role != other) for other in (_DECODE, _PREFILL))
     p = p[np.lexsort([ties[p] for ties in reversed(_prefill_ties(costs))])]
-    d = d[np.argsort(columns.decode.steps[d], kind="stable")]
+    d = d[np.argsort(snapshot.columns.steps[d], kind="stable")]
     column = p[:, None]
-    cost, decode_prefills = costs.pair_costs(column, d)
+    cost, decode_prefills = costs.pair_costs(column, d, need_room=False)
     p_full, d_full = costs.full(full)
-    refused = ~snapshot.usable()[column, d] | d_full[d] | p_full[column] & ~decode_prefills
+    full_now = np.where(decode_prefills, costs.decode.local_full[d], p_full[column]) | d_full[d]
+    refused = ~snapshot.usable()[column, d] | full_now
     order = np.lexsort((cost.ravel(), refused.ravel()))[:_MAX_PAIRS]
     at = zip(*np.unravel_index(order, cost.shape), strict=True)
-    return [_pair(costs, int(p[i]), int(d[j]), full) for i, j in at]
+    pairs = [_pair(costs, int(p[i]), int(d[j]), full) for i, j in at]
+    return pairs if any(not pair.refused for pair in pairs[:1]) else [*alone, *pairs]
 
 
 @lru_cache(maxsize=1)  # the pair of the prediction is picked unless the fleet changes between
 def _best(
     costs: Costs, failed: frozenset[str], full: frozenset[str], need_room: bool = True
 ) -> Pair | None:
-    if not costs.snapshot.num_usable:
-        rank = min(_ranks_alone(costs, failed, full, need_room), default=None)
-        return None if rank is None else _lone_pair(costs, int(rank[-1]))
-    rank = _best_rank(costs, failed, full, need_room)
-    if rank is None:
-        return None
-    return _pair(costs, int(rank[-3]), int(rank[-1]), candidates=costs.snapshot.num_usable)
+    snapshot, demand = costs.snapshot, costs.demand
+    if snapshot.num_usable and demand.decodes:
+        rank = _best_rank(costs, failed, full, need_room)
+        if rank is not None:
+            p, d = int(rank[-3]), int(rank[-1])
+            return _pair(costs, p, d, candidates=snapshot.num_usable, need_room=need_room)
+    alone = _with_room_alone(costs, full) if need_room else _serving_alone(costs)
+    rank = min(_ranks_alone(costs, failed, alone), default=None)
+    return None if rank is None else _lone_pair(costs, int(rank[-1]))
+
+
+def _serving_alone(costs: Costs) -> Flags:
+    """The workers that may serve the request alone whatever their role.
+
+    The prompt alone is for any worker, by preference for one whose role is prompts. While no other
+    worker has room, sequences are kept on prefill workers whose tokens meet the SLO.
+    """
+    snapshot, demand = costs.snapshot, costs.demand
+    if not demand.decodes:
+        return snapshot.prefills if snapshot.prefills.any() else snapshot.columns.ready
+    if not snapshot.num_usable:
+        return snapshot.alone
+    in_time = (costs.fleet.tpot_us <= demand.max_itl_s * 1e6) & (not snapshot.is_named)
+    return snapshot.prefills & ~snapshot.decodes & in_time
+
+
+def _with_room_alone(costs: Costs, refused: Set[str]) -> Flags:
+    """Of these, the workers that have room now."""
+    p_full, d_full = costs.full(refused)
+    if not costs.demand.decodes:
+        return _serving_alone(costs) & ~p_full
+    full = d_full | p_full if costs.snapshot.num_usable else d_full
+    return _serving_alone(costs) & ~full
 
 
 def _best_rank(costs: Costs, failed: Set[str], full: Set[str], need_room: bool) -> _Rank | None:
     """The best pair, with as few failed workers as possible, over all kinds of KV cache."""
     snapshot = costs.snapshot
     p_full, d_full = costs.full(full) if need_room else (None, None)
-    p_failed, d_failed = snapshot.flags(failed) if failed else (None, None)
+    is_failed = snapshot.flags(failed) if failed else None
     for failures in range(3 if failed else 1):  # failed workers in the pair
         best = None
         for p, d in snapshot.ready_by_kv:
             if d_full is not None:
                 d = d[~d_full[d]]  # noqa: PLW2901
             for p_failures in range(failures + 1):
-                if p_failed is not None and d_failed is not None:
-                    chosen_p = p[p_failed[p] == p_failures]
-                    chosen_d = d[d_failed[d] == failures - p_failures]
+                if is_failed is not None:
+                    chosen_p = p[is_failed[p] == p_failures]
+                    chosen_d = d[is_failed[d] == failures - p_failures]
                 else:
                     chosen_p, chosen_d = p, d
                 rank = _best_of(costs, chosen_p, chosen_d, p_full)
@@ -211,10 +247,10 @@ def _best_of(costs: Costs, p: Rows, d: Rows, p_full: Flags | None) -> _Rank | No
     full = p_full[p] if p_full is not None else None
     bound = _lower_bounds(costs, p, d, full) if p.size > 1 else np.zeros(1)
     ties = [tie[p] for tie in _prefill_ties(costs)]
-    steps = costs.snapshot.columns.decode.steps[d]
+    steps = costs.snapshot.columns.steps[d]
     while (least := bound.min()) < inf:
         i = _first(bound, *ties)
-        cost, decode_prefills = costs.pair_costs(p[i], d)
+        cost, decode_prefills = costs.pair_costs(p[i], d, full is not None)
         if full is not None and full[i]:
             cost[~decode_prefills] = inf
         if others := costs.snapshot.excluded_rows.get(int(p[i])):
@@ -228,12 +264,12 @@ def _best_of(costs: Costs, p: Rows, d: Rows, p_full: Flags | None) -> _Rank | No
 
 def _lower_bounds(costs: Costs, p: Rows, d: Rows, full: Flags | None) -> Column:
     """The least cost of each prefill worker with any of the decode workers."""
-    columns, decode = costs.snapshot.columns, costs.decode
-    local, far, near = decode.local_us[d], decode.far_us[d], decode.near_us[d]
+    host, decode = costs.snapshot.columns.host, costs.decode
+    local, far, near = costs.local_us(full is not None)[d], decode.far_us[d], decode.near_us[d]
     by_host = np.full(len(costs.snapshot.hosts), far.min())
-    np.minimum.at(by_host, columns.decode.host[d], near)
-    prefill_us = costs.prefill.us[p]
-    handed_over = prefill_us + by_host[columns.prefill.host[p]]
+    np.minimum.at(by_host, host[d], near)
+    prefill_us = costs.prompt_us[p]
+    handed_over = prefill_us + by_host[host[p]]
     bound: Column = np.minimum(local.min(), handed_over)
     if full is not None and full.any():
         bound[full] = _local_bound(prefill_us[full], local, far)
@@ -250,8 +286,8 @@ def _local_bound(prefill_us: Column, local: Column, other: Column) -> Column:
 
 def _prefill_ties(costs: Costs) -> tuple[Column, ...]:
     """Decide between equal costs: the wait, which matters where decode computes, and usage."""
-    p = costs.snapshot.columns.prefill
-    return costs.prefill.wait_us, p.num_assigned, p.steps
+    workers = costs.snapshot.columns
+    return costs.prefill.wait_us, workers.num_assigned, workers.steps
 
 
 def _first(values: Column, *ties: Column) -> int:
@@ -266,24 +302,19 @@ def _first(values: Column, *ties: Column) -> int:
     return int(rows[0])
 
 
-def _ranks_alone(costs: Costs, failed: Set[str], full: Set[str], need_room: bool) -> list[_Rank]:
-    """The workers that can serve the request without one of the other role."""
-    snapshot, decodes = costs.snapshot, costs.demand.decodes
-    if decodes and not snapshot.alone:
-        return []
-    workers = snapshot.decode if decodes else snapshot.prefill
-    cost = costs.decode.alone_us if decodes else costs.prefill.us
-    no_room = costs.full(full)[decodes]
+def _ranks_alone(costs: Costs, failed: Set[str], alone: Flags) -> list[_Rank]:
+    """The workers that serve the request alone."""
+    cost = costs.decode.alone_us if costs.demand.decodes else costs.prefill.us
+    workers = costs.snapshot.workers
     return [
         (view.incarnation in failed, cost[row], len(view.assigned), view.load.steps, row)
-        for row, view in enumerate(workers)
-        if view.ready and not (need_room and no_room[row])
+        for row, view in ((int(row), workers[row]) for row in np.flatnonzero(alone))
     ]
 
 
 def _lone_pair(costs: Costs, row: int, full: Set[str] = frozenset()) -> Pair:
     """A worker that serves the request alone, in both roles of a pair."""
-    snapshot, decodes = costs.snapshot, costs.demand.decodes
+    decodes = costs.demand.decodes
     found = costs.on_decode(row, full) if decodes else costs.on_prefill(row, full)
     us = costs.decode.alone_us[row] if decodes else costs.prefill.us[row]
     ttft_us = costs.decode.local_ttft_us[row] if decodes else us
@@ -297,19 +328,24 @@ def _lone_pair(costs: Costs, row: int, full: Set[str] = frozenset()) -> Pair:
         ttft_s=float(ttft_us) / 1e6,
         handed_over_ttft_s=0.0,
         score_ms=float(us) / 1e3,
-        candidates=sum(view.ready for view in (snapshot.decode if decodes else snapshot.prefill)),
+        candidates=int(_serving_alone(costs).sum()),
     )
 
 
-def _pair(costs: Costs, p: int, d: int, full: Set[str] = frozenset(), candidates: int = 0) -> Pair:
+def _pair(
+    costs: Costs,
+    p: int,
+    d: int,
+    full: Set[str] = frozenset(),
+    candidates: int = 0,
+    need_room: bool = False,
+) -> Pair:
     snapshot = costs.snapshot
-    prefill, decode = snapshot.prefill[p], snapshot.decode[d]
+    prefill, decode = snapshot.workers[p], snapshot.workers[d]
     same_host = prefill.record.host_id == decode.record.host_id
     handoff_us = (costs.decode.near_us if same_host else costs.decode.far_us)[d]
-    handed_over_us, local_us = (
-        float(costs.prefill.us[p] + handoff_us),
-        float(costs.decode.local_us[d]),
-    )
+    handed_over_us = float(costs.prompt_us[p] + handoff_us) if p != d else inf
+    local_us = float(costs.local_us(need_room)[d])
     decode_prefills = local_us < handed_over_us
     handoff_ttft_s = float(costs.prefill.us[p]) / 1e6 + HANDOFF_S[same_host]
     return Pair(
@@ -340,12 +376,8 @@ def _why_unusable(snapshot: Snapshot, prefill: WorkerView, decode: WorkerView) -
 def _why_no_room(costs: Costs, refused: Set[str]) -> str:
     """The reasons of the READY workers without room, up to _MAX_REASONS."""
     p, d = (
-        [int(row) for row in np.flatnonzero(full & workers.ready)]
-        for full, workers in zip(
-            costs.full(refused),
-            (costs.snapshot.columns.prefill, costs.snapshot.columns.decode),
-            strict=True,
-        )
+        [int(row) for row in np.flatnonzero(full & workers)]
+        for full, workers in zip(costs.full(refused), _parts(costs.snapshot), strict=True)
     )
     found = [costs.on_decode(row, refused) for row in d[:_MAX_REASONS]]
     found += [costs.on_prefill(row, refused) for row in p[: _MAX_REASONS - len(found)]]
@@ -354,6 +386,13 @@ def _why_no_room(costs: Costs, refused: Set[str]) -> str:
     return reasons + (f"; and {more} more" if more else "")
 
 
-def _explained(ready: Flags) -> Rows:
-    """The rows of all READY workers and of some others."""
-    return np.concatenate((np.flatnonzero(ready), np.flatnonzero(~ready)[:_MAX_UNREADY]))
+def _parts(snapshot: Snapshot) -> tuple[Flags, Flags]:
+    """The READY workers for prompts, and those for sequences."""
+    return snapshot.prefills, snapshot.decodes
+
+
+def _explained(ready: Flags, role: Flags) -> Rows:
+    """The rows of all READY workers of a role and of some others."""
+    return np.concatenate(
+        (np.flatnonzero(ready & role), np.flatnonzero(~ready & role)[:_MAX_UNREADY])
+    )

@@ -314,7 +314,8 @@ async def test_a_batch_that_cannot_be_is_refused(gateway, body, status, field):
     assert (await gateway.client.get("/v1/batches")).json()["data"] == []
 
 
-async def test_files_can_be_listed_read_and_deleted(gateway):
+async def test_files_can_be_listed_read_and_deleted(gateway, caplog):
+    caplog.set_level("INFO", "baton.audit")
     files = [(await upload(gateway, b"%d\n" % n, name=f"{n}é")).json() for n in range(3)]
     assert [file["filename"] for file in files] == ["0é", "1é", "2é"]
     sent = sorted(file["id"] for file in files)
@@ -336,7 +337,11 @@ async def test_files_can_be_listed_read_and_deleted(gateway):
     path = f"/v1/files/{files[0]['id']}"
     assert (await gateway.client.get(path)).json() == files[0]
     assert (await gateway.client.get(f"{path}/content")).content == b"0\n"
+    assert not caplog.records
     assert (await gateway.client.delete(path)).json()["deleted"]
+    (line,) = caplog.records
+    fields = {"tenant": "default", "id": files[0]["id"]}
+    assert (line.name, line.message, line.fields) == ("baton.audit", "file deleted", fields)
     for gone in (path, f"{path}/content", "/v1/files/..%2F.lock", "/v1/files/.lock"):
         assert (await gateway.client.get(gone)).status_code == 404
     assert await listed() == ([id for id in sent[::-1] if id != files[0]["id"]], False)

@@ -22,6 +22,7 @@ from router.admission.tenants import Tenants
 from router.output import sink
 from tests.unit.router.scripted_workers import TIMEOUT_S, seen
 from tests.unit.router.small_tokenizers import byte_tokenizer
+from tests.unit.router.snapshots import decode_views
 
 from .conftest import PROMPT, events_of
 
@@ -219,7 +220,7 @@ async def test_decode_workers_alone_serve_all_but_embeddings(gateway_of):
 async def test_a_full_queue_is_429_with_retry_after(gateway_of):
     gateway = await gateway_of(cluster={"max_queue": 1})
     gateway.decode.tell(blocks_free=0)
-    await gateway.cluster.until(lambda s: not s.decode[0].load.blocks_free)
+    await gateway.cluster.until(lambda s: not decode_views(s)[0].load.blocks_free)
     waiting = asyncio.create_task(gateway.complete())
     await gateway.cluster.until_waiting(1)
     response = await gateway.complete(stream=True)

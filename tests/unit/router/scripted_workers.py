@@ -92,6 +92,7 @@ class Worker:
     """What prefill and decode workers have in common."""
 
     role = PREFILL
+    blocks_free = 100  # for sequences, unless it tells otherwise
 
     def __init__(self, name, **fields):
         kv = common_pb2.KvDescriptor(block_size=4, dtype=fields.pop("dtype", "float32"))
@@ -108,7 +109,7 @@ class Worker:
             }
         )
         self.incarnation = name
-        self.load = worker_pb2.Load(blocks_total=100, blocks_free=100)
+        self.load = worker_pb2.Load(blocks_total=100, blocks_free=self.blocks_free)
         self.state = READY
         self.pairs = ()
         self.load_tracker = LoadTracker()
@@ -147,7 +148,9 @@ class Worker:
     def tell(self, state=READY, pairs=(), **load):
         """Sends a changed load to all routers."""
         self.state, self.pairs = state, pairs
-        self.load = worker_pb2.Load(**{"blocks_total": 100, "blocks_free": 100, **load})
+        self.load = worker_pb2.Load(
+            **{"blocks_total": 100, "blocks_free": self.blocks_free, **load}
+        )
         self.load_tracker.wake()
 
     def break_connections(self):
@@ -192,53 +195,6 @@ class Worker:
     def _end(self, router, handoff_id):
         if task := self.tasks.pop((router, handoff_id), None):
             task.cancel()
-
-
-class PrefillWorker(Worker):
-    """Runs the n-th prompt by the n-th script, and the good one when there is none left."""
-
-    def __init__(self, name, decodes=(), **fields):
-        super().__init__(name, **fields)
-        self.decodes = decodes
-        self.scripts = []
-        self.requests = []
-        self.ended = asyncio.Queue()  # handoff ids of prompts that have ended, however they did
-
-    async def answer(self, router, handoff_id, request):
-        script = self.scripts.pop(0) if self.scripts else self.good
-        try:
-            async with contextlib.aclosing(script(request)) as messages:
-                async for message in messages:
-                    router.outgoing.prefill.add(handoff_id=handoff_id).MergeFrom(message)
-        finally:
-            self.ended.put_nowait(handoff_id)
-
-    async def good(self, request):
-        """A prompt that goes well."""
-        sequence, (token_id, reason) = request.sequence, token(request.sequence)
-        yield started(queue_ms=3.0)
-        tokens, new = sequence.token_ids, len(sequence.token_ids) == sequence.prompt_tokens
-        if new and sequence.sampling.HasField("prompt_logprobs"):
-            for start, end in ((1, 2), (2, None)):
-                part = prompt_logprobs(tokens, start, end)
-                yield prefill_pb2.PrefillResponse(prompt_logprobs=part)
-        if not sequence.sampling.max_tokens:
-            message = first_token(None, LENGTH)
-            if sequence.sampling.embedding:
-                message.first_token.embedding.extend([0.0, *map(float, tokens)])
-            yield message
-            return
-        yield first_token(token_id, reason)
-        if not reason:
-            self.commit(request)
-            yield committed()
-
-    def commit(self, request):
-        """Hands over: the decode worker begins."""
-        target = request.target
-        decode = next(d for d in self.decodes if d.record.incarnation == target.incarnation)
-        assert request.sequence.handoff_id in decode.held
-        decode.begin(request.sequence, 1)
 
 
 class DecodeWorker(Worker):
@@ -330,6 +286,68 @@ class DecodeWorker(Worker):
             self.freed.clear()
 
 
+class PrefillWorker(DecodeWorker):
+    """Runs the n-th prompt by the n-th script, and the good one when there is none left.
+
+    It keeps sequences once it tells of free blocks.
+    """
+
+    role, blocks_free = PREFILL, 0
+
+    def __init__(self, name, decodes=(), **fields):
+        super().__init__(name, **fields)
+        self.decodes = decodes
+        self.scripts = []
+        self.ended = asyncio.Queue()  # handoff ids of prompts that have ended, however they did
+
+    async def answer(self, router, handoff_id, request):
+        if isinstance(request, decode_pb2.ReserveRequest):
+            return await super().answer(router, handoff_id, request)
+        script = self.scripts.pop(0) if self.scripts else self.good
+        try:
+            async with contextlib.aclosing(script(request)) as messages:
+                async for message in messages:
+                    router.outgoing.prefill.add(handoff_id=handoff_id).MergeFrom(message)
+        finally:
+            self.ended.put_nowait(handoff_id)
+
+    async def accept(self, request, cached_tokens=0):
+        """Room for a whole request: it computes the prompt, too."""
+        answer = await super().accept(request, cached_tokens)
+        answer.started = True
+        self.begin(request.sequence, 0)
+        return answer
+
+    accept_and_start = accept
+
+    async def good(self, request):
+        """A prompt that goes well."""
+        sequence, (token_id, reason) = request.sequence, token(request.sequence)
+        yield started(queue_ms=3.0)
+        tokens, new = sequence.token_ids, len(sequence.token_ids) == sequence.prompt_tokens
+        if new and sequence.sampling.HasField("prompt_logprobs"):
+            for start, end in ((1, 2), (2, None)):
+                part = prompt_logprobs(tokens, start, end)
+                yield prefill_pb2.PrefillResponse(prompt_logprobs=part)
+        if not sequence.sampling.max_tokens:
+            message = first_token(None, LENGTH)
+            if sequence.sampling.embedding:
+                message.first_token.embedding.extend([0.0, *map(float, tokens)])
+            yield message
+            return
+        yield first_token(token_id, reason)
+        if not reason:
+            self.commit(request)
+            yield committed()
+
+    def commit(self, request):
+        """Hands over: the decode worker begins."""
+        target = request.target
+        decode = next(d for d in self.decodes if d.record.incarnation == target.incarnation)
+        assert request.sequence.handoff_id in decode.held
+        decode.begin(request.sequence, 1)
+
+
 class Cluster:
     """A fleet and a dispatch over scripted workers, all in this process."""
 
@@ -366,7 +384,7 @@ class Cluster:
         self._following = asyncio.create_task(self.fleet.follow())
         for worker in self.workers:
             await self.add(worker)
-        await self.until(lambda s: all(self._settled(w) for w in (*s.prefill, *s.decode)))
+        await self.until(lambda s: all(self._settled(w) for w in s.workers))
         return self
 
     async def __aexit__(self, *exc):
@@ -440,10 +458,10 @@ class Cluster:
         return next(view for view in self._views(snapshot) if view.incarnation == name)
 
     async def fill(self):
-        """No decode worker has a block, as far as the fleet sees."""
-        for decode in self.decodes:
-            decode.tell(blocks_free=0)
-        await self.until(lambda s: not any(d.load.blocks_free for d in s.decode))
+        """No worker has a block for a sequence, as far as the fleet sees."""
+        for worker in self.decodes:
+            worker.tell(blocks_free=0)
+        await self.until(lambda s: not any(view.load.blocks_free for view in s.workers))
 
     def member(self, worker):
         return self.fleet.member(worker.record.incarnation)
@@ -497,7 +515,7 @@ class Cluster:
 
     @staticmethod
     def _views(snapshot):
-        return (*snapshot.prefill, *snapshot.decode)
+        return snapshot.workers
 
 
 def _deliver(state, put, token_ids, logprobs, reason):

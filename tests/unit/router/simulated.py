@@ -111,7 +111,9 @@ class SimulatedFleet:
     def snapshot(self):
         prefill = []
         for number, queue in enumerate(self.queues):
-            view = worker(str(number), self.rate, queue_tokens=sum(job.left for job in queue))
+            left = sum(job.left for job in queue)
+            # It keeps no sequences.
+            view = worker(str(number), self.rate, queue_tokens=left, max_batch=1, running=2)
             sent = tuple(AssignedPrompt(job.tokens, job.assigned_finish) for job in queue)
             prefill.append(replace(view, assigned=sent))
         pool = {"max_batch": self.slots, "running": self.running}

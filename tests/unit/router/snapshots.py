@@ -55,18 +55,35 @@ def pending(virtual_finish, fair_s=0.0, tenant="t"):
     return fair_queue.add(flow, fair_s)
 
 
-def fleet(prefill, decode, excluded=None, decode_alone=False):
-    """A snapshot."""
-    by_name = (
-        tuple(sorted(views, key=lambda view: view.incarnation)) for views in (prefill, decode)
-    )
-    return Snapshot(*by_name, excluded or {}, INDEX, decode_alone)
+def fleet(prefill, decode, excluded=None, decode_alone=False, mixed=()):
+    """A snapshot of workers with these roles."""
+    views = []
+    for role, each in (("PREFILL", prefill), ("DECODE", decode), ("MIXED", mixed)):
+        for view in each:
+            view.record.role = common_pb2.WorkerRole.Value(f"WORKER_ROLE_{role}")
+            views.append(view)
+    views.sort(key=lambda view: view.incarnation)
+    return Snapshot(tuple(views), excluded or {}, INDEX, decode_alone)
+
+
+def prefill_views(snapshot):
+    """The views of the prefill workers."""
+    return _with_role(snapshot, common_pb2.WORKER_ROLE_PREFILL)
+
+
+def decode_views(snapshot):
+    """The views of the decode workers."""
+    return _with_role(snapshot, common_pb2.WORKER_ROLE_DECODE)
+
+
+def _with_role(snapshot, role):
+    return tuple(view for view in snapshot.workers if view.record.role == role)
 
 
 def usable_pairs(snapshot):
     """Their names."""
     pairs = np.argwhere(snapshot.usable())
-    return {(snapshot.prefill[p].incarnation, snapshot.decode[d].incarnation) for p, d in pairs}
+    return {tuple(snapshot.workers[row].incarnation for row in pair) for pair in pairs}
 
 
 def queued(pending, tokens, **fields):

@@ -25,7 +25,7 @@ from .scripted_workers import (
     seen,
     started,
 )
-from .snapshots import pending
+from .snapshots import decode_views, pending, prefill_views
 
 LOGPROBS = common_pb2.PositionLogprobs(chosen=common_pb2.TokenLogprob(token_id=100))
 
@@ -76,7 +76,7 @@ async def test_decode_that_started_by_itself_needs_no_prefill_worker(cluster):
 async def test_without_prefill_workers_a_decode_worker_computes_the_prompt(cluster):
     decode = cluster.decodes[0]
     await cluster.leave(cluster.prefills[0])
-    await cluster.until(lambda s: s.alone)
+    await cluster.until(lambda s: s.alone.any())
     decode.reserves = [decode.accept_and_start]
     state = request_state(prompt=tuple(range(20)))
     assert await cluster.run(state) == (counting(5), LENGTH)
@@ -85,36 +85,30 @@ async def test_without_prefill_workers_a_decode_worker_computes_the_prompt(clust
     assert (await cluster.until_state(decode, "READY")).assigned == ()
 
 
-async def test_what_a_missing_role_alone_can_serve_waits_and_keeps_nobody_else(cluster_of):
-    """An embedding waits for a prefill worker; those behind it do not."""
-    cluster = await cluster_of(recovery_s=30.0)
-    decode, prefill = cluster.decodes[0], cluster.prefills[0]
-    await cluster.leave(prefill)
-    await cluster.until(lambda s: s.alone)
-    prompts = [request_state(request_id=f"alone{i}", max_tokens=0) for i in range(6)]
-    waiting = [asyncio.create_task(cluster.run(prompt)) for prompt in prompts]
-    await cluster.until_waiting(6)
-    decode.reserves = [decode.accept_and_start] * 20
-    for number in range(20):
-        assert await cluster.run(request_state(request_id=f"{number}")) == (counting(5), LENGTH)
-    await cluster.leave(decode)
-    await cluster.join(prefill)
-    for running in waiting:
-        assert await running == ([], LENGTH)
-
-
-@pytest.mark.parametrize(("role", "max_tokens"), [("prefill", 0), ("decode", 5)])
-async def test_a_new_request_waits_for_a_missing_role_as_long_as_the_recovery_timeout_says(
-    cluster_of, role, max_tokens
+@pytest.mark.parametrize("max_tokens", [0, 5])
+async def test_a_new_request_waits_for_a_worker_as_long_as_the_recovery_timeout_says(
+    cluster_of, max_tokens
 ):
     cluster = await cluster_of(recovery_s=0.2)
-    await cluster.leave(cluster.prefills[0] if role == "prefill" else cluster.decodes[0])
-    await cluster.until(lambda s: not (s.prefill if role == "prefill" else s.decode))
+    for worker in (cluster.prefills[0], cluster.decodes[0]):
+        await cluster.leave(worker)
+    await seen(lambda: not cluster.fleet.snapshot().workers)
     began, state = time.monotonic(), request_state(max_tokens=max_tokens)
-    with pytest.raises(Unavailable, match=f"no {role} worker is ready") as caught:
+    with pytest.raises(Unavailable, match="no prefill worker is ready") as caught:
         await cluster.run(state)
     assert time.monotonic() - began >= 0.2 and caught.value.retry_after_s > 0
     assert state.attempts == 1, "it is not waited for again and again"
+
+
+async def test_without_decode_workers_a_prefill_worker_serves_the_whole_request(cluster):
+    prefill = cluster.prefills[0]
+    await cluster.leave(cluster.decodes[0])
+    await cluster.until(lambda s: s.alone.any())
+    prefill.tell(blocks_free=100)
+    await cluster.until(lambda s: s.workers[0].load.blocks_free)
+    state = request_state(prompt=tuple(range(20)))
+    assert await cluster.run(state) == (counting(5), LENGTH)
+    assert (state.route.prefill, state.route.decode) == ("", "p0")
 
 
 async def test_a_prompt_alone_takes_a_prefill_worker_and_nothing_of_a_full_decode_worker(cluster):
@@ -280,7 +274,7 @@ async def test_a_request_cancelled_in_flight_strands_no_blocks(cluster, where):
     running = asyncio.create_task(cluster.run(request_state(prompt=prompt)))
     async with asyncio.timeout(TIMEOUT_S):
         await arrived.wait()
-        assert cluster.fleet.snapshot().prefill[0].assigned_tokens == len(prompt)
+        assert prefill_views(cluster.fleet.snapshot())[0].assigned_tokens == len(prompt)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
@@ -288,7 +282,7 @@ async def test_a_request_cancelled_in_flight_strands_no_blocks(cluster, where):
         if where == "prefill":
             assert await prefill.ended.get() == "r-1"
     view = cluster.fleet.snapshot()
-    assert (view.prefill[0].assigned_tokens, view.decode[0].assigned_sequences) == (0, 0)
+    assert [(w.assigned_tokens, w.assigned_sequences) for w in view.workers] == [(0, 0)] * 2
     assert (cluster.wait_queue.depth, decode.held) == (0, set())
 
 
@@ -331,7 +325,7 @@ async def test_a_full_fleet_is_waited_for_and_no_change_is_lost(cluster, when):
     async def refuses(request):
         if when == "during the refusal":
             decode.tell(blocks_free=10)  # no other change comes after this one
-            await cluster.until(lambda s: s.decode[0].load.blocks_free == 10)
+            await cluster.until(lambda s: decode_views(s)[0].load.blocks_free == 10)
         refused.set()
         raise Overloaded("no blocks")
 
@@ -370,7 +364,7 @@ async def test_small_requests_pass_a_large_one_that_waits_but_not_on_the_worker_
     first, kept = cluster.decodes
     first.tell(blocks_free=50, blocks_held=50)
     kept.tell(blocks_free=60, blocks_held=40)
-    await cluster.until(lambda s: {w.load.blocks_held for w in s.decode} == {50, 40})
+    await cluster.until(lambda s: {w.load.blocks_held for w in decode_views(s)} == {50, 40})
     monkeypatch.setattr(wait_queue, "PASSING_S", 0.0)
     large = request_state(request_id="large", prompt=range(4 * 75), pending=pending(1.0))
     small = [request_state(request_id=f"s{at}", pending=pending(2.0 + at)) for at in range(4)]
@@ -394,7 +388,7 @@ async def test_the_recovery_timeout_stops_when_workers_are_back_though_full(clus
     cluster = await cluster_of(recovery_s=0.3, max_attempts=1)
     decode = cluster.decodes[0]
     await cluster.leave(decode)
-    await cluster.until(lambda s: not s.decode)
+    await cluster.until(lambda s: not decode_views(s))
     running = asyncio.create_task(cluster.run(request_state()))
     await cluster.until_waiting(1)
     decode.load.blocks_free = 0

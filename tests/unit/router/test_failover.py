@@ -32,6 +32,7 @@ from .scripted_workers import (
     started,
     token,
 )
+from .snapshots import decode_views, prefill_views
 
 QUICK = LivenessConfig(silence_s=0.6, stall_s=2.0)
 
@@ -61,8 +62,8 @@ async def assert_goes_on(cluster, state=None, attempts=2, after=None):
     assert after == {}
     assert state.final_route().attempts == attempts
     view = cluster.fleet.snapshot()
-    assert all(worker.assigned_tokens == 0 for worker in view.prefill)
-    assert all(worker.assigned_sequences == 0 for worker in (*view.prefill, *view.decode))
+    assert all(worker.assigned_tokens == 0 for worker in view.workers)
+    assert all(worker.assigned_sequences == 0 for worker in view.workers)
     return state
 
 
@@ -162,7 +163,7 @@ async def test_a_prefill_worker_that_leaves_during_reserve_is_the_one_to_avoid(c
 
     async def accepts_late(request):
         await cluster.leave(cluster.prefills[0])
-        await cluster.until(lambda s: len(s.prefill) == 1)
+        await cluster.until(lambda s: len(prefill_views(s)) == 1)
         return await decode.accept(request)
 
     decode.reserves = [accepts_late]
@@ -256,7 +257,7 @@ async def test_a_returning_decode_worker_is_waited_for_but_not_without_end(clust
 
     async def restarts():
         await cluster.leave(decode)
-        await cluster.until(lambda s: not s.decode)
+        await cluster.until(lambda s: not decode_views(s))
 
         async def comes_back():
             await seen(lambda: state.attempts > 1)
@@ -267,12 +268,13 @@ async def test_a_returning_decode_worker_is_waited_for_but_not_without_end(clust
         cluster.background = asyncio.create_task(comes_back())
 
     tokens = []
-    with pytest.raises(Unavailable, match="no decode worker is ready") as caught:
+    with pytest.raises(Unavailable, match="no prefill worker is ready") as caught:
         async for token_ids, _ in cluster.outputs(state):
             tokens += token_ids
             if tokens[-1] == 102:
                 await restarts()
             elif tokens[-1] == 105:
+                await cluster.leave(cluster.prefills[0])
                 await cluster.leave(cluster.decodes[1])
     assert tokens == counting(6)
     assert caught.value.retry_after_s > 0

@@ -261,13 +261,15 @@ async def test_explain_says_what_keeps_a_request_from_running(queue_of):
     queue, cached = await queue_of(), view("d0", caches=PROMPT, salt="s")
     assert explained(fleet([view("p0")], [cached]), queue, local=16)[0].decode_prefills
     assert not explained(fleet([view("p0")], [cached]), queue)[0].decode_prefills
-    silent, _ = explained(fleet([view("p0")], [replace(cached, state="SILENT")]), queue, local=16)
+    silent, _ = explained(
+        fleet([view("p0")], [replace(cached, state="SILENT", suspected=True)]), queue, local=16
+    )
     assert not silent.decode_prefills and "d0 is SILENT" in silent.refused
 
     def refusal(snapshot, queue=queue, **fields):
         return explained(snapshot, queue, **fields)[0].refused
 
-    full = fleet([view("p0")], [view("d0", blocks_free=0)])
+    full = fleet([view("p0", max_batch=1, running=2)], [view("d0", blocks_free=0)])
     assert "no room for 20 tokens" in refusal(full)
     assert "no prefill worker is ready" in refusal(fleet([], [view("d0")]))
     late = fleet([view("p0", queue_tokens=900, prefill_tokens_per_s=1000)], [view("d0")])

@@ -13,6 +13,7 @@ from router.fleet.heartbeat import LivenessConfig
 from router.main import _follow_readiness
 
 from .scripted_workers import DRAINING, READY, TIMEOUT_S, DecodeWorker, received, seen
+from .snapshots import decode_views, prefill_views
 
 
 def changed(worker, **fields):
@@ -25,21 +26,21 @@ def changed(worker, **fields):
 async def test_workers_are_listed_by_role_with_load_and_pairs_from_start_to_end(cluster_of):
     cluster = await cluster_of(prefill=2, decode=2)
     snapshot = cluster.fleet.snapshot()
-    listed = [(w.incarnation, w.state) for w in (*snapshot.prefill, *snapshot.decode)]
-    assert listed == [(name, "READY") for name in ("p0", "p1", "d0", "d1")]
+    listed = [(w.incarnation, w.state) for w in snapshot.workers]
+    assert listed == [(name, "READY") for name in ("d0", "d1", "p0", "p1")]
     assert snapshot.why_not_ready == "" and snapshot.max_context == 64
     assert cluster.fleet.registry_connected
     pair = worker_pb2.PairStatus(prefill="p0", decode="d0", state="OPEN")
     cluster.prefills[0].tell(queue_tokens=123, running=4, pairs=[pair])
-    snapshot = await cluster.until(lambda s: s.prefill[0].load.queue_tokens == 123)
-    assert snapshot.prefill[0].load.running == 4
+    snapshot = await cluster.until(lambda s: prefill_views(s)[0].load.queue_tokens == 123)
+    assert prefill_views(snapshot)[0].load.running == 4
     assert cluster.fleet.pairs == [pair]
     await cluster.join(DecodeWorker("d8", state=common_pb2.WORKER_STATE_STARTING))  # no server yet
     decode = await cluster.add(DecodeWorker("d9"))
     await cluster.until_state(decode, "READY")
-    assert [w.incarnation for w in cluster.fleet.snapshot().decode] == ["d0", "d1", "d9"]
+    assert [w.incarnation for w in decode_views(cluster.fleet.snapshot())] == ["d0", "d1", "d9"]
     await cluster.leave(decode)
-    await cluster.until(lambda s: len(s.decode) == 2)
+    await cluster.until(lambda s: len(decode_views(s)) == 2)
     with pytest.raises(Unavailable, match="d9 has left"):
         cluster.fleet.member("d9")
 
@@ -55,7 +56,7 @@ async def test_a_worker_that_dies_is_unreachable_and_comes_back_by_itself(cluste
     worker = cluster.decodes[0]
     await worker.stop()
     view = await cluster.until_state(worker, "UNREACHABLE")
-    assert cluster.fleet.snapshot().why_not_ready
+    assert cluster.fleet.snapshot().why_not_ready == "", "the prefill worker serves alone"
     assert view.reason
     await worker.start()
     await cluster.until_state(worker, "READY")
@@ -86,7 +87,7 @@ async def test_subscribers_end_when_the_worker_leaves_or_the_fleet_stops(cluster
     await cluster.leave(worker)
     error = await received(waiting)
     assert isinstance(error, Unavailable) and "left the cluster" in str(error)
-    await cluster.until(lambda s: s.prefill and not s.decode)
+    await cluster.until(lambda s: prefill_views(s) and not decode_views(s))
     async with asyncio.timeout(TIMEOUT_S):
         await left.close("once more: now it is over")
     with pytest.raises(Unavailable, match="d0 has left"):
@@ -104,7 +105,7 @@ async def test_a_worker_whose_lease_ended_serves_on_while_its_connection_answers
     cluster.store.lose("d0")
     cluster.store.lose("p0")
     await cluster.add(DecodeWorker("d9"))  # the change before was seen
-    await cluster.until(lambda s: len(s.decode) == 2 and s.num_usable == 2)
+    await cluster.until(lambda s: len(decode_views(s)) == 2 and s.num_usable == 2)
     worker.send("h", 1)
     assert list((await received(waiting)).token_ids) == [1]
     cluster.store.find("d0")
@@ -112,10 +113,12 @@ async def test_a_worker_whose_lease_ended_serves_on_while_its_connection_answers
     cluster.store.lose("d0")
     worker.break_connections()  # now nothing speaks for it any more
     assert isinstance(await received(waiting), Unavailable)
-    await cluster.until(lambda s: [w.incarnation for w in s.decode] == ["d9"])
+    await cluster.until(lambda s: [w.incarnation for w in decode_views(s)] == ["d9"])
     cluster.store.put(changed(cluster.prefills[0], incarnation="p9"))
-    await cluster.until(lambda s: len(s.prefill) == 2)
-    assert len(cluster.fleet.snapshot().decode) == 1, "it is not followed before it registers"
+    await cluster.until(lambda s: len(prefill_views(s)) == 2)
+    assert len(decode_views(cluster.fleet.snapshot())) == 1, (
+        "it is not followed before it registers"
+    )
     cluster.store.find("d0")
     await cluster.until_state(worker, "READY")
 
@@ -142,7 +145,7 @@ async def test_a_draining_worker_without_a_record_finishes_until_it_hangs_up(clu
     assert list((await received(waiting)).token_ids) == [1]
     await worker.stop()
     assert isinstance(await received(waiting), Unavailable)
-    await cluster.until(lambda s: not s.decode)
+    await cluster.until(lambda s: not decode_views(s))
 
 
 @pytest.mark.parametrize("source", ["worker", "registry"])
@@ -159,8 +162,10 @@ async def test_draining_is_learned_from_either_source_and_stays(cluster, source)
     # Neither an older record nor an update that was on its way brings it back.
     await cluster.registrations["d0"].update(changed(worker, state=READY, pid=77))
     worker.tell(state=READY, queue_tokens=5)
-    await cluster.until(lambda s: s.decode[0].record.pid == 77 and s.decode[0].load.queue_tokens)
-    assert cluster.fleet.snapshot().decode[0].state == "DRAINING"
+    await cluster.until(
+        lambda s: decode_views(s)[0].record.pid == 77 and decode_views(s)[0].load.queue_tokens
+    )
+    assert decode_views(cluster.fleet.snapshot())[0].state == "DRAINING"
 
 
 async def test_records_of_workers_that_do_not_exist_cost_one_look_together(cluster):
@@ -181,8 +186,8 @@ async def test_records_of_workers_that_do_not_exist_cost_one_look_together(clust
             record = changed(cluster.decodes[0], incarnation=f"ghost{i}", address=address)
             cluster.store.put(record)
             await asyncio.sleep(0)
-        await cluster.until(lambda s: len(s.decode) == 301)
-        decodes = lambda: cluster.fleet.snapshot().decode  # noqa: E731
+        await cluster.until(lambda s: len(decode_views(s)) == 301)
+        decodes = lambda: decode_views(cluster.fleet.snapshot())  # noqa: E731
         await seen(lambda: all(w.reason != "not connected yet" for w in decodes()))
         known = looks
         await asyncio.sleep(1)
@@ -225,7 +230,7 @@ async def test_a_pair_that_fails_is_excluded_and_listed(cluster_of):
     fail(cluster, ("p0", "d0"))
     snapshot = await cluster.until(lambda s: s.excluded_pairs)
     assert snapshot.excluded_pairs.keys() == {("p0", "d0")}
-    assert [view.state for view in snapshot.decode] == ["READY", "READY"]
+    assert [view.state for view in decode_views(snapshot)] == ["READY", "READY"]
     link.state = "EJECTED"
     assert cluster.fleet.pairs == [link]
     fail(cluster, ("p0", "d1"))  # now it is the one that failed longest ago that is used
@@ -252,7 +257,7 @@ async def test_failures_of_a_worker_are_forgotten_when_it_leaves(cluster):
     await cluster.until_state(worker, "READY")
     fail(cluster, "d9", ("p0", "d9"), "p0")
     await cluster.leave(worker)
-    await cluster.until(lambda s: len(s.decode) == 1)
+    await cluster.until(lambda s: len(decode_views(s)) == 1)
     assert cluster.fleet.breakers.all_open().keys() == {"p0"}
     await cluster.join(worker)  # the same process, whose lease had ended
     await cluster.until_state(worker, "READY")
@@ -281,11 +286,14 @@ async def test_readiness_follows_the_fleet(cluster):
     health, decode = Health(), cluster.decodes[0]
     following = asyncio.create_task(_follow_readiness(cluster.models(), health))
     await seen(lambda: health.serving is True)
+    prefill = cluster.prefills[0]
+    await cluster.leave(prefill)
     decode.stop_still()
     for _ in range(cluster.liveness.lost_ticks):
         cluster.member(decode).tick()
     await seen(lambda: health.serving is False)
     decode.wake()
+    await cluster.join(prefill)
     await seen(lambda: health.serving is True)
     other = await cluster.add(DecodeWorker("d9", dtype="bfloat16"))
     await cluster.until_state(other, "READY")

@@ -14,6 +14,7 @@ from router.fleet.heartbeat import HeartbeatStream, LivenessConfig
 from router.fleet.snapshot import AssignedPrompt
 
 from .scripted_workers import DecodeWorker, PrefillWorker, received, seen
+from .snapshots import decode_views, prefill_views
 
 
 @pytest.fixture(params=["prefill", "decode"])
@@ -113,7 +114,9 @@ async def test_a_worker_whose_engine_is_stuck_is_stalled_until_it_gets_on(cluste
     stall_ms, waiting = 1e3 * cluster.liveness.stall_s, cluster.subscribe(worker)
     # Twenty of its usual steps may take longer.
     worker.tell(step_ms=stall_ms / 10, step_age_ms=1.9 * stall_ms)
-    await cluster.until(lambda s: s.prefill[0].load.step_ms or s.decode[0].load.step_ms)
+    await cluster.until(
+        lambda s: prefill_views(s)[0].load.step_ms or decode_views(s)[0].load.step_ms
+    )
     assert state(cluster, worker) == "READY" and waiting.empty()
     worker.tell(step_age_ms=stall_ms + 1)
     stalled = await cluster.until_state(worker, "STALLED")
@@ -222,7 +225,9 @@ async def test_another_process_at_the_same_address_is_not_taken_for_the_old_one(
     """The registry still lists both."""
     old, new = (cluster.prefills if kind is PrefillWorker else cluster.decodes)[0], kind("new")
     old.tell(queue_tokens=7)
-    await cluster.until(lambda s: s.prefill[0].load.queue_tokens or s.decode[0].load.queue_tokens)
+    await cluster.until(
+        lambda s: prefill_views(s)[0].load.queue_tokens or decode_views(s)[0].load.queue_tokens
+    )
     gone = cluster.member(old)
     gone.assign("h", AssignedPrompt(5, 0.0))
     waiting = cluster.subscribe(old)

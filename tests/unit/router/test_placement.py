@@ -12,7 +12,7 @@ from router.fleet.snapshot import SILENT, AssignedPrompt, WorkerView
 from router.placement.cost_model import Costs
 from router.placement.scoring import pick, predict, rank_all, soonest_room
 
-from .snapshots import PROMPT, fleet, needs, usable_pairs, worker
+from .snapshots import PROMPT, fleet, needs, prefill_views, usable_pairs, worker
 
 RATE = {"prefill_tokens_per_s": 1000}
 POOL = {"blocks_total": 10_000, "blocks_free": 10_000}
@@ -25,8 +25,8 @@ def picked(prefill, decode, request=None, **avoid):
 
 
 def only(prefill, decode, request=None):
-    (pair,) = rank_all(fleet([prefill], [decode]), request or needs(100))
-    return pair
+    """The pair of these two; before it comes the prefill worker alone where it keeps sequences."""
+    return rank_all(fleet([prefill], [decode]), request or needs(100))[-1]
 
 
 def refusal(prefill=None, decode=None, request=None):
@@ -45,10 +45,12 @@ def assigned(view, tokens, virtual_finish):
     ("prefill", "decode", "excluded", "why"),
     [
         ([], [worker("d0")], {}, "no prefill worker is ready (none is registered)"),
-        ([worker("p0")], [], {}, "no decode worker is ready (none is registered)"),
         (
             [worker("p0")],
-            [worker("d0", SILENT, "no heartbeat"), worker("d1", "DRAINING")],
+            [
+                replace(worker("d0", SILENT, "no heartbeat"), suspected=True),
+                worker("d1", "DRAINING"),
+            ],
             {},
             "no decode worker is ready (d0 is SILENT: no heartbeat; d1 is DRAINING)",
         ),
@@ -91,9 +93,10 @@ def test_without_prefill_workers_decode_workers_compute_any_prompt():
     snapshot = fleet([worker("p0", SILENT)], [*decode, worker("d2", blocks_free=1)], None, True)
     request = needs(5000, local_prefill_max_tokens=4)
     assert snapshot.why_not_ready == "" and snapshot.prefill_rate > 0
-    suspected = replace(worker("p0", SILENT), suspected=True)
+    (prefill,) = prefill_views(snapshot)
+    suspected = replace(prefill, suspected=True)
     assert snapshot.replaced([suspected]).why_not_ready, "it may be back at once"
-    assert snapshot.replaced([suspected]).replaced([worker("p0", SILENT)]).alone
+    assert snapshot.replaced([suspected]).replaced([prefill]).alone.any()
     pair = pick(snapshot, request)
     assert (pair.decode.incarnation, pair.decode_prefills, pair.alone) == ("d1", True, True)
     assert pair.local_prefill_max_tokens == 5000 and pair.candidates == 3
@@ -107,18 +110,31 @@ def test_without_prefill_workers_decode_workers_compute_any_prompt():
     full = fleet([], [worker("d0", **{**POOL, "blocks_free": 5}), worker("d1")], None, True)
     assert soonest_room(full, request) == {"d0"}, "the pool of the other one is too small"
     assert soonest_room(fleet([], [worker("d1")], None, True), request) is None
-    assert soonest_room(full, replace(request, decodes=False)) is None
-    with pytest.raises(Unavailable, match=r"no prefill worker .* only what generates"):
-        pick(snapshot, replace(request, decodes=False))
+    prompt_alone = pick(snapshot, replace(request, decodes=False))
+    assert prompt_alone.alone and not prompt_alone.decode_prefills
 
 
-def test_without_decode_workers_prefill_workers_serve_prompts_alone():
-    snapshot = fleet([worker("p0", tokens=400, **RATE), worker("p1", **RATE)], [], None, True)
-    pair = pick(snapshot, needs(decodes=False))
-    assert (pair.prefill.incarnation, pair.alone, pair.decode_prefills) == ("p1", True, False)
-    assert snapshot.why_not_ready == "no decode worker is ready (none is registered)"
-    with pytest.raises(Unavailable, match="no decode worker is ready"):
-        pick(snapshot, needs())
+def test_without_decode_workers_prefill_workers_serve_alone():
+    snapshot = fleet([worker("p0", tokens=400, **RATE), worker("p1", **RATE)], [])
+    assert snapshot.why_not_ready == ""
+    for request, generates in ((needs(decodes=False), False), (needs(), True)):
+        pair = pick(snapshot, request)
+        assert (pair.prefill.incarnation, pair.alone, pair.decode_prefills) == (
+            "p1", True, generates,
+        )  # fmt: skip
+
+
+def test_sequences_are_kept_on_prefill_workers_while_decode_workers_are_full():
+    full = worker("d0", running=9, max_batch=8)
+    pair = pick(fleet([worker("p0", **RATE)], [full]), needs())
+    assert (pair.names, pair.alone, pair.decode_prefills) == (("p0", "p0"), True, True)
+    assert pick(fleet([worker("p0", **RATE)], [worker("d0", **RATE)]), needs()).names == (
+        "p0",
+        "d0",
+    )
+    slow = worker("p0", running=1, step_ms=100.0, **RATE)
+    with pytest.raises(Overloaded):
+        pick(fleet([slow], [full]), needs(max_itl_s=0.05))
 
 
 def test_one_usable_pair_is_enough():
@@ -135,11 +151,14 @@ def test_one_usable_pair_is_enough():
 
 
 def test_thousands_of_workers_that_are_not_ready_cost_little():
-    ghosts = [worker(f"ghost{i:04}", "UNREACHABLE", "gone") for i in range(1500)]
-    snapshot = fleet([*ghosts, worker("p0")], [*ghosts, worker("d0")])
+    ghosts, others = (
+        [worker(f"{name}{i:04}", "UNREACHABLE", "gone") for i in range(1500)]
+        for name in ("ghost", "other")
+    )
+    snapshot = fleet([*ghosts, worker("p0")], [*others, worker("d0")])
     assert pick(snapshot, needs()).names == ("p0", "d0")
     assert len(rank_all(snapshot, needs())) < 500
-    why = fleet(ghosts, ghosts).why_not_ready
+    why = fleet(ghosts, others).why_not_ready
     assert why.startswith("no prefill worker is ready (ghost0000 is UNREACHABLE: gone; ghost0001")
     assert why.endswith("; and 1492 more)") and len(why) < 1000
 
@@ -239,8 +258,8 @@ def test_no_room_anywhere_is_overloaded_with_each_reason_once():
     for reason in ("d0 has 1 KV blocks", "d1 has 9 seq", "d2 refused just now", "p0 has 5000 tok"):
         assert said.count(reason) == 1
     with pytest.raises(Overloaded) as caught:
-        picked([worker("p0")], [worker(f"d{i}", blocks_free=0) for i in range(40)])
-    assert "and 32 more" in str(caught.value) and str(caught.value).count("KV blocks") == 8
+        picked([worker("p0", tokens=5000)], [worker(f"d{i}", blocks_free=0) for i in range(40)])
+    assert "and 33 more" in str(caught.value) and str(caught.value).count("KV blocks") == 8
 
 
 def test_the_workers_kept_for_a_request_are_those_of_the_pair_that_has_room_first():
@@ -273,9 +292,8 @@ def test_the_workers_kept_for_a_request_are_those_of_the_pair_that_has_room_firs
     assert kept(*others, sooner, prefill=full) == {"sooner", "p0"}
     in_order = worker("p0", queue_tokens=5000)
     assert kept(decode("d0", 10), prefill=in_order) == frozenset(), "what goes first is in its way"
-    for avoided in ({"sooner"}, {"p0"}):
-        with pytest.raises(Overloaded, match="reserved for another request"):
-            picked([prefill], [decode("sooner", 9)], full=avoided)
+    with pytest.raises(Overloaded, match="reserved for another request"):
+        picked([prefill], [decode("sooner", 9)], full={"p0"})
 
 
 def test_where_decode_prefills_a_full_prefill_worker_does_not_matter():
@@ -590,13 +608,14 @@ def test_a_request_with_an_adapter_is_placed_on_workers_that_have_it():
     )
     assert snapshot.holding("") is snapshot
     assert pick(snapshot.holding("1f"), needs()).names == ("p1", "d1")
-    for _ in range(2):
-        with pytest.raises(Overloaded):
-            pick(snapshot.holding("1f"), needs(), full={"d1"})
+    with pytest.raises(Overloaded):
+        pick(snapshot.holding("1f"), needs(), full={"p1", "d1"})
     assert {pick(snapshot, needs()).names for _ in range(3)} == {("p0", "d0")}
     with pytest.raises(Unavailable, match="p1 is NO_ADAPTER: it does not have the adapter 3"):
         pick(snapshot.holding("3"), needs())
     everywhere = fleet([worker("p0", adapters=held)], [worker("d0", adapters=held)])
     assert everywhere.holding("1f") is everywhere
-    later = snapshot.replaced([worker("p0", adapters=held)])
-    assert [view.ready for view in later.holding("1f").prefill] == [True, True]
+    changed = snapshot.workers[snapshot.rows["p0"]]
+    changed.record.adapters.extend(held)
+    later = snapshot.replaced([changed]).holding("1f")
+    assert {view.incarnation for view in later.workers if view.ready} == {"p0", "p1", "d1"}

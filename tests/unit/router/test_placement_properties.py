@@ -9,7 +9,7 @@ from baton.v1 import worker_pb2
 from router.fleet.snapshot import AssignedPrompt
 from router.placement.scoring import pick, rank_all
 
-from .snapshots import BLOCK, caching, fleet, needs, worker
+from .snapshots import BLOCK, caching, decode_views, fleet, needs, prefill_views, worker
 
 PROMPT = tuple(range(96))
 STATES = st.sampled_from(["READY"] * 5 + ["DRAINING", "SILENT", "EJECTED"])
@@ -71,7 +71,7 @@ def swapped(snapshot, old, new):
     """The snapshot with another view of a worker."""
     prefill, decode = (
         tuple(new if view is old else view for view in views)
-        for views in (snapshot.prefill, snapshot.decode)
+        for views in (prefill_views(snapshot), decode_views(snapshot))
     )
     return fleet(prefill, decode, snapshot.excluded_pairs)
 
@@ -100,9 +100,9 @@ def test_a_picked_pair_may_be_picked_and_none_is_better(snapshot, request_, full
 
 @given(fleets(), fleets(), REQUESTS, st.data())
 def test_a_snapshot_with_workers_replaced_is_one_made_of_them(snapshot, other, request_, data):
-    views = (*snapshot.prefill, *snapshot.decode)
+    views = snapshot.workers
     names = {view.incarnation for view in views}
-    same = [view for view in (*other.prefill, *other.decode) if view.incarnation in names]
+    same = [view for view in other.workers if view.incarnation in names]
     changed = data.draw(st.lists(st.sampled_from(same), unique_by=id))
     assert snapshot.prefill_rate >= 0  # known before, and not after
     replaced = snapshot.replaced(changed)
@@ -110,7 +110,7 @@ def test_a_snapshot_with_workers_replaced_is_one_made_of_them(snapshot, other, r
     for view in changed:
         (old,) = (one for one in views if one.incarnation == view.incarnation)
         fresh = swapped(fresh, old, view)
-    assert (replaced.prefill, replaced.decode) == (fresh.prefill, fresh.decode)
+    assert replaced.workers == fresh.workers
     assert rank_all(replaced, request_) == rank_all(fresh, request_)
     assert (replaced.num_usable, replaced.max_context) == (fresh.num_usable, fresh.max_context)
     assert replaced.prefill_rate == fresh.prefill_rate
@@ -119,7 +119,7 @@ def test_a_snapshot_with_workers_replaced_is_one_made_of_them(snapshot, other, r
 @given(fleets(), REQUESTS, st.data())
 def test_more_load_never_makes_a_worker_more_attractive(snapshot, request_, data):
     draw, before = data.draw, pick(snapshot, request_)
-    others = [w for w in (*snapshot.prefill, *snapshot.decode) if w.incarnation not in before.names]
+    others = [w for w in snapshot.workers if w.incarnation not in before.names]
     assume(others)
     victim = draw(st.sampled_from(others))
     load, assigned = worker_pb2.Load(), victim.assigned
@@ -137,7 +137,7 @@ def test_more_load_never_makes_a_worker_more_attractive(snapshot, request_, data
     sequences = victim.assigned_sequences + draw(st.integers(0, 3))
     busier = replace(victim, load=load, assigned=assigned, assigned_sequences=sequences)
     after = pick(swapped(snapshot, victim, busier), request_)
-    if not (after.decode_prefills and victim in snapshot.prefill):  # then it is not used
+    if not (after.decode_prefills and victim in prefill_views(snapshot)):  # then it is not used
         assert victim.incarnation not in after.names
 
 

@@ -23,9 +23,17 @@ from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
 from baton.net import rpc, tls
 from baton.net.server import Health
-from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from baton.v1 import (
+    common_pb2,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    worker_pb2,
+)
 from router.admission.admission import Admission
 from router.admission.tenants import Tenants
+from router.fleet.fleet import Fleet
 from router.grpc_service import FleetServicer, InferenceServicer, authorize
 from router.output import sink
 from tests.tracing import Traces
@@ -41,6 +49,7 @@ from .scripted_workers import (
     token,
 )
 from .small_tokenizers import admission, byte_tokenizer
+from .snapshots import decode_views
 
 PROMPT = (1, 2, 3)
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
@@ -110,8 +119,8 @@ class Router:
                 pass
         return call
 
-    async def status(self):
-        return await self.fleet_stub.GetStatus(fleet_pb2.GetStatusRequest())
+    async def status(self, **request):
+        return await self.fleet_stub.GetStatus(fleet_pb2.GetStatusRequest(**request))
 
 
 @pytest.fixture
@@ -436,7 +445,7 @@ async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
         assert error.code().name == code
         assert getattr(rpc.error_of(error), "field", None) == field
     await router.cluster.leave(router.decode)
-    await router.cluster.until(lambda s: not s.decode)
+    await router.cluster.until(lambda s: not decode_views(s))
     error = await failure_of(router.generate())
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert "no decode worker" in error.details()
@@ -602,6 +611,13 @@ async def test_prompt_and_answer_are_recorded_where_that_is_asked_for_and_cut(ro
         (answer,) = json.loads(found[name]["gen_ai.output.messages"])
         assert (answer["role"], answer["finish_reason"]) == ("assistant", "length")
         assert 0 < len(answer["parts"][0]["content"]) <= 8
+
+
+async def test_pairs_are_left_out_of_a_status_on_request(router_of, monkeypatch):
+    router = await router_of()
+    monkeypatch.setattr(Fleet, "pairs", [worker_pb2.PairStatus(prefill="p0", decode="d0")])
+    assert len((await router.status()).pairs) == 1
+    assert not (await router.status(without_pairs=True)).pairs
 
 
 async def test_status_and_spans_of_a_request_that_fails_over(router_of):

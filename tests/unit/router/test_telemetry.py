@@ -26,12 +26,14 @@ from baton.v1 import fleet_pb2
 from baton.v1.route_pb2 import ModelRoute, RouteTarget
 from router.fleet.snapshot import Snapshot
 from router.request import LimitReached
+from router.telemetry.access_log import AccessLog
 from router.telemetry.metrics import CAUSES, RouterMetrics
 from router.telemetry.stats import RouterStats
 from router.telemetry.tail_sampling import SamplingPolicy
 from tests.tracing import Traces
 
 from .scripted_workers import request_state, seen
+from .snapshots import decode_views
 
 OF_MODEL = {"gen_ai.request.model": "tiny", "baton.model.version": "v1"}
 MODEL = {name.replace(".", "_"): value for name, value in OF_MODEL.items()}
@@ -147,6 +149,18 @@ def world():
 # Stats.
 
 
+def test_demand_is_what_was_let_in_and_what_was_turned_away_for_want_of_room(world):
+    """Not what a tenant's own limits or its mistakes kept out."""
+    world.request()
+    errors = (FULL, Unavailable("no worker"), LimitReached("of the tenant"), INVALID)
+    for error in errors:
+        with pytest.raises(type(error)), world.stats.request() as record:
+            record.tenant = "t"
+            raise error
+    world.request(FULL, placed=False)
+    assert (world.stats.counts.admitted, world.stats.counts.turned_away) == (2, 2)
+
+
 def test_requests_are_counted_and_noted_by_how_they_ended(world):
     world.request()
     world.request(INVALID, admitted=False)
@@ -254,6 +268,7 @@ def test_a_request_that_ends_well_is_measured(world):
 def test_all_that_a_router_lists_is_measured(world):
     world.request(predicted_ttft_s=0.1)
     world.request(InternalError("x"))
+    world.metrics.canary_decided("chat", "stepped")
     page = world.recorder.render("")[1].decode()
     for one in table.instruments_of("router").values():
         assert any(line.startswith(one.samples) for line in page.splitlines()), one.name
@@ -331,7 +346,7 @@ async def test_fleet_queue_and_ejections_are_read_at_each_look(cluster_of):
     assert world.value("baton_breaker_ejections_total", kind="pair") == 1
     for decode in cluster.decodes:
         await cluster.leave(decode)
-    await cluster.until(lambda s: not s.decode)
+    await cluster.until(lambda s: not decode_views(s))
     assert world.value("baton_workers", role="decode", state="READY") == 0
 
 
@@ -384,3 +399,22 @@ async def test_no_worker_is_told_of_what_is_exported_anyway_nor_missed_if_dead(c
     world = World(fleet=cluster.fleet)
     assert world.exported(world.request(failed, workers=("d0",)))
     assert decode.kept == []
+
+
+def test_the_access_log_has_a_line_for_each_request_or_for_a_sample(caplog):
+    world = World()
+    world.stats.listeners = (AccessLog(1.0),)
+    with caplog.at_level("INFO", "baton.access"):
+        world.request(tokens=3, ttft_s=0.1, tpot_s=0.01, cached=2)
+        world.request(FULL, admitted=False)
+        world.stats.listeners = (AccessLog(0.0),)
+        world.request()
+    served, refused = [one.fields for one in caplog.records if one.name == "baton.access"]
+    known = {"tenant": "t", "model": "tiny", "operation": "chat", "batch": False}
+    numbers = {"cached_tokens": 2, "output_tokens": 3, "ttft_ms": 100.0, "tpot_ms": 10.0}
+    assert served.items() >= {**known, **numbers, "status": "OK", "queue_ms": 20.0}.items()
+    assert served["request_id"] and served["trace_id"] and served["prompt_tokens"]
+    assert refused == {
+        **known, "status": "RESOURCE_EXHAUSTED", "error": "Overloaded",
+        "trace_id": refused["trace_id"],
+    }  # fmt: skip
