@@ -2,6 +2,7 @@
 
 import asyncio
 
+import httpx
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from baton.errors import ModelNotFound
 from tests.cluster.oracle import all_blocks_free, decoding_process
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.test_lora import ALL, make_adapter
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 PROMPT = [(7 * i) % 250 + 2 for i in range(40)]
 TOKENS = 400
@@ -55,9 +56,15 @@ async def test_adapters_come_and_go_and_a_killed_workers_stream_keeps_its_own(cl
     cluster, client = await clusters(
         alone=True, engine=engine, decode=2, model_name="base", restart=True
     )
-    for name in ("sql", "chat"):
-        loaded = await client.load_adapter(name, str(directory / name))
-        assert len(loaded) == 3 and not any(loaded.values())
+    loaded = await client.load_adapter("sql", str(directory / "sql"))
+    assert len(loaded) == 3 and not any(loaded.values())
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{cluster.config.http_port}") as http:
+        asked = {"lora_name": "chat", "lora_path": str(directory / "chat")}
+        answer = await http.post("/v1/load_lora_adapter", json=asked, timeout=WAIT_S)
+        assert (answer.status_code, len(answer.json()["workers"])) == (200, 3), answer.text
+        asked = {"lora_name": "none"}
+        answer = await http.post("/v1/unload_lora_adapter", json=asked, timeout=WAIT_S)
+        assert answer.status_code == 404, answer.text
     models = await eventually(client.models, lambda found: len(found) == 3, "they are not listed")
     assert {one.name: one.parent for one in models} == {"base": "", "sql": "base", "chat": "base"}
 
