@@ -598,3 +598,24 @@ def test_where_decode_prefills_the_prefill_worker_is_the_emptiest():
     request = needs(8, local_prefill_max_tokens=16)
     pair = pick(fleet(prefill, [worker("d0")]), request)
     assert pair.decode_prefills and pair.names == ("p1", "d0")
+
+
+def test_a_request_with_an_adapter_is_placed_on_workers_that_have_it():
+    held = [common_pb2.Adapter(name=name, identity=name) for name in ("1f", "2")]
+    snapshot = fleet(
+        [worker("p0"), worker("p1", adapters=held)],
+        [worker("d0", adapters=held[1:]), worker("d1", adapters=held), worker("d2")],
+    )
+    assert snapshot.holding("") is snapshot
+    assert pick(snapshot.holding("1f"), needs()).names == ("p1", "d1")
+    with pytest.raises(Overloaded):
+        pick(snapshot.holding("1f"), needs(), full={"p1", "d1"})
+    assert {pick(snapshot, needs()).names for _ in range(3)} == {("p0", "d0")}
+    with pytest.raises(Unavailable, match="p1 is NO_ADAPTER: it does not have the adapter 3"):
+        pick(snapshot.holding("3"), needs())
+    everywhere = fleet([worker("p0", adapters=held)], [worker("d0", adapters=held)])
+    assert everywhere.holding("1f") is everywhere
+    changed = snapshot.workers[snapshot.rows["p0"]]
+    changed.record.adapters.extend(held)
+    later = snapshot.replaced([changed]).holding("1f")
+    assert {view.incarnation for view in later.workers if view.ready} == {"p0", "p1", "d1"}
