@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from baton.v1 import common_pb2
-from router.fleet.snapshot import Column, Flags, Snapshot, Table, WorkerColumns, WorkerView
+from router.fleet.snapshot import (
+    MAX_PREFILL_SHARE,
+    Column,
+    Flags,
+    Rows,
+    Snapshot,
+    Table,
+    WorkerColumns,
+    WorkerView,
+)
 from router.request import Demand
 
 _WINDOW_CHUNKS = 2  # queued on a prefill worker: one that runs and the next one
@@ -111,7 +120,6 @@ class Speeds:
         usual_ms = _median(single_ms[decodes & (single_ms > 0)], _STEP_MS)
         outdated = (single_ms > usual_ms) & (w.running == 0)  # measured with an earlier batch
         self.single_us = 1e3 * np.where(outdated, usual_ms, _without_noise(single_ms, usual_ms))
-        self.waiting_factor = 1 / (1 - w.prefill_share)  # streams wait while prompts are computed
         self.block_share = 1 / np.maximum(w.blocks_total, 1)  # of the pool
         self.used_share = 1 - w.blocks_available * self.block_share
 
@@ -125,7 +133,11 @@ class FleetCosts:
         prompts = np.where(w.role == _DECODE, 0, w.num_assigned)
         self.streams = np.maximum(w.busy - prompts, 0) + 1
         self.step_us = self.speeds.single_us * _relative_step(self.streams)
-        self.tpot_us = self.step_us * self.speeds.waiting_factor
+        # Streams wait while prompts are computed.
+        share = w.prefill_share
+        if self.speeds.is_mixed.any():
+            share = _expected_shares(share, self.streams, np.flatnonzero(self.speeds.is_mixed))
+        self.tpot_us = self.step_us / (1 - share)
         self.batch_full = w.busy >= w.max_busy
         # The queue, and the rest of the current step, on average.
         self.wait_us = w.queued_tokens * self.speeds.token_us + self.step_us / 2
@@ -321,6 +333,19 @@ def _fleet_costs(snapshot: Snapshot) -> FleetCosts:
 @lru_cache(maxsize=1)
 def _speeds(reported: Table) -> Speeds:
     return Speeds(reported)
+
+
+def _expected_shares(share: Column, streams: Column, mixed: Rows) -> Column:
+    """The shares of their time that workers will spend on prompts, by those of the last seconds.
+
+    Of mixed workers, those with the fewest streams get prompts first. So they take all that the
+    mixed workers together had, and streams gather on the others.
+    """
+    order = mixed[np.lexsort((-share[mixed], streams[mixed]))]
+    before = np.arange(order.size) * MAX_PREFILL_SHARE
+    expected = share.copy()
+    expected[order] = np.clip(share[mixed].sum() - before, 0.0, MAX_PREFILL_SHARE)
+    return expected
 
 
 def _blocks_missing(worker: WorkerView, needed: float) -> str:

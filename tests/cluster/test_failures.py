@@ -200,7 +200,7 @@ async def test_a_decode_worker_outlives_its_prefill_workers(clusters, simulated)
 
 
 async def test_no_worker_of_a_role(clusters, simulated):
-    """Each role serves alone, also what the other is lost with; without both requests wait, then end."""
+    """Each role serves alone, also what the other is lost with; without both requests wait."""
     limits = RouterLimits(silence_s=SILENCE_S, recovery_s=RECOVERY_S)
     cluster, _ = await clusters(**{**TWO, "limits": limits})
 
