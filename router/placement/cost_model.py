@@ -134,9 +134,10 @@ class FleetCosts:
         self.streams = np.maximum(w.busy - prompts, 0) + 1
         self.step_us = self.speeds.single_us * _relative_step(self.streams)
         # Streams wait while prompts are computed.
-        share = w.prefill_share
-        if self.speeds.is_mixed.any():
-            share = _expected_shares(share, self.streams, np.flatnonzero(self.speeds.is_mixed))
+        share, self.spared = w.prefill_share, np.zeros(w.ready.shape, np.bool_)
+        mixed = np.flatnonzero(self.speeds.is_mixed & w.ready)
+        if mixed.size:
+            share, self.spared = _expected_shares(share, self.streams, mixed)
         self.tpot_us = self.step_us / (1 - share)
         self.batch_full = w.busy >= w.max_busy
         # The queue, and the rest of the current step, on average.
@@ -182,6 +183,8 @@ class Costs:
             # long where the step exceeds their SLO.
             part_us = np.minimum(uncached, np.maximum(w.chunk_tokens, 1)) * speeds.token_us
             is_late = fleet.step_us + part_us > self.demand.max_itl_s * 1e6
+            # Such a prompt waits for a worker with fewer streams, if those have the time for it.
+            full |= is_late & fleet.spared & (fleet.streams > 1)
             price = np.where(is_late, _LATE_PRICE, 1.0) * speeds.is_mixed
             others_us = np.rint(uncached * speeds.token_us * (fleet.streams - 1) * price)
         return PrefillCosts(cached, ahead, blocks, full, wait_us, us, others_us)
@@ -221,7 +224,7 @@ class Costs:
             may = is_mixed | always | is_short
             near_us[always & ~is_mixed] = far_us[always & ~is_mixed] = np.inf
         local_us = np.where(may, alone_us, np.inf)
-        local_full = is_mixed & (prefill.ahead >= speeds.window)
+        local_full = is_mixed & prefill.full
         costs = local_ttft_us, local_us, alone_us, near_us, far_us
         return DecodeCosts(cached, blocks, full, local_full, *costs)
 
@@ -268,8 +271,10 @@ class Costs:
             no_room = _REFUSED
         elif ahead >= window:
             no_room = f"has {ahead} tokens to compute first and is given at most {window:.0f} ahead"
-        elif costs.full[row]:
+        elif costs.blocks[row] > self.snapshot.columns.blocks_freeable[row]:
             no_room = _blocks_missing(worker, costs.blocks[row])
+        elif costs.full[row]:
+            no_room = "leaves prompts that would delay its streams to workers with fewer"
         return self._estimate(worker, no_room, costs.cached[row], ahead)
 
     def on_decode(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
@@ -335,8 +340,9 @@ def _speeds(reported: Table) -> Speeds:
     return Speeds(reported)
 
 
-def _expected_shares(share: Column, streams: Column, mixed: Rows) -> Column:
-    """The shares of their time that workers will spend on prompts, by those of the last seconds.
+def _expected_shares(share: Column, streams: Column, mixed: Rows) -> tuple[Column, Flags]:
+    """The shares of their time that workers will spend on prompts, by those of the last seconds,
+    and which workers are not needed for prompts.
 
     Of mixed workers, those with the fewest streams get prompts first. So they take all that the
     mixed workers together had, and streams gather on the others.
@@ -345,7 +351,9 @@ def _expected_shares(share: Column, streams: Column, mixed: Rows) -> Column:
     before = np.arange(order.size) * MAX_PREFILL_SHARE
     expected = share.copy()
     expected[order] = np.clip(share[mixed].sum() - before, 0.0, MAX_PREFILL_SHARE)
-    return expected
+    spared = np.zeros(share.shape, np.bool_)
+    spared[order[1:]] = expected[order[1:]] == 0
+    return expected, spared
 
 
 def _blocks_missing(worker: WorkerView, needed: float) -> str:
