@@ -30,7 +30,7 @@ NO_ADAPTER = "NO_ADAPTER"  # it does not have the request's LoRA adapter
 
 _MAX_LISTED = 8  # workers in one message
 _SPARE_SHARE = 8  # of a batch
-_MAX_SHARE = 0.9  # of its time that a worker with streams can spend on prompts
+MAX_PREFILL_SHARE = 0.9  # of its time that a worker with streams can spend on prompts
 
 Column = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -197,7 +197,7 @@ class Snapshot:
             load.running,
             batch + max(1, batch // _SPARE_SHARE) if (batch := record.max_batch) else math.inf,
             load.steps,
-            min(load.prefill_share, _MAX_SHARE),
+            min(load.prefill_share, MAX_PREFILL_SHARE),
             available := load.blocks_free + cached,
             cached,
             held := load.blocks_held,

@@ -113,7 +113,7 @@ def test_defaults_are_those_of_the_settings():
 CONFIGS = {
     "up": lambda args: cli.options.settings(ClusterConfig, "up", args),
     "router": router_config, "planner": planner_config,
-    "prefill-worker": worker_config, "decode-worker": worker_config,
+    "worker": worker_config, "prefill-worker": worker_config, "decode-worker": worker_config,
 }  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def flags_of(cls):
     return argv
 
 
-@pytest.mark.parametrize("command", CONFIGS)
+@pytest.mark.parametrize("command", CONFIGS.keys() & cli.options.CONFIGS.keys())
 def test_every_option_reaches_its_settings(command):
     cls = cli.options.CONFIGS[command]
     given = json.loads(options.to_json(settings(command, *flags_of(cls))))
