@@ -1,6 +1,8 @@
 """Formats of log lines: text, or one JSON object a line.
 
 A line about a request has its ids, `log.warning(text, extra=about(...))`, which lead to its trace.
+Lines for programs, as the access log's and `audit`'s, have fields: `log.info(text, extra={"fields":
+...})`, which are members of a JSON line, and NAME=VALUE in a text.
 Lines may quote callers and other processes: they are escaped, of bounded length, and those that a
 peer can cause repeatedly go through a `RateLimit`.
 """
@@ -22,6 +24,14 @@ def about(*, trace_id: str = "", request_id: str = "", handoff_id: str = "") -> 
     """Ids of a line, for `extra`; empty ones are omitted."""
     known = {"trace_id": trace_id, "request_id": request_id, "handoff_id": handoff_id}
     return {name: value for name, value in known.items() if value}
+
+
+_AUDIT = logging.getLogger("baton.audit")
+
+
+def audit(action: str, **fields: object) -> None:
+    """Logs what an operator or a tenant has changed to `baton.audit`."""
+    _AUDIT.info("%s", action, extra={"fields": fields})
 
 
 def formatter(form: str) -> logging.Formatter:
@@ -75,7 +85,10 @@ class _TextLines(_Lines):
         """The message, with the trace id if known."""
         record.message = one_line(record.message)
         trace_id = one_line(getattr(record, "trace_id", ""))
-        return super().formatMessage(record) + (f" [trace {trace_id}]" if trace_id else "")
+        fields = "".join(
+            f" {name}={one_line(str(value))}" for name, value in _fields(record).items()
+        )
+        return super().formatMessage(record) + fields + (f" [trace {trace_id}]" if trace_id else "")
 
 
 class _JsonLines(_Lines):
@@ -88,7 +101,16 @@ class _JsonLines(_Lines):
             "logger": record.name,
             "message": one_line(record.getMessage()),
             **{name: one_line(getattr(record, name)) for name in _IDS if hasattr(record, name)},
+            **{
+                name: one_line(value) if isinstance(value, str) else value
+                for name, value in _fields(record).items()
+            },
         }
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, object]:
+    found: Mapping[str, object] = getattr(record, "fields", {})
+    return found

@@ -16,7 +16,6 @@ COMMANDS = {
     "gpu": ("gpu.run", "kernels, engine and cluster on this machine's GPU"),
     "quality": ("scenarios.quality", "how well a model predicts text at low precision"),
     "structured_output": ("scenarios.structured_output", "how much of JSON Schema is kept to"),
-    "engine_thread": ("scenarios.engine_thread", "CPU of a decode step on the host"),
     "router_cost": ("scenarios.router_cost", "CPU seconds of a router for 1,000 requests"),
     "fleet": ("scenarios.fleet", "one router in front of a thousand workers"),
 }

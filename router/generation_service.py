@@ -11,13 +11,14 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Tracer
 
+from baton.config import RouterLimits
 from baton.errors import (
     BatonError,
     KvMismatch,
@@ -28,22 +29,22 @@ from baton.errors import (
     Unavailable,
 )
 from baton.telemetry import propagation, tracing
-from baton.text import Tokenizer
 from baton.v1 import fleet_pb2, inference_pb2
 from router.admission import feasibility
-from router.admission.admission import Admission, PromptChoices
-from router.admission.tenants import AdmissionLease, Tenant
-from router.dispatch.dispatch import Dispatch
-from router.fleet.fleet import Fleet
+from router.admission.admission import PromptChoices
+from router.admission.resume_ticket import ResumeTickets
+from router.admission.tenants import AdmissionLease, Tenant, Tenants
+from router.models import Models, ModelVersion, Target
 from router.output.delivery import Delivery
 from router.output.sink import Sink
 from router.output.text_stream import TextStream
 from router.placement.explain import explain
 from router.placement.scoring import RETRY_AFTER_S
-from router.queueing.wait_queue import WaitQueue
 from router.request import LimitReached, RequestState, TokenizedRequest
-from router.telemetry.request_span import RequestSpan, first_attributes, operation_of
+from router.telemetry.request_span import RequestSpan, first_attributes
 from router.telemetry.stats import RequestRecord, RouterStats
+
+T = TypeVar("T")
 
 # Texts for tenants instead of errors that describe the cluster.
 _FOR_TENANTS = (
@@ -84,18 +85,19 @@ class GenerationService:
 
     def __init__(
         self,
-        admission: Admission,
-        wait_queue: WaitQueue,
-        dispatch: Dispatch,
-        fleet: Fleet,
+        models: Models,
+        tenants: Tenants,
+        limits: RouterLimits,
+        stats: RouterStats,
         tracer: Tracer,
+        tickets: ResumeTickets | None = None,
     ) -> None:
-        self.admission = admission
-        self.wait_queue = wait_queue
-        self._dispatch = dispatch
-        self.fleet = fleet
+        self.models = models
+        self.tenants = tenants
+        self.limits = limits
+        self.stats = stats
         self._tracer = tracer
-        self._limits = admission.limits
+        self._tickets = tickets or ResumeTickets()
         self._idle = asyncio.Event()
         self._idle.set()
         self._deliveries: set[Delivery] = set()  # of running requests
@@ -109,32 +111,35 @@ class GenerationService:
         self.metrics_page: Callable[[str], tuple[str, bytes]] = lambda accept: ("text/plain", b"")
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        return self.admission.tokenizer
-
-    @property
-    def stats(self) -> RouterStats:
-        return self._dispatch.stats
-
-    @property
     def queued(self) -> int:
         """Requests that wait for room on workers."""
-        return self.wait_queue.depth
+        return sum(version.wait_queue.depth for version in self.models.versions.values())
 
     @property
     def why_not_ready(self) -> str:
         """Why new requests are not accepted; empty when they are."""
-        return "the router is draining" if self.draining else self.fleet.snapshot().why_not_ready
+        return "the router is draining" if self.draining else self.models.why_not_ready
 
     @property
     def joins_traces(self) -> bool:
         """Whether requests join their callers' traces, which then decide on sampling."""
-        return self._limits.trust_traceparent or self.admission.tenants.is_open
+        return self.limits.trust_traceparent or self.tenants.is_open
 
     @property
     def max_context(self) -> int:
-        """Longest sequence in tokens; 0 while no limit is known."""
-        return self.admission.prompts.context_limit(self.fleet.snapshot().max_context)
+        """Longest sequence of any model in tokens; 0 while no limit is known."""
+        limits = [version.max_context for version in self.models.versions.values()]
+        return max(limits) if all(limits) else 0
+
+    def resolve(self, model: str, session: str, caller: Caller) -> Target:
+        """The version of a model for a caller's request; see `Models.resolve`.
+
+        Requests of one session get the same version, without one those of a tenant, if there are
+        several. Raises Unauthenticated, ModelNotFound.
+        """
+        tenant = self.tenant_of(caller)
+        key = tenant.name if self.tenants.are_several else secrets.token_hex(8)
+        return self.models.resolve(model, f"{tenant.name}/{session}" if session else key)
 
     def check_key(self, caller: Caller) -> None:
         """Raises Unauthenticated unless the caller has a tenant."""
@@ -142,14 +147,13 @@ class GenerationService:
 
     def tenant_of(self, caller: Caller) -> Tenant:
         """The caller's tenant. Raises Unauthenticated."""
-        tenants = self.admission.tenants
         if caller.tenant:
-            return tenants.tenant_named(caller.tenant)
-        return tenants.tenant_for(caller.metadata)
+            return self.tenants.tenant_named(caller.tenant)
+        return self.tenants.tenant_for(caller.metadata)
 
     def check_operator(self, caller: Caller) -> None:
         """Raises Unauthenticated unless the caller has an operator's key, or none is needed."""
-        self.admission.tenants.check_admin(caller.metadata)
+        self.tenants.check_admin(caller.metadata)
 
     def shown(self, error: BatonError, caller: Caller) -> BatonError:
         """An error as its caller may see it.
@@ -159,7 +163,7 @@ class GenerationService:
         text = next((text for kind, text in _FOR_TENANTS if isinstance(error, kind)), None)
         if text is None or isinstance(error, LimitReached):
             return error
-        if self.admission.tenants.is_operator(caller.metadata):
+        if self.tenants.is_operator(caller.metadata):
             return error
         if isinstance(error, RetryableError):
             return type(error)(text, error.retry_after_s)
@@ -172,16 +176,19 @@ class GenerationService:
         sink: Sink,
         choices: PromptChoices | None = None,
         number: int = 0,
+        target: Target | None = None,
     ) -> None:
         """Delivers one completion to `sink`; cancelling the task cancels it everywhere.
 
         `number`: index of the choice; choice 0 of a prompt must have its first token before the
-        others begin. Raises Cancelled if the caller leaves its output unread for too long.
+        others begin. `target`: what `resolve` returned for the request.
+        Raises Cancelled if the caller leaves its output unread for too long.
         """
         self.running += 1
         self._idle.clear()
         try:
-            await self._generate(request, caller, sink, choices or PromptChoices(), number)
+            choices = choices or PromptChoices()
+            await self._generate(request, caller, sink, choices, number, target)
         except BatonError as error:
             if (shown := self.shown(error, caller)) is error:
                 raise
@@ -198,15 +205,14 @@ class GenerationService:
         sink: Sink,
         choices: PromptChoices,
         number: int,
+        target: Target | None,
     ) -> None:
         parent = propagation.extract(caller.metadata if self.joins_traces else ())
-        operation, model = operation_of(request), self.admission.model
-        known = first_attributes(operation, model)
+        operation = tracing.operation_of(request)
+        known = first_attributes(operation)
         with (
             self.stats.request() as record,
-            tracing.span(
-                self._tracer, f"{operation} {model}", parent, known, SpanKind.SERVER
-            ) as span,
+            tracing.span(self._tracer, operation, parent, known, SpanKind.SERVER) as span,
             contextlib.ExitStack() as stack,
         ):
             record.set_span(span, operation)
@@ -216,71 +222,99 @@ class GenerationService:
                 span.set_attribute("baton.callers_request_id", callers_id)
             trace = tracing.context_of(span)
             with tracing.span(self._tracer, "router.admit", trace):
-                state, lease = await self._admit(request, caller, record, choices, number, stack)
+                # A further choice was accepted with the first one.
+                if self.draining and not number:
+                    raise Unavailable("the router is draining: try another one", RETRY_AFTER_S)
+                record.tenant = self.tenant_of(caller).name
+                target = target or self.resolve(request.model, request.session, caller)
+                stack.enter_context(_served(record, target))
+                version = target.version
+                state, lease = await self._admit(
+                    version, request, caller, record, choices, number, stack
+                )
             span.set_attribute("baton.request_id", record.request_id)
-            span.set_attribute("baton.tenant", record.tenant)
-            details = RequestSpan(span, self.admission.tokenizer, self._limits.trace_content)
+            details = RequestSpan(span, version.admission.tokenizer, self.limits.trace_content)
             details.admitted(request, state.request)
             stack.enter_context(lease)
             with tracing.span(self._tracer, "router.check", trace):
-                self._check(state)
+                self._check(version, state)
             ticket = self._ticket(state.request, caller, request.resume_ticket)
-            delivery = self._delivery(state, lease, record, sink, trace)
+            delivery = self._delivery(version, state, lease, record, sink, trace)
             try:
-                await self._run(state, delivery, record, trace, caller, ticket)
+                await self._run(version, state, delivery, record, trace, caller, ticket)
             finally:
-                details.ended(self.admission.model, state, delivery.finish_reason)
+                details.ended(str(version), state, delivery.finish_reason)
 
     async def tokenize(
-        self, request: inference_pb2.TokenizeRequest, caller: Caller
+        self,
+        request: inference_pb2.TokenizeRequest,
+        caller: Caller,
+        target: Target | None = None,
     ) -> inference_pb2.TokenizeResponse:
+        """The tokens of a text or chat; `target` as for `generate`."""
         tenant = self.tenant_of(caller)
-        self.admission.check_model(request.model)
+        version = (target or self.resolve(request.model, "", caller)).version
         tenant.charge_request()
-        max_context = self.fleet.snapshot().max_context
-        token_ids = await self.admission.prompts.tokenize(request, max_context, tenant=tenant)
+        max_context = version.fleet.snapshot().max_context
+        prompts = version.admission.prompts
+        token_ids = await prompts.tokenize(request, max_context, tenant=tenant)
         tenant.charge_tokens(len(token_ids))
-        return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=self.max_context)
+        return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=version.max_context)
 
     async def detokenize(self, model: str, token_ids: Sequence[int], caller: Caller) -> str:
         """The text of token ids; special tokens appear by their names."""
-        tenant = self.admission.tenants.tenant_for(caller.metadata)
-        self.admission.check_model(model)
+        tenant = self.tenants.tenant_for(caller.metadata)
+        version = self.resolve(model, "", caller).version
         tenant.charge_request()
-        text = await self.admission.prompts.detokenize(token_ids)
+        text = await version.admission.prompts.detokenize(token_ids)
         tenant.charge_tokens(len(token_ids))
         return text
 
-    def models(self, caller: Caller) -> list[inference_pb2.Model]:
+    def list_models(self, caller: Caller) -> list[inference_pb2.Model]:
+        """The names that requests may use."""
         self.check_key(caller)
-        return [
-            inference_pb2.Model(
-                name=name,
-                max_context=self.max_context,
-                vocab_size=self.tokenizer.vocab_size,
-                chat=self.tokenizer.has_chat_template,
+        models = []
+        for name, root in self.models.listed():
+            version = self.models.resolve(name, "").version
+            models.append(
+                inference_pb2.Model(
+                    name=name,
+                    root=root,
+                    max_context=version.max_context,
+                    vocab_size=version.admission.tokenizer.vocab_size,
+                    chat=version.admission.tokenizer.has_chat_template,
+                )
             )
-            for name in dict.fromkeys(
-                (self.admission.model, *self.admission.config.api.model_aliases)
-            )
-        ]
+        return models
 
     async def explain(
         self, request: inference_pb2.GenerateRequest, caller: Caller
     ) -> fleet_pb2.ExplainResponse:
         """Where a request would run now; nothing is charged and nothing is run."""
-        snapshot = self.fleet.snapshot()
-        tenant = self.admission.tenants.tenant_for_operator(caller.metadata)
-        admitted = await self.admission.admit(
-            request, caller.time_left_s, snapshot.max_context, "explained", tenant, PromptChoices()
+        tenant = self.tenants.tenant_for_operator(caller.metadata)
+        version = self.models.resolve(request.model, request.session or tenant.name).version
+        snapshot, admission = version.fleet.snapshot(), version.admission
+        admitted = await admission.admit(
+            request,
+            caller.time_left_s,
+            snapshot.max_context,
+            "explained",
+            tenant,
+            PromptChoices(),
+            model=version.full_name,
         )
-        admitted = self.admission.preview(admitted, tenant, request.priority)
-        demand = self._dispatch.demand(RequestState(admitted))
-        queue, now = self.wait_queue, time.monotonic()
+        admitted = admission.preview(admitted, tenant, request.priority, snapshot.prefill_rate)
+        demand = version.dispatch.demand(RequestState(admitted))
+        queue, now = version.wait_queue, time.monotonic()
         refused = feasibility.why_refused(admitted, demand, snapshot, queue, now)
         response = explain(snapshot, demand, refused)
         response.tenant, response.queued = tenant.name, queue.depth
+        response.model = str(version)
         return response
+
+    async def run_in_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Runs long work of a protocol on the threads for texts of the first model."""
+        return await self.models.texts[0][1].prompts.run_in_thread(work, *args)
 
     async def idle(self) -> None:
         await self._idle.wait()
@@ -293,6 +327,7 @@ class GenerationService:
 
     async def _admit(
         self,
+        version: ModelVersion,
         request: inference_pb2.GenerateRequest,
         caller: Caller,
         record: RequestRecord,
@@ -301,30 +336,31 @@ class GenerationService:
         stack: contextlib.ExitStack,
     ) -> tuple[RequestState, AdmissionLease]:
         """`stack` is closed at the request's end."""
-        # A further choice was accepted with the first one.
-        if self.draining and not number:
-            raise Unavailable("the router is draining: try another one", RETRY_AFTER_S)
         tenant = self.tenant_of(caller)
-        record.tenant = tenant.name
         if request.workers:
             self.check_operator(caller)
-        ticket, tickets = request.resume_ticket, self.admission.tickets
+        ticket, tickets = request.resume_ticket, self._tickets
         resumes = bool(request.resumed_token_ids and ticket)
         resumes = resumes and stack.enter_context(tickets.use(ticket, tenant.name))
         if not (number or resumes):
-            self.wait_queue.check_room(tenant.share)
-        admitted = await self.admission.admit(
+            version.wait_queue.check_room(tenant.share)
+        snapshot = version.fleet.snapshot()
+        admitted = await version.admission.admit(
             request,
             caller.time_left_s,
-            self.fleet.snapshot().max_context,
+            snapshot.max_context,
             secrets.token_hex(8),
             tenant,
             choices,
             number,
+            version.full_name,
         )
         if resumes and tickets.is_for(ticket, admitted.prompt, admitted.cache_salt):
             admitted.has_ticket = True
-        lease = self.admission.enter(admitted, tenant, request.priority, choices, number)
+        rate = version.fleet.snapshot().prefill_rate
+        lease = version.admission.enter(
+            admitted, tenant, request.priority, choices, number, prefill_rate=rate
+        )
         state = RequestState(admitted, record.arrived, record.arrived_ns)
         self.stats.admitted(record, state)
         return state, lease
@@ -334,22 +370,22 @@ class GenerationService:
         if not caller.resumes or request.has_ticket:
             return shown if request.has_ticket else b""
         left_s = request.time_left_s
-        return self.admission.tickets.issue(
-            request.tenant, request.prompt, request.cache_salt, left_s
-        )
+        return self._tickets.issue(request.tenant, request.prompt, request.cache_salt, left_s)
 
-    def _check(self, state: RequestState) -> None:
+    def _check(self, version: ModelVersion, state: RequestState) -> None:
         """Predicts the time to first token. Raises Overloaded if that would be too late."""
-        began, demand = time.perf_counter(), self._dispatch.demand(state)
+        began, demand = time.perf_counter(), version.dispatch.demand(state)
+        snapshot, queue = version.fleet.snapshot(), version.wait_queue
         try:
             state.predicted_ttft_s = feasibility.check(
-                state.request, demand, self.fleet.snapshot(), self.wait_queue, time.monotonic()
+                state.request, demand, snapshot, queue, time.monotonic()
             )
         finally:
             self.stats.on_placed(time.perf_counter() - began)
 
     def _delivery(
         self,
+        version: ModelVersion,
         state: RequestState,
         lease: AdmissionLease,
         record: RequestRecord,
@@ -358,17 +394,19 @@ class GenerationService:
     ) -> Delivery:
         def on_tokens(num_tokens: int, gap_s: float | None) -> None:
             lease.delivered(num_tokens)
+            version.output_tokens += num_tokens
             self.stats.delivered(num_tokens, gap_s)
 
         def on_first() -> None:  # records a span as long as the time to first token
             tracing.record(self._tracer, "router.first_token", trace, state.started_ns)
             self.stats.first_token(record)
 
-        text = TextStream(self.admission.tokenizer, state.request)
+        text = TextStream(version.admission.tokenizer, state.request)
         return Delivery(state, text, sink, on_tokens, on_first)
 
     async def _run(
         self,
+        version: ModelVersion,
         state: RequestState,
         delivery: Delivery,
         record: RequestRecord,
@@ -386,12 +424,14 @@ class GenerationService:
                     prompt_tokens=len(state.request.prompt),
                     resumed_tokens=len(state.request.resumed),
                     resume_ticket=ticket,
+                    model=version.full_name,
                 )
                 delivery.start(started)
-                await self._dispatch.run(state, trace, delivery.put)
+                await version.dispatch.run(state, trace, delivery.put)
                 with tracing.span(self._tracer, "router.finish", trace):
                     route = state.final_route()
-                    if not self.admission.tenants.is_operator(caller.metadata):
+                    route.model = str(version)
+                    if not self.tenants.is_operator(caller.metadata):
                         route.prefill = route.decode = ""
                     record.finished = True
                     await delivery.finish(route)
@@ -399,3 +439,18 @@ class GenerationService:
             raise delivery.timeout_error from None
         finally:
             self._deliveries.discard(delivery)
+
+
+@contextlib.contextmanager
+def _served(record: RequestRecord, target: Target) -> Iterator[None]:
+    """A request to a version, which counts as running there; names it in record and span."""
+    version, span = target.version, record.span
+    assert span is not None
+    record.labels, record.route, record.fleet = version.labels, target.route, version.fleet
+    span.update_name(f"{record.operation} {version.name}")
+    span.set_attributes({**version.labels, "baton.tenant": record.tenant})
+    version.running += 1
+    try:
+        yield
+    finally:
+        version.running -= 1

@@ -18,7 +18,10 @@ from router.output.text_stream import ParsedOutput
 from router.shared_state import SharedState
 
 _TENANT_METHODS = "/baton.v1.InferenceService/"
-_OPERATOR_METHODS = ("/baton.v1.FleetService/", "/baton.v1.TraceService/", "/grpc.reflection.")
+_OPERATOR_METHODS = (
+    "/baton.v1.FleetService/", "/baton.v1.RouteService/", "/baton.v1.TraceService/",
+    "/grpc.reflection.",
+)  # fmt: skip
 _PUBLISH_S = 0.5
 _MAX_JOINED = 64  # tokens in a message of joined output
 
@@ -41,7 +44,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
-        return inference_pb2.ListModelsResponse(models=self._service.models(caller_of(context)))
+        return inference_pb2.ListModelsResponse(
+            models=self._service.list_models(caller_of(context))
+        )
 
 
 class _CallWriter:
@@ -146,25 +151,24 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self, request: fleet_pb2.GetStatusRequest, context: Any
     ) -> fleet_pb2.GetStatusResponse:
         """The current workers, load and pairs."""
-        snapshot = self._service.fleet.snapshot()
+        models = self._service.models
         workers = [
             fleet_pb2.WorkerStatus(record=w.record, load=w.load, state=w.state, reason=w.reason)
-            for w in sorted(snapshot.workers, key=lambda w: w.record.role)
+            for w in models.workers
         ]
         return fleet_pb2.GetStatusResponse(
             router=self._status(),
             workers=workers,
-            pairs=() if request.without_pairs else self._service.fleet.pairs,
+            pairs=() if request.without_pairs else self._service.models.pairs,
             siblings=self._shared.siblings() if self._shared else (),
         )
 
     async def publish(self) -> None:
         """Publishes this process's status to its siblings and parent, if any, until cancelled."""
         while self._shared is not None:
-            snapshot = self._service.fleet.snapshot()
             workers = [
                 fleet_pb2.WorkerStatus(record=WorkerRecord(pid=w.record.pid), state=w.state)
-                for w in snapshot.workers
+                for w in self._service.models.workers
             ]
             self._shared.publish(
                 fleet_pb2.GetStatusResponse(router=self._status(), workers=workers)
@@ -172,13 +176,16 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             await asyncio.sleep(_PUBLISH_S)
 
     def _status(self) -> fleet_pb2.RouterStatus:
-        service, fleet, stats = self._service, self._service.fleet, self._service.stats
+        service, models, stats = self._service, self._service.models, self._service.stats
         router = fleet_pb2.RouterStatus()
         router.CopyFrom(self._router)
         router.state = "NOT_SERVING" if service.why_not_ready else "SERVING"
         router.queued = service.queued
         router.running = service.running
-        router.registry_connected = fleet.registry_connected
+        router.registry_connected = models.registry_connected
+        router.model = models.default
+        router.models.extend(models.names)
+        router.routes.extend(models.routes().values())
         router.counts.CopyFrom(stats.counts)
         router.latency.CopyFrom(stats.latency())
         router.events.extend(stats.events)

@@ -10,37 +10,43 @@ import signal
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
 import uvloop
 from opentelemetry.trace import Tracer
 
-from baton.config import RouterConfig, model_path, slo
+from baton.config import ModelSource, RouterConfig, model_path, slo
 from baton.errors import InvalidRequest
 from baton.generation.generation_config import DEFAULTS, sampling_defaults
 from baton.generation.structured_output import GrammarCompiler
 from baton.net.metrics_server import serving
 from baton.net.rpc import max_request_bytes
 from baton.net.server import EventLoop, Health, bind, measure_lag, settle
-from baton.registry import EtcdRegistry, Membership
+from baton.registry import EtcdRegistry, Membership, RouteTable
 from baton.telemetry import tracing
 from baton.telemetry.metrics.recorder import Recorder
 from baton.telemetry.tracing import Telemetry
-from baton.text import Tokenizer, load_tokenizer
-from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
+from baton.text import load_tokenizer
+from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc, route_pb2_grpc
 from router.admission.admission import Admission
 from router.admission.resume_ticket import ResumeTickets
 from router.admission.tenants import Tenants
+from router.canary import Canaries
 from router.dispatch.dispatch import Dispatch
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
 from router.fleet.snapshot import UNREACHABLE
 from router.generation_service import GenerationService
 from router.grpc_service import FleetServicer, InferenceServicer, authorize
+from router.models import Models, ModelVersion
 from router.queueing.wait_queue import WaitQueue
+from router.route_service import RouteServicer
 from router.shared_state import SharedState
+from router.telemetry.access_log import AccessLog
 from router.telemetry.metrics import RouterMetrics
+from router.telemetry.stats import RouterStats
 from router.telemetry.tail_sampling import SamplingPolicy
 
 log = logging.getLogger(__name__)
@@ -48,7 +54,11 @@ log = logging.getLogger(__name__)
 STOP_GRACE_S = 2.0
 RECONNECT_S = 300.0  # clients' connections are renewed, so that they find new routers
 _JOIN_S = 10.0  # limit on waiting for connections to the registered workers
-_SERVICES = ("baton.v1.InferenceService", "baton.v1.FleetService")
+_SERVICES = (
+    "baton.v1.InferenceService",
+    "baton.v1.FleetService",
+    "baton.v1.RouteService",
+)
 
 
 # Serves generation over another protocol, from its start to the end of the drain.
@@ -72,11 +82,10 @@ async def _run(
 ) -> int:
     limits = config.limits
     stop, leave = _requested(signal.SIGTERM, signal.SIGINT), _requested(signal.SIGUSR1)
-    # Only a model with random weights may have no tokenizer.
-    tokenizer = load_tokenizer(model_path(config.model), required=not config.random_weights)
     tenants = Tenants(
         limits.tenants_file, admin_keys=config.admin_keys, api_keys=limits.api_keys, shared=shared
     )
+    texts = _load_texts(config, tenants)
     service: GenerationService
     listen = partial(
         bind,
@@ -91,19 +100,20 @@ async def _run(
     telemetry = tracing.setup("baton-router", config.otlp, instance, config.trace_sample)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, telemetry.close)
-        service, membership = await _started_service(
-            config, tokenizer, tenants, telemetry.tracer, stop, stack
+        service, membership, routes = await _started_service(
+            config, texts, tenants, telemetry.tracer, stop, stack
         )
         recorder = Recorder("router", instance)
-        _run_within(stack, _observe(config, service, recorder, telemetry), "event loop lag")
+        for work in _observe(config, service, recorder, telemetry, routes):
+            _run_within(stack, work, "observation")
         service.metrics_page = recorder.render if config.router_processes == 1 else _no_page
-        await _workers_connected(membership, service.fleet, shared)
+        await _workers_connected(membership, service.models, shared)
         server, address = bound or listen(shared=True)
-        status = _constant_status(config, address, service.admission.model)
+        status = _constant_status(config, address)
         operators = FleetServicer(service, status, shared)
-        health = _add_services(server, service, operators)
+        health = _add_services(server, service, operators, RouteServicer(service.models, routes))
         stack.push_async_callback(server.stop, STOP_GRACE_S)
-        readiness = _run_within(stack, _follow_readiness(service.fleet, health), "readiness")
+        readiness = _run_within(stack, _follow_readiness(service.models, health), "readiness")
         await server.start()
         settle()
         probed = health.probed(config.host, config.health_port, shared is not None)
@@ -113,7 +123,8 @@ async def _run(
             await stack.enter_async_context(page)
         for protocol in protocols:
             await stack.enter_async_context(protocol(service))
-        log.info("router %s at %s serves %s", config.incarnation, address, service.admission)
+        formats = "; ".join(f"{s.name} ({text.chat_formats})" for s, text in texts)
+        log.info("router %s at %s serves %s", config.incarnation, address, formats)
         _run_within(stack, operators.publish(), "status")
         await _serve(stop, leave, partial(_leave, limits.default_timeout_s, service, server))
         readiness.cancel()
@@ -122,57 +133,97 @@ async def _run(
     return 0
 
 
+def _load_texts(config: RouterConfig, tenants: Tenants) -> list[tuple[ModelSource, Admission]]:
+    """Each model with what makes its tokens of texts; one directory is read once."""
+    read: dict[Path, Admission] = {}
+    found = []
+    for source in config.sources:
+        if (path := model_path(source.path)) not in read:
+            # Only a model with random weights may have no tokenizer.
+            tokenizer = load_tokenizer(path, required=not config.random_weights)
+            grammars = GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids)
+            is_auto = config.api.generation_config == "auto"
+            defaults = sampling_defaults(path) if is_auto else DEFAULTS
+            read[path] = Admission(
+                config, tokenizer, tenants, grammars=grammars, sampling_defaults=defaults
+            )
+        found.append((source, read[path]))
+    return found
+
+
 async def _started_service(
     config: RouterConfig,
-    tokenizer: Tokenizer,
+    texts: Sequence[tuple[ModelSource, Admission]],
     tenants: Tenants,
     tracer: Tracer,
     stop: asyncio.Event,
     stack: contextlib.AsyncExitStack,
-) -> tuple[GenerationService, Membership]:
-    """The service over a fleet that follows the registry; `stop` is set if it cannot any more."""
-    limits = config.limits
+) -> tuple[GenerationService, Membership, RouteTable]:
+    """The service over models that follow the registry; `stop` is set if they cannot any more."""
+    limits, stats = config.limits, RouterStats()
     registry = EtcdRegistry(config.registry)
     stack.push_async_callback(registry.close)
     membership = await stack.enter_async_context(registry.watch())
+    routes = await stack.enter_async_context(registry.routes())
     _run_within(stack, tenants.follow(), "tenants")
+    new_version = partial(_new_version, config, tracer, stats)
+    models = Models(texts, new_version, config.api.model_aliases, lambda: routes.routes)
+    for _, admission in texts:
+        await stack.enter_async_context(aclosing(admission))
+    _run_within(stack, models.follow(membership), "models").add_done_callback(lambda _: stop.set())
+    tickets = ResumeTickets(await registry.ticket_key())
+    service = GenerationService(models, tenants, limits, stats, tracer, tickets)
+    return service, membership, routes
+
+
+def _new_version(
+    config: RouterConfig,
+    tracer: Tracer,
+    stats: RouterStats,
+    name: str,
+    version: str,
+    admission: Admission,
+    membership: Membership,
+) -> ModelVersion:
+    """A version with nothing in common with others but the router's counts."""
+    limits = config.limits
     fleet = Fleet(
         membership,
         config.incarnation,
-        tokenizer.fingerprint,
+        admission.tokenizer.fingerprint,
         LivenessConfig(limits.silence_s, limits.stall_s),
         decode_alone=limits.local_prefill_max_tokens > 0,
     )
-    _run_within(stack, fleet.follow(), "fleet").add_done_callback(lambda _: stop.set())
-    path = tokenizer.path
-    admission = Admission(
-        config,
-        tokenizer,
-        tenants,
-        grammars=GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids),
-        tickets=ResumeTickets(await registry.ticket_key()),
-        sampling_defaults=(
-            sampling_defaults(path) if config.api.generation_config == "auto" else DEFAULTS
-        ),
-        prefill_rate=lambda: fleet.snapshot().prefill_rate,
-    )
-    await stack.enter_async_context(aclosing(admission))
     queue = WaitQueue(limits.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
-    dispatch = Dispatch(fleet, queue, limits, tracer)
-    return GenerationService(admission, queue, dispatch, fleet, tracer), membership
+    dispatch = Dispatch(fleet, queue, limits, tracer, stats)
+    return ModelVersion(name, version, admission, membership, fleet, queue, dispatch)
 
 
 def _observe(
-    config: RouterConfig, service: GenerationService, recorder: Recorder, telemetry: Telemetry
-) -> Coroutine[Any, Any, None]:
-    """Connects metrics and tail sampling to the service; returns what measures the loop's lag."""
+    config: RouterConfig,
+    service: GenerationService,
+    recorder: Recorder,
+    telemetry: Telemetry,
+    routes: RouteTable,
+) -> list[Coroutine[Any, Any, None]]:
+    """Connects metrics, tail sampling and canaries to the service; returns what they run."""
     slos = slo.parse_all(config.limits.slos)
-    metrics = RouterMetrics(recorder, service.admission.model, slos)
+    metrics = RouterMetrics(recorder, slos)
     metrics.observe(service)
-    sampler = SamplingPolicy(telemetry, service.fleet, config.limits.trace_slow_s, slos)
+    service.models.on_ejected = metrics.ejected
+    sampler = SamplingPolicy(telemetry, config.limits.trace_slow_s, slos)
     # In this order: a trace that is kept may be an exemplar of a metric.
-    service.stats.listeners = (sampler, metrics)
-    return measure_lag(metrics.lag.record)
+    canaries = Canaries(
+        service.models,
+        routes,
+        telemetry.tracer,
+        config.limits.recovery_s,
+        service.stats.note,
+        metrics.canary_decided,
+    )
+    access_log = AccessLog(config.limits.access_log)
+    service.stats.listeners = (sampler, metrics, canaries, access_log)
+    return [measure_lag(metrics.lag.record), canaries.follow()]
 
 
 def _requested(*numbers: signal.Signals) -> asyncio.Event:
@@ -209,7 +260,7 @@ def _has_siblings(shared: SharedState | None) -> bool:
 
 
 async def _workers_connected(
-    membership: Membership, fleet: Fleet, shared: SharedState | None
+    membership: Membership, models: Models, shared: SharedState | None
 ) -> None:
     """Returns once this router is connected to the registered workers, or after _JOIN_S.
 
@@ -219,35 +270,37 @@ async def _workers_connected(
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_JOIN_S):
             while True:
-                changed, snapshot = fleet.changed, fleet.snapshot()
-                views = snapshot.workers
-                known = {view.incarnation for view in views if view.state != UNREACHABLE}
+                changed = models.changed
+                known = {one.incarnation for one in models.workers if one.state != UNREACHABLE}
                 ready = {
                     name
                     for name, record in membership.records.items()
                     if record.state == common_pb2.WORKER_STATE_READY
                 }
-                if ready <= known and not (snapshot.why_not_ready and _has_siblings(shared)):
+                if ready <= known and not (models.why_not_ready and _has_siblings(shared)):
                     return
                 await changed.wait()
 
 
 def _add_services(
-    server: grpc.aio.Server, service: GenerationService, operators: FleetServicer
+    server: grpc.aio.Server,
+    service: GenerationService,
+    operators: FleetServicer,
+    routes: RouteServicer,
 ) -> Health:
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(service), server)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(operators, server)
+    route_pb2_grpc.add_RouteServiceServicer_to_server(routes, server)
     health = Health()
     health.add_to(server, _SERVICES)
     return health
 
 
-def _constant_status(config: RouterConfig, address: str, model: str) -> fleet_pb2.RouterStatus:
+def _constant_status(config: RouterConfig, address: str) -> fleet_pb2.RouterStatus:
     return fleet_pb2.RouterStatus(
         incarnation=config.incarnation,
         address=address,
         pid=os.getpid(),
-        model=model,
         cluster=config.registry.cluster,
         otlp=config.otlp or "",
     )
@@ -276,11 +329,10 @@ async def _cancelled(task: asyncio.Task[Any]) -> None:
         await task
 
 
-async def _follow_readiness(fleet: Fleet, health: Health) -> None:
+async def _follow_readiness(models: Models, health: Health) -> None:
     """SERVING exactly while a request could be placed somewhere; runs until cancelled."""
     while True:
-        changed = fleet.changed
-        why_not = fleet.snapshot().why_not_ready
+        changed, why_not = models.changed, models.why_not_ready
         if (not why_not) is not health.serving:
             log.info("readiness: %s", f"NOT_SERVING, {why_not}" if why_not else "SERVING")
         await health.set(not why_not)

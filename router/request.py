@@ -103,6 +103,7 @@ class TokenizedRequest:
     cache_salt: str
     deadline: float  # time.monotonic()
     tenant: str = ""
+    model: str = ""  # the version that serves it, as "chat@v1"
     ttft_target_s: float = 0.0  # 0: none
     show_special_tokens: bool = False  # in the text
     resumed: tuple[int, ...] = ()  # output tokens that an interrupted stream has delivered

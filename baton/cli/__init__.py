@@ -23,6 +23,7 @@ from baton.cli import (
     health,
     planner,
     role,
+    route,
     router,
     status,
     top,
@@ -63,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for module in (
         *(up, demo, router, workers, planner, generate, chat, status, explain, health),
-        *(role, doctor, top, trace, bench, advise, certs),
+        *(role, route, doctor, top, trace, bench, advise, certs),
     ):
         module.add_commands(commands)
     return root

@@ -53,6 +53,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def render(explanation: Mapping[str, Any]) -> str:
     """Renders the object of `baton explain --json` as text."""
+    model = f" for {explanation['model']}" if explanation["model"] else ""
     tenant = f" of tenant {explanation['tenant']}" if explanation["tenant"] else ""
     rows = [_row(candidate) for candidate in explanation["candidates"]]
     columns = dict(_COLUMNS)
@@ -71,7 +72,7 @@ def render(explanation: Mapping[str, Any]) -> str:
     else:
         verdict = f"would run on {rows[0]['prefill']} and {rows[0]['decode']}"
     lines = [
-        f"a prompt of {explanation['prompt_tokens']} tokens{tenant}; "
+        f"a prompt of {explanation['prompt_tokens']} tokens{tenant}{model}; "
         f"{explanation['queued']} requests wait at the router",
         verdict,
         "",

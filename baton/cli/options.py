@@ -137,7 +137,8 @@ def take_rest(args: argparse.Namespace, rest: Sequence[str]) -> None:
             hint = hint or f"do you mean {near[0]}?"
         text = f"there is no option {flag}" + (f": {hint}" if hint else "")
     elif len(rest) == 1 and args.takes_model and not {"model", "random-weights"} & set(vars(args)):
-        vars(args)["model"] = rest[0]
+        is_many = isinstance(flags["--model"], argparse._AppendAction)
+        vars(args)["model"] = [rest[0]] if is_many else rest[0]
         return
     else:
         text = f"unrecognized arguments: {' '.join(rest)}"

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.cli import options
+from baton.cli.route import shares_text
+from baton.config import shown_name
 from baton.tables import table
 
 _STATES = {
@@ -69,8 +71,10 @@ def render(status: Mapping[str, Any]) -> str:
     lines = [
         *(line for one in routers for line in _router_lines(one)),
         "",
-        *(table(_worker_columns(workers), workers) or ["no workers"]),
+        *(table(_worker_columns(workers), list(map(_worker_row, workers))) or ["no workers"]),
     ]
+    if routes := router["routes"]:
+        lines += ["", *map(_route_line, routes)]
     if pairs:
         slow = {"fallback": "a slow fallback"} if any(pair["fallback"] for pair in pairs) else {}
         lines += ["", *table({**_PAIR_COLUMNS, **slow}, pairs)]
@@ -80,17 +84,30 @@ def render(status: Mapping[str, Any]) -> str:
 
 
 def _router_lines(router: Mapping[str, Any]) -> Sequence[str]:
+    models = ", ".join(router["models"])
     registry = "" if router["registry_connected"] else ", REGISTRY UNREACHABLE"
     return (
         f"router {router['incarnation']} at {router['address']} (pid {router['pid']}): "
-        f"{router['state']}, model {router['model']}, cluster {router['cluster']}{registry}",
+        f"{router['state']}, model {models}, cluster {router['cluster']}{registry}",
         f"requests: {router['running']} running, {router['queued']} queued",
     )
 
 
+def _worker_row(worker: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**worker, "serves": shown_name(worker["model"], worker["version"])}
+
+
+def _route_line(route: Mapping[str, Any]) -> str:
+    canary = route["canary"]
+    more = f" ({canary['reason']})" if canary and canary["state"] == "running" else ""
+    return f"route {route['name']}: {shares_text(route['targets'])}{more}"
+
+
 def _worker_columns(workers: Sequence[Mapping[str, Any]]) -> Mapping[str, str]:
-    """The columns of the workers' table; device and reason only if they are informative."""
+    """The columns of the workers' table; some only if they are informative."""
     on_gpus = any(worker.get("device", "cpu") != "cpu" for worker in workers)
     device = {"device": "computes on"} if on_gpus else {}
     reason = {"reason": "reason"} if any(worker["reason"] for worker in workers) else {}
-    return {**_WORKER_COLUMNS, **device, **reason}
+    models = {(worker["model"], worker["version"]) for worker in workers}
+    serves = {"serves": "model"} if len(models) > 1 or any(v for _, v in models) else {}
+    return {**_WORKER_COLUMNS, **serves, **device, **reason}

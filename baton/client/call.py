@@ -35,10 +35,20 @@ from baton.errors import BatonError, Cancelled, ConfigError, Unavailable, quoted
 from baton.generation.enum_names import FINISH_REASONS
 from baton.net import rpc, tls
 from baton.telemetry import propagation, tracing
-from baton.v1 import common_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from baton.v1 import (
+    common_pb2,
+    fleet_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    route_pb2_grpc,
+)
 
 _INFERENCE = inference_pb2_grpc.InferenceServiceStub
-_FLEET = fleet_pb2_grpc.FleetServiceStub
+# Of methods for operators; the others are of generation.
+_STUBS: dict[str, Any] = {
+    **dict.fromkeys(("GetStatus", "Explain"), fleet_pb2_grpc.FleetServiceStub),
+    **dict.fromkeys(("ListRoutes", "SetRoute", "DeleteRoute"), route_pb2_grpc.RouteServiceStub),
+}
 
 
 def _addresses(target: str | Sequence[str]) -> tuple[str, ...]:
@@ -128,7 +138,7 @@ class BaseClient:
 
     def _send_unary(self, attempts: Attempts, method: str, request: Any) -> Any:
         """Starts an attempt; returns the response, or an awaitable of it with asyncio."""
-        stub = _FLEET if method in ("GetStatus", "Explain") else _INFERENCE
+        stub = _STUBS.get(method, _INFERENCE)
         send = getattr(stub(self._channel(attempts.address)), method)
         metadata = (*self._metadata, *propagation.inject())
         return send(request, timeout=attempts.time_left_s, metadata=metadata)
@@ -235,7 +245,11 @@ class GenerateCall:
         self._span = trace.get_tracer("baton.client").start_span(
             "baton.client.generate",
             kind=SpanKind.CLIENT,
-            attributes={"gen_ai.request.model": request.model},
+            attributes={
+                "gen_ai.operation.name": tracing.operation_of(request),
+                "gen_ai.provider.name": tracing.PROVIDER,
+                "gen_ai.request.model": request.model,
+            },
         )
         self.metadata = (*client._metadata, *propagation.inject(tracing.context_of(self._span)))
 
@@ -304,6 +318,7 @@ class GenerateCall:
             raise
         self.request.resumed_token_ids[:] = self._token_ids
         self.request.resume_ticket = self._started.resume_ticket
+        self.request.model = self._started.model  # no other version would go on as it began
         return wait_s
 
     def ended(self) -> float | None:

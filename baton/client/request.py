@@ -8,9 +8,10 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
+from baton.config import CANARY_DEFAULTS
 from baton.errors import InvalidRequest, quoted
 from baton.generation.enum_names import PRIORITIES
-from baton.v1 import common_pb2, inference_pb2
+from baton.v1 import common_pb2, inference_pb2, route_pb2
 
 # Chat messages such as {"role": "user", "content": "Hello"}. Content may also be parts such as
 # {"type": "text", "text": "Hello"}. An assistant's may have "tool_calls", in OpenAI's form or
@@ -71,6 +72,7 @@ class Options(TypedDict, total=False):
     max_thinking_tokens: int | None  # no limit; reasoning tokens
     chat_template_kwargs: Mapping[str, Any] | None  # none; additional variables of the template
     continue_final_message: bool | None  # False: answer it
+    session: str | None  # none; requests of a session get the same version of a model
     cache_salt: str | None  # none; cached prefixes are shared by requests of the same salt
     priority: str | None  # the tenant's; "low", "normal" or "high"
     ttft_target: float | None  # none; seconds: refuse at once if the first token would be later
@@ -85,7 +87,7 @@ class Options(TypedDict, total=False):
 
 _SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 _PLAIN = (
-    *("model", "include_stop", "cache_salt", "workers", "suffix", "bad_words"),
+    *("model", "session", "include_stop", "cache_salt", "workers", "suffix", "bad_words"),
     *("add_special_tokens", "truncate_prompt_tokens", "show_special_tokens", "stream_interval"),
 )
 
@@ -213,6 +215,29 @@ def timeout_of(timeout: Any) -> float | None:
     if isinstance(timeout, (str, bool)) or math.isnan(_checked("timeout", float, timeout)):
         raise InvalidRequest(f"timeout must be seconds or None, not {quoted(timeout)}", "timeout")
     return float(timeout) if timeout < _LONGEST_S else None
+
+
+def route_request(name: str, targets: Mapping[str, float]) -> route_pb2.SetRouteRequest:
+    """Sets a route; the router checks what the targets are."""
+    route = route_pb2.ModelRoute(name=name)
+    route.targets.extend(route_target(text, weight) for text, weight in targets.items())
+    return route_pb2.SetRouteRequest(route=route)
+
+
+def canary_request(
+    name: str, target: str, settings: Mapping[str, Any]
+) -> route_pb2.SetRouteRequest:
+    """Begins a canary."""
+    canary = route_pb2.Canary(target=route_target(target), **{**CANARY_DEFAULTS, **settings})
+    return route_pb2.SetRouteRequest(route=route_pb2.ModelRoute(name=name, canary=canary))
+
+
+def route_target(text: str, weight: float = 1.0) -> route_pb2.RouteTarget:
+    """Parses "chat@v1", or a version or name. Raises InvalidRequest."""
+    model, at, version = text.partition("@")
+    if not model:
+        raise InvalidRequest(f"{text!r} is no target: write v1, chat@v1 or chat", "targets")
+    return route_pb2.RouteTarget(model=model, version=version if at else None, weight=weight)
 
 
 def tokenize_request(prompt: Prompt, model: str | None) -> inference_pb2.TokenizeRequest:

@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from baton.config import shown_name
 from baton.generation.enum_names import FinishReason
 from baton.generation.tool_call import ToolCallDelta
-from baton.v1 import common_pb2, fleet_pb2, inference_pb2, worker_pb2
+from baton.v1 import common_pb2, fleet_pb2, inference_pb2, route_pb2, worker_pb2
 
 C = TypeVar("C")
+_RECORD = ("role", "model", "version", "incarnation", "address", "pid")
 _LOAD = (
     *("queue_tokens", "running"),
     *("blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined"),
@@ -177,6 +179,7 @@ class Model:
     max_context: int  # longest sequence in tokens, prompt and output together
     vocab_size: int
     chat: bool  # whether it accepts chat messages
+    root: str = ""  # what the name stands for, as "chat@v1"
 
 
 def models_of(response: inference_pb2.ListModelsResponse) -> list[Model]:
@@ -187,11 +190,15 @@ def models_of(response: inference_pb2.ListModelsResponse) -> list[Model]:
 def status_of(response: fleet_pb2.GetStatusResponse) -> dict[str, Any]:
     """The object that `baton status --json` prints."""
     return {
-        "router": fields_of(response.router),
+        "router": _router(response.router),
         "workers": [_worker(worker) for worker in response.workers],
         "pairs": [_pair(pair) for pair in response.pairs],
-        "siblings": [fields_of(router) for router in response.siblings],
+        "siblings": [_router(router) for router in response.siblings],
     }
+
+
+def _router(router: fleet_pb2.RouterStatus) -> dict[str, Any]:
+    return {**fields_of(router), "routes": [route_of(one) for one in router.routes]}
 
 
 def device_of(record: common_pb2.WorkerRecord) -> str:
@@ -203,7 +210,7 @@ def device_of(record: common_pb2.WorkerRecord) -> str:
 def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:
     record, load = fields_of(worker.record), fields_of(worker.load)
     return {
-        **{name: record[name] for name in ("role", "incarnation", "address", "pid")},
+        **{name: record[name] for name in _RECORD},
         "state": worker.state,
         "reason": worker.reason,
         "device": device_of(worker.record),
@@ -211,6 +218,30 @@ def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:
         # Before its first load report, a worker's record has the size of its pool.
         "blocks_total": load["blocks_total"] or record["blocks_total"],
     }
+
+
+def route_of(route: route_pb2.ModelRoute) -> dict[str, Any]:
+    """A route as `baton route --json` prints it: percents by target, and its canary or None."""
+    canary = None
+    if route.HasField("canary"):
+        canary = fields_of(route.canary)
+        canary["target"] = _target_name(route.canary.target)
+        canary["before"] = _shares(route.canary.before)
+    return {
+        "name": route.name,
+        "targets": _shares(route.targets),
+        "canary": canary,
+        "changed_ms": route.changed_ms,
+    }
+
+
+def _shares(targets: Sequence[route_pb2.RouteTarget]) -> dict[str, float]:
+    total = sum(one.weight for one in targets) or 1.0
+    return {_target_name(one): 100 * one.weight / total for one in targets}
+
+
+def _target_name(target: route_pb2.RouteTarget) -> str:
+    return shown_name(target.model, target.version)
 
 
 def _pair(pair: worker_pb2.PairStatus) -> dict[str, Any]:

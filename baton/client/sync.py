@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self, Unpack
 
@@ -15,12 +15,22 @@ from baton.client.request import (
     Messages,
     Options,
     Prompt,
+    canary_request,
     generate_request,
+    route_request,
     tokenize_request,
 )
-from baton.client.results import Completion, Delta, Model, fields_of, models_of, status_of
+from baton.client.results import (
+    Completion,
+    Delta,
+    Model,
+    fields_of,
+    models_of,
+    route_of,
+    status_of,
+)
 from baton.net import rpc
-from baton.v1 import fleet_pb2, inference_pb2
+from baton.v1 import fleet_pb2, inference_pb2, route_pb2
 
 
 class Stream(BaseStream, AbstractContextManager["Stream"]):
@@ -136,6 +146,30 @@ class Client(BaseClient, AbstractContextManager["Client"]):
         """Explains where `generate` would run a request now; nothing is run."""
         request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
         return fields_of(self._unary("Explain", request, options.get("timeout")))
+
+    def routes(self, *, timeout: float | None = 10.0) -> list[dict[str, Any]]:
+        """The routes of model names, as `baton route --json` prints them. For operators."""
+        request = route_pb2.ListRoutesRequest()
+        return list(map(route_of, (self._unary("ListRoutes", request, timeout)).routes))
+
+    def set_route(
+        self, name: str, targets: Mapping[str, float], *, timeout: float | None = 10.0
+    ) -> dict[str, Any]:
+        """Sets a route: weights by "chat@v1", by a version of `name`, or by another name."""
+        request = route_request(name, targets)
+        return route_of((self._unary("SetRoute", request, timeout)).route)
+
+    def start_canary(
+        self, name: str, target: str, *, timeout: float | None = 10.0, **settings: Any
+    ) -> dict[str, Any]:
+        """Begins a canary of a version; `settings` are fields of the message `Canary`."""
+        request = canary_request(name, target, settings)
+        return route_of((self._unary("SetRoute", request, timeout)).route)
+
+    def delete_route(self, name: str, *, timeout: float | None = 10.0) -> None:
+        """Removes a route."""
+        request = route_pb2.DeleteRouteRequest(name=name)
+        self._unary("DeleteRoute", request, timeout)
 
     def close(self) -> None:
         """Closes the connections; running calls are cancelled."""

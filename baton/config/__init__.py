@@ -7,7 +7,16 @@ options and the environment.
 from baton.config.api import ApiConfig, host_names, origins
 from baton.config.cluster import HTTP_PORT, ClusterConfig
 from baton.config.engine import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed, kv_heads_of
-from baton.config.model import DEMO_MODEL, ServedModel, default_model_name, model_path
+from baton.config.model import (
+    CANARY_DEFAULTS,
+    DEMO_MODEL,
+    ModelSource,
+    ServedModel,
+    default_model_name,
+    full_name,
+    model_path,
+    shown_name,
+)
 from baton.config.options import split_address
 from baton.config.planner import PlannerConfig
 from baton.config.registry import RegistryConfig
@@ -26,10 +35,12 @@ from baton.config.service import SHARED_FOLDER, ServiceConfig, TlsConfig, host_i
 from baton.config.worker import WorkerConfig
 
 __all__ = [
-    "CPU_KV_CACHE_BYTES", "DEFAULT_MAX_ITL_S", "DEMO_MODEL", "HTTP_PORT", "MAX_STREAM_INTERVAL",
-    "MAX_TTFT_TARGET_S", "PROVING_TOKENS", "REASONING_PARSERS", "SHARED_FOLDER", "TOOL_PARSERS",
-    "TTFT_HINT", "ApiConfig", "ClusterConfig", "EngineConfig", "PlannerConfig", "RegistryConfig",
-    "RouterConfig", "RouterLimits", "ServedModel", "ServiceConfig", "SimulatedSpeed", "TlsConfig",
-    "WorkerConfig", "default_model_name", "host_id", "host_names", "kv_heads_of", "model_path",
-    "new_incarnation", "origins", "split_address",
+    "CANARY_DEFAULTS", "CPU_KV_CACHE_BYTES", "DEFAULT_MAX_ITL_S", "DEMO_MODEL", "HTTP_PORT",
+    "MAX_STREAM_INTERVAL", "MAX_TTFT_TARGET_S", "PROVING_TOKENS", "REASONING_PARSERS",
+    "SHARED_FOLDER", "TOOL_PARSERS",
+    "TTFT_HINT", "ApiConfig", "ClusterConfig", "EngineConfig", "ModelSource", "PlannerConfig",
+    "RegistryConfig", "RouterConfig", "RouterLimits", "ServedModel", "ServiceConfig",
+    "SimulatedSpeed", "TlsConfig",
+    "WorkerConfig", "default_model_name", "full_name", "host_id", "host_names", "kv_heads_of",
+    "model_path", "new_incarnation", "origins", "shown_name", "split_address",
 ]  # fmt: skip

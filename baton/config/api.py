@@ -43,8 +43,9 @@ class ApiConfig:
     GROUP: ClassVar[str] = "API"
     model_aliases: tuple[str, ...] = option(
         (),
-        "--model-alias NAME",
-        "additional name of the model in requests; may be repeated",
+        "--model-alias NAME[=MODEL]",
+        "additional name of a model in requests (default: of the first --model); may be repeated, "
+        "and `baton route` sets such names while the router runs",
         str,
         many=True,
     )

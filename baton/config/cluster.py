@@ -8,6 +8,7 @@ from typing import ClassVar
 from baton.config import options
 from baton.config.api import ApiConfig
 from baton.config.engine import MAX_TP, EngineConfig
+from baton.config.model import ModelSource
 from baton.config.options import MAX_PORT, option, part
 from baton.config.registry import RegistryConfig
 from baton.config.router import MAX_ROUTER_PROCESSES, ROUTER_PROCESSES_TEXT, RouterLimits
@@ -23,7 +24,16 @@ class ClusterConfig(WorkerServiceConfig):
     """Routers, workers and etcd of a cluster on this machine."""
 
     GROUP: ClassVar[str] = "cluster"
-    engine: EngineConfig = part(EngineConfig, without=("cpus", "nice"))
+    engine: EngineConfig = part(EngineConfig, without=("cpus", "nice", "model"))
+    models: tuple[str, ...] = option(
+        (),
+        "--model [NAME[@VERSION]=]DIR",
+        "Hugging Face model directory, or 'demo' for the built-in model; may be repeated, and each "
+        "NAME or NAME@VERSION has its own workers (default: demo)",
+        str,
+        many=True,
+        group="model",
+    )
     limits: RouterLimits = part(RouterLimits)
     api: ApiConfig = part(ApiConfig)
     etcd_access: RegistryConfig = part(RegistryConfig, without=("etcd", "lease_ttl_s"))
@@ -88,6 +98,13 @@ class ClusterConfig(WorkerServiceConfig):
         options.check(self)
         if not sum(self.workers.values()):
             raise ConfigError("a cluster needs a worker: --mixed 1, or --prefill 1 --decode 1")
+        if self.models and self.engine.random_weights:
+            raise ConfigError("--model and --random-weights do not go together")
+        if self.model_name and len(self.models) > 1:
+            raise ConfigError("--model-name is for one model: write --model NAME=DIR for each")
+        served = [(one.served_name, one.version) for one in self.sources if self.models[1:]]
+        if twice := {one for one in served if served.count(one) > 1}:
+            raise ConfigError(f"--model: {min(twice)[0]} is given twice: write NAME=DIR")
         if self.port + self.routers - 1 > MAX_PORT:
             raise ConfigError(f"--port {self.port} leaves no ports for {self.routers} routers")
         if self.first_http_port + self.routers - 1 > MAX_PORT:
@@ -101,6 +118,12 @@ class ClusterConfig(WorkerServiceConfig):
         """HTTP port of the first router; 0 if HTTP is off."""
         default = HTTP_PORT if self.port else 0
         return default if self.http_port is None else self.http_port
+
+    @property
+    def sources(self) -> list[ModelSource]:
+        """The models; one without a name is called as its directory."""
+        found = [ModelSource.parse(text) for text in self.models or (self.engine.model,)]
+        return [replace(one, name=one.name or self.model_name) for one in found]
 
     @property
     def workers(self) -> dict[str, int]:

@@ -1,15 +1,23 @@
-"""The model that is served: where its files are, and the name requests use for it."""
+"""The models that are served: where their files are, and the names requests use for them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from baton.config.options import option
 from baton.errors import ConfigError
 
+# Settings of a canary, by the fields of the message `Canary`.
+CANARY_DEFAULTS: Mapping[str, Any] = {
+    "steps": (10.0, 50.0, 100.0),
+    "step_s": 60.0,
+    "min_requests": 50,
+    "max_slowdown": 1.2,
+}
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 
 
@@ -29,6 +37,61 @@ class ServedModel:
         str,
         sets="model",
     )
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A value of `--model` that may be repeated: [NAME[@VERSION]=]DIR."""
+
+    path: str  # as for `model_path`
+    name: str = ""  # empty: that of the directory
+    version: str | None = None  # None: any
+
+    @classmethod
+    def parse(cls, text: str) -> ModelSource:
+        """Raises ConfigError for a name or version that requests could not use."""
+        named, equals, path = text.partition("=")
+        if not equals or text.startswith(("/", ".", "~")):
+            return cls(text)
+        name, at, version = named.partition("@")
+        check_model_name(name, "--model")
+        if at:
+            check_model_version(version, "--model")
+        return cls(path, name, version if at else None)
+
+    def __str__(self) -> str:
+        """The text that `parse` reads."""
+        at = "" if self.version is None else f"@{self.version}"
+        return f"{self.name}{at}={self.path}" if self.name else self.path
+
+    @property
+    def served_name(self) -> str:
+        return self.name or default_model_name(self.path)
+
+
+def check_model_name(name: str, flag: str) -> None:
+    """Raises ConfigError unless requests, routes and etcd can hold the name."""
+    if not re.fullmatch(r"[\w.:/+-]{1,128}", name):
+        raise ConfigError(f"{flag}: {name!r} is no name: use letters, digits and . _ - : / +")
+
+
+def check_model_version(version: str, flag: str) -> None:
+    """Raises ConfigError unless the version can stand in a name, as in chat@v1."""
+    if not re.fullmatch(r"[\w.-]{1,63}", version):
+        raise ConfigError(f"{flag}: {version!r} is no version: use letters, digits and . _ -")
+
+
+def full_name(name: str, version: str) -> str:
+    """The name of one version of a model, which requests may use, too: "chat@v1".
+
+    A model without versions is "chat@".
+    """
+    return f"{name}@{version}"
+
+
+def shown_name(name: str, version: str) -> str:
+    """`full_name` for people: a model without versions is "chat"."""
+    return full_name(name, version).removesuffix("@")
 
 
 def model_path(model: str) -> Path:

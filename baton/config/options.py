@@ -134,12 +134,16 @@ def build(cls: type[C], values: Mapping[str, Any], **given: Any) -> C:
     """Constructs the dataclass from values by key and `given` fields. Raises ConfigError."""
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if "part" in field.metadata:
-            given.setdefault(field.name, build(field.metadata["part"], values))
-    for one in _own(cls):
+            inner = declared(field.metadata["part"], field.metadata["without"])
+            mine = {key: value for key, value in values.items() if key in inner}
+            given.setdefault(field.name, build(field.metadata["part"], mine))
+    own = {one.field: one for one in _own(cls)}
+    for one in own.values():
         if one.key in values and one.sets:
-            if one.sets in values:
-                raise ConfigError(f"--{one.sets} and {one.flag} do not go together")
-            given |= {one.sets: values[one.key], one.field: True}
+            target, value = own[one.sets], values[one.key]
+            if target.key in values:
+                raise ConfigError(f"{target.flag} and {one.flag} do not go together")
+            given |= {one.sets: (value,) if target.many else value, one.field: True}
         elif one.key in values:
             given[one.field] = values[one.key]
     return cls(**given)
@@ -151,12 +155,15 @@ def values(settings: Any) -> Values:
     for field in dataclasses.fields(settings):
         if "part" in field.metadata:
             found |= values(getattr(settings, field.name))
-    for one in _own(type(settings)):
+    own = {one.field: one for one in _own(type(settings))}
+    for one in own.values():
         value = getattr(settings, one.field)
         if value != one.default:
             found[one.key] = str(value) if isinstance(value, Path) else value
             if one.sets:
-                found[one.key] = found.pop(one.sets, getattr(settings, one.sets))
+                target, value = own[one.sets], getattr(settings, one.sets)
+                found.pop(target.key, None)
+                found[one.key] = value[0] if target.many else value
     return found
 
 

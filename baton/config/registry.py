@@ -64,6 +64,11 @@ class RegistryConfig:
         return f"/baton/v1/{self.cluster}/ticket-keys/"
 
     @property
+    def routes_prefix(self) -> str:
+        """Prefix of the keys of routes of model names."""
+        return f"/baton/v1/{self.cluster}/routes/"
+
+    @property
     def ranks_prefix(self) -> str:
         """Prefix of the keys of hosts that run ranks of a worker on another host."""
         return f"/baton/v1/{self.cluster}/ranks/"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
 from baton.config import options, slo
 from baton.config.api import ApiConfig
-from baton.config.model import ServedModel, default_model_name
+from baton.config.model import ModelSource
 from baton.config.options import option, part
 from baton.config.registry import RegistryConfig
 from baton.config.service import NAME_TEXT, ServiceConfig, TlsConfig, new_incarnation
@@ -152,6 +152,14 @@ class RouterLimits:
         "--trace-slow SECONDS",
         "time to first token from which a request's trace is always kept",
     )
+    access_log: float = option(
+        0.0,
+        "--access-log SHARE",
+        "share of requests that get a line in the log when they have ended, 0 to 1: tenant, model, "
+        "status, tokens, TTFT (default: 0, none)",
+        group="telemetry",
+        most=1.0,
+    )
     trace_content: int = option(
         0,
         "--trace-content CHARACTERS",
@@ -181,10 +189,30 @@ class RouterLimits:
 
 
 @dataclass(frozen=True)
-class RouterConfig(ServedModel, TlsConfig, ServiceConfig):
-    """One router. It needs the model's tokenizer, which may be missing with random weights."""
+class RouterConfig(TlsConfig, ServiceConfig):
+    """One router. It needs the models' tokenizers, which may be missing with random weights."""
 
     GROUP: ClassVar[str] = "service"
+    models: tuple[str, ...] = option(
+        ("demo",),
+        "--model [NAME[@VERSION]=]DIR",
+        "Hugging Face directory with the tokenizer, chat template and generation settings of a "
+        "model, or 'demo' for the built-in model; may be repeated. NAME is what workers have as "
+        "--model-name (default: --model-name, else the directory's name); it serves all versions "
+        "whose tokenizer is this one, or with @VERSION that version only",
+        str,
+        many=True,
+        group="model",
+    )
+    random_weights: bool = option(
+        False,
+        "--random-weights CONFIG",
+        "the model of workers with --random-weights; without a tokenizer beside it prompts must "
+        "be token ids",
+        str,
+        sets="models",
+        group="model",
+    )
     limits: RouterLimits = part(RouterLimits)
     api: ApiConfig = part(ApiConfig)
     registry: RegistryConfig = part(RegistryConfig)
@@ -216,6 +244,11 @@ class RouterConfig(ServedModel, TlsConfig, ServiceConfig):
             if value and not self.http_port:
                 raise ConfigError(f"{flag} is for the HTTP API: give --http-port PORT too")
 
+        if self.model_name and len(self.models) > 1:
+            raise ConfigError("--model-name is for one model: write --model NAME=DIR for each")
+
     @property
-    def served_name(self) -> str:
-        return self.model_name or default_model_name(self.model)
+    def sources(self) -> list[ModelSource]:
+        """The models, with names; the first is that of requests without a name."""
+        found = [ModelSource.parse(text) for text in self.models]
+        return [replace(one, name=one.name or self.model_name or one.served_name) for one in found]

@@ -122,6 +122,6 @@ class ServiceConfig(ListenConfig):
     model_name: str = option(
         "",
         "--model-name NAME",
-        "model name that requests use (default: the model directory's name)",
+        "name of the model in requests (default: the model directory's name)",
     )
     drain_s: float = option(30.0, "--drain-timeout SECONDS", DRAIN_TEXT)

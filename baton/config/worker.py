@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.config import options
 from baton.config.engine import MAX_TP, EngineConfig
-from baton.config.model import default_model_name
+from baton.config.model import check_model_name, check_model_version, default_model_name
 from baton.config.options import option, part, split_address
 from baton.config.registry import RegistryConfig
 from baton.config.service import NAME_TEXT, ServiceConfig, TlsConfig, new_incarnation
@@ -78,11 +78,21 @@ class WorkerConfig(TlsConfig, WorkerServiceConfig):
     transfer_timeout_s: float = option(
         10.0, "--transfer-timeout SECONDS", "longest time of one transfer of KV blocks", least=0.001
     )
+    model_version: str = option(
+        "",
+        "--model-version VERSION",
+        "version of the model: requests are routed by it, and workers of different versions hand "
+        "nothing over to each other (default: none)",
+    )
     name: str = option("", "--name NAME", NAME_TEXT)
     incarnation: str = field(default_factory=lambda: new_incarnation("worker"))
 
     def __post_init__(self) -> None:
         options.check(self)
+        if self.model_name:
+            check_model_name(self.model_name, "--model-name")
+        if self.model_version:
+            check_model_version(self.model_version, "--model-version")
         if self.advertise:
             split_address(self.advertise, "--advertise")
         if self.node_rank >= self.nnodes:

@@ -35,6 +35,7 @@ _MAX_NEUTRAL_BYTES = 64  # of a value that disables a feature
 _UINT32 = (1 << 32) - 1
 Text = Annotated[str, Meta(min_length=1)]
 ModelName = Annotated[str, Meta(max_length=1024)]
+Session = Annotated[str, Meta(max_length=1024)]  # or an end user
 Salt = Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)]
 CallersId = Annotated[str, Meta(pattern=CALLERS_ID_PATTERN)]
 Count = Annotated[int, Meta(ge=0, le=_UINT32)]
@@ -150,6 +151,8 @@ class GenerateOptions(Struct, kw_only=True):
     priority: Priority | None = None
     ttft_target_ms: Count | None = None
     cache_salt: Salt | None = None
+    prompt_cache_key: Session | None = None
+    user: Session | None = None
     request_id: CallersId | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -311,6 +314,7 @@ class EmbeddingRequest(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
+    user: Session | None = None
     request_id: CallersId | None = None
 
 
@@ -531,6 +535,7 @@ class ModelCard(Struct):
     id: str
     max_model_len: Count
     object: Literal["model"] = "model"
+    root: str = ""
     created: int = 0
     owned_by: str = "baton"
 

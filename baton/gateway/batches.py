@@ -40,6 +40,7 @@ from baton.gateway.batch_store import (
 from baton.gateway.endpoint import Endpoint
 from baton.gateway.headers import caller_of
 from baton.gateway.openapi import BYTES, ERRORS, Handler, Operation, Routes
+from baton.log_format import audit
 from baton.net.http_errors import Header, HttpError
 from baton.net.http_server import UNREAD_S, HttpExchange
 from router.admission.tenants import Tenant
@@ -231,8 +232,16 @@ def _answering(find: Callable[[BatchStore, str, HttpExchange], Any]) -> Handler:
     return handler
 
 
-def _by_id(find: Callable[[BatchStore, str, str], Any]) -> Handler:
-    return _answering(lambda store, tenant, exchange: find(store, tenant, _id(exchange)))
+def _by_id(find: Callable[[BatchStore, str, str], Any], action: str = "") -> Handler:
+    """A handler of one file or batch; `action` is what the audit log calls a change."""
+
+    def answer(store: BatchStore, tenant: str, exchange: HttpExchange) -> Any:
+        found = find(store, tenant, one := _id(exchange))
+        if action:
+            audit(action, tenant=tenant, id=one)
+        return found
+
+    return _answering(answer)
 
 
 _FORM = {
@@ -255,7 +264,7 @@ ROUTES: Routes = {
     "/v1/files/{id}": {
         "GET": Operation(_by_id(BatchStore.file), "One file.", File, _ONE),
         "DELETE": Operation(
-            _by_id(BatchStore.delete), "Delete a file.", FileDeleted, (*_ONE, "409")
+            _by_id(BatchStore.delete, "file deleted"), "Delete a file.", FileDeleted, (*_ONE, "409")
         ),
     },
     "/v1/files/{id}/content": {
@@ -271,7 +280,9 @@ ROUTES: Routes = {
     },
     "/v1/batches/{id}": {"GET": Operation(_by_id(BatchStore.batch), "One batch.", Batch, _ONE)},
     "/v1/batches/{id}/cancel": {
-        "POST": Operation(_by_id(BatchStore.cancel), "Cancel a batch.", Batch, (*_POST, "409")),
+        "POST": Operation(
+            _by_id(BatchStore.cancel, "batch cancelled"), "Cancel a batch.", Batch, (*_POST, "409")
+        ),
     },
 }
 

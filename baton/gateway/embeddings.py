@@ -41,6 +41,7 @@ def parse_embeddings(text: bytes) -> ParsedEmbeddings:
         truncate_prompt_tokens=body.truncate_prompt_tokens or 0,
         cache_salt=body.cache_salt or "",
         priority=priority_of(body.priority),
+        session=body.user or "",
     )
     if body.add_special_tokens is not None:
         base.add_special_tokens = body.add_special_tokens
@@ -85,9 +86,11 @@ async def embed(
 ) -> None:
     """Answers with the embedding of each input."""
     caller = with_request_id(exchange, caller, parsed.request_id)
+    base = parsed.requests.base
+    target = service.resolve(base.model, base.session, caller)
     sinks = [_EmbeddingSink(exchange) for _ in range(parsed.requests.num_prompts)]
     try:
-        await run_choices(service, parsed.requests, caller, sinks)
+        await run_choices(service, parsed.requests, caller, sinks, target)
         data = [
             api.Embedding(
                 _encoded(_shortened(sink.end.embedding, parsed.dimensions), parsed), index
@@ -97,7 +100,7 @@ async def embed(
     except InvalidRequest as error:
         raise error.renamed(parsed.requests.fields.get(error.field, error.field)) from error
     tokens = sum(sink.end.usage.prompt_tokens for sink in sinks)
-    model = parsed.requests.options.model or service.admission.model
+    model = base.model or target.version.name
     answer = api.Embeddings(data, model, api.EmbeddingUsage(tokens, tokens))
     exchange.answer(200, msgspec.json.encode(answer))
 

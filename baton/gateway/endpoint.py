@@ -47,13 +47,11 @@ class Endpoint(Generic[T]):
             close = ((b"connection", b"close"),)  # the rest of the body is not read
             raise HttpError(413, f"the body may have {max_bytes} bytes: send a shorter one", close)
         if codings := exchange.headers.get(b"content-encoding"):
-            body = await service.admission.prompts.run_in_thread(
-                decompressed, body, codings, max_bytes
-            )
+            body = await service.run_in_thread(decompressed, body, codings, max_bytes)
         try:
             if len(body) <= _LARGE_BODY_BYTES:
                 return self.parse(body)
-            return await service.admission.prompts.run_in_thread(self.parse, body)
+            return await service.run_in_thread(self.parse, body)
         except InvalidRequest as error:
             kind = exchange.headers.get(b"content-type", b"").decode("latin-1")
             if error.field or "json" in kind.lower():

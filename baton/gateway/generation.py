@@ -31,6 +31,7 @@ from router.admission.admission import PromptChoices
 from router.admission.tenants import ReservedChoices
 from router.admission.validation import MAX_PROMPT_LOGPROBS
 from router.generation_service import Caller, GenerationService
+from router.models import Target
 from router.output.sink import Piece, Sink, UnreadLimit
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,10 @@ class Generation(ABC):
         self.unread = UnreadLimit()
         self._sent = False  # whether an event was sent since the last `_keep_alive`
         self.created = int(time.time())
-        self.model = self.parsed.options.model or self.service.admission.model
+        base = self.parsed.base
+        self.target = self.service.resolve(base.model, base.session, self.caller)
+        self.admission = self.target.version.admission
+        self.model = base.model or self.target.version.name
         self.started = inference_pb2.Started()  # of the first choice that started
 
     @property
@@ -104,16 +108,19 @@ class Generation(ABC):
         finally:
             self.release()
 
+    async def _run_choices(self) -> None:
+        await run_choices(self.service, self.parsed, self.caller, self.sinks, self.target)
+
     async def _whole(self) -> None:
         """Answers when all choices have finished."""
-        await run_choices(self.service, self.parsed, self.caller, self.sinks)
+        await self._run_choices()
         self.exchange.answer(200, await self.answer())
 
     async def _stream(self) -> None:
         """Answers with events as the output comes."""
         self._keep_alive()
         try:
-            await run_choices(self.service, self.parsed, self.caller, self.sinks)
+            await self._run_choices()
             last = self.last_event(None)
         except Exception as error:
             if not self.exchange.started:
@@ -176,7 +183,7 @@ class CompletionGeneration(Generation):
         self._outputs = [
             self.kind(
                 index,
-                self.service.tokenizer,
+                self.admission.tokenizer,
                 with_logprobs=parsed.logprobs is not None,
                 with_token_ids=bool(options.return_token_ids),
                 with_reasoning=getattr(options, "include_reasoning", None) is not False,
@@ -198,7 +205,7 @@ class CompletionGeneration(Generation):
 
     async def answer(self) -> bytes:
         if self._prompt_logprobs > _MANY_LOGPROBS:
-            return await self.service.admission.prompts.run_in_thread(self._all)
+            return await self.admission.prompts.run_in_thread(self._all)
         return self._all()
 
     def _all(self) -> bytes:
@@ -261,7 +268,7 @@ class CompletionGeneration(Generation):
         parsed, echo = self.parsed, ""
         if parsed.echoes:
             prompt: str | Sequence[int] = parsed.echoes[index]
-            echo = prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
+            echo = prompt if isinstance(prompt, str) else self.admission.tokenizer.decode(prompt)
             self.unread.allow(parsed.n * len(msgspec.json.encode(echo)))
         return PromptOutput(
             echo, parsed.logprobs if parsed.echoes else None, parsed.options.prompt_logprobs
@@ -280,7 +287,11 @@ def best_of(outputs: Sequence[ChoiceOutput], n: int, kept: int) -> list[ChoiceOu
 
 
 async def run_choices(
-    service: GenerationService, parsed: ParsedRequest, caller: Caller, sinks: Sequence[Sink]
+    service: GenerationService,
+    parsed: ParsedRequest,
+    caller: Caller,
+    sinks: Sequence[Sink],
+    target: Target,
 ) -> None:
     """Runs n choices of each prompt; cancelling it cancels all of them.
 
@@ -293,14 +304,11 @@ async def run_choices(
     total = num_prompts * n
     cut = not parsed.max_tokens_given
     if total == 1:
-        await service.generate(parsed.request(0), caller, sinks[0], PromptChoices(cut_output=cut))
+        choices = PromptChoices(cut_output=cut)
+        await service.generate(parsed.request(0), caller, sinks[0], choices, target=target)
         return
     loop = asyncio.get_running_loop()
-    left_s = (
-        service.admission.limits.default_timeout_s
-        if caller.time_left_s is None
-        else caller.time_left_s
-    )
+    left_s = service.limits.default_timeout_s if caller.time_left_s is None else caller.time_left_s
     deadline = loop.time() + left_s  # shared by all choices, including those that start later
     computed = [asyncio.Event() for _ in range(num_prompts)]
     reserved = ReservedChoices()
@@ -321,7 +329,7 @@ async def run_choices(
         shared[index].params = shared[0].params
         sink = _ChoiceSink(sinks[choice], entrance.release, prompt.set)
         left = replace(caller, time_left_s=deadline - loop.time())
-        await service.generate(request, left, sink, shared[index], number)
+        await service.generate(request, left, sink, shared[index], number, target)
         prompt.set()
 
     try:

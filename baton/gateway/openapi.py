@@ -57,6 +57,8 @@ _DESCRIPTIONS = {
     "continue_final_message": "Continue the last message instead of answering it.",
     "request_id": "The caller's id for logs and traces, returned as x-request-id.",
     "cache_salt": "Share cached prefixes only with requests of the same salt.",
+    "prompt_cache_key": "Session: its requests get the same version of a model.",
+    "user": "As prompt_cache_key, which takes precedence.",
     "add_special_tokens": "Add the tokenizer's special tokens; default: to text, not to messages.",
     "skip_special_tokens": "False: show special tokens in the text.",
     "truncate_prompt_tokens": "Keep only this number of tokens at the end of the prompt.",

@@ -96,6 +96,7 @@ def base_request(
         stop=[body.stop] if isinstance(body.stop, str) else body.stop,
         include_stop=bool(body.include_stop_str_in_output),
         cache_salt=body.cache_salt or "",
+        session=body.prompt_cache_key or body.user or "",
         priority=priority_of(body.priority),
         ttft_target_ms=body.ttft_target_ms or 0,
         truncate_prompt_tokens=body.truncate_prompt_tokens or 0,

@@ -237,7 +237,7 @@ class ResponseGeneration(Generation):
         )
 
     def _response(self, **members: Any) -> Response:
-        body, defaults = self.parsed.options, self.service.admission.sampling_defaults
+        body, defaults = self.parsed.options, self.admission.sampling_defaults
         assert isinstance(body, ResponsesRequest)
         return Response(
             id=f"resp_{self.started.request_id}",

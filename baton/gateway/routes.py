@@ -178,11 +178,13 @@ async def _metrics(service: GenerationService, exchange: HttpExchange) -> None:
 
 
 def _models(service: GenerationService, exchange: HttpExchange) -> api.ModelList:
-    models = service.models(caller_of(exchange))
+    models = service.list_models(caller_of(exchange))
     # Clients poll this path before their first request.
-    if why_not := service.fleet.snapshot().why_not_ready:
+    if why_not := service.models.why_not_ready:
         raise Unavailable(why_not, _RETRY_AFTER_S)
-    return api.ModelList([api.ModelCard(model.name, model.max_context) for model in models])
+    return api.ModelList(
+        [api.ModelCard(model.name, model.max_context, root=model.root) for model in models]
+    )
 
 
 def _model(service: GenerationService, exchange: HttpExchange) -> api.ModelCard:

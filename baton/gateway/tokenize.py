@@ -37,14 +37,14 @@ async def tokenize(
     """Answers with the token ids of a prompt or a chat."""
     request, with_strings = parsed
     try:
-        found = await service.tokenize(request, caller)
+        target = service.resolve(request.model, "", caller)
+        found = await service.tokenize(request, caller, target)
     except InvalidRequest as error:
         field = "prompt" if request.HasField("text") else "messages"
         raise error.renamed(field) from error
     tokens = list(found.token_ids)
-    strings = (
-        [token_text(service.tokenizer, token)[0] for token in tokens] if with_strings else None
-    )
+    tokenizer = target.version.admission.tokenizer
+    strings = [token_text(tokenizer, token)[0] for token in tokens] if with_strings else None
     answer = api.Tokens(len(tokens), found.max_context, tokens, strings)
     exchange.answer(200, msgspec.json.encode(answer))
 

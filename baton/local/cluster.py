@@ -11,11 +11,12 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from baton.config import ClusterConfig
+from baton.config import ClusterConfig, ModelSource
 from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import certs, commands, ports, resources
 from baton.local.etcd_process import EmbeddedEtcd
@@ -110,21 +111,25 @@ class LocalCluster(Supervisor):
                 f"the cluster was not ready after {timeout_s:g} s; missing: {missing}"
             ) from None
 
-    async def add_worker(self, role: str, share: resources.Share | None = None) -> str:
-        """Starts one more worker with this role, by default unpinned; returns its name."""
+    async def add_worker(
+        self, role: str, share: resources.Share | None = None, source: ModelSource | None = None
+    ) -> str:
+        """Starts one more worker with this role, by default unpinned and of the first model;
+        returns its name."""
+        source = source or self.config.sources[0]
         name = f"{role}-{sum(process.role == role for process in self.processes.values())}"
         share = share or resources.Share((), 1)
         if share.device:
             self._on_gpus.add(name)
         metrics_port = self._metrics_port(name, "127.0.0.1")
         args = commands.worker(
-            self.config, self.etcd_address, role, share, metrics_port, self.certs
+            self.config, self.etcd_address, role, share, metrics_port, self.certs, source
         )
         metrics = ports.metrics_listener("127.0.0.1", metrics_port)
         argv, surroundings = self._command(name, role, args), self._surroundings(name)
         listeners = [metrics] if metrics else []
         await self._launch(ChildProcess(name, role, argv, *surroundings, listeners))
-        self._say(f"{name} loading model {self.config.engine.model}…")
+        self._say(f"{name} loading model {source.path}…")
         return name
 
     async def _start(self) -> None:
@@ -134,7 +139,9 @@ class LocalCluster(Supervisor):
                 f"--host {config.host} can be reached from other machines: give --tls, which makes "
                 "certificates, or --insecure where the network is private"
             )
-        await asyncio.to_thread(check_model, config.engine)
+        for source in config.sources:
+            engine = replace(config.engine, model=source.path)
+            await asyncio.to_thread(check_model, engine)
         found = ports.consecutive(config.host, config.port, config.routers)
         self.addresses = tuple(f"{config.host}:{port}" for port in found)
         http_ports = [0] * config.routers
@@ -144,19 +151,24 @@ class LocalCluster(Supervisor):
         if config.tls:
             self._use_tls()
         await self._start_etcd()
-        names = [f"{role}-{n}" for role, number in config.workers.items() for n in range(number)]
+        models = config.sources
+        of_role = {role: number * len(models) for role, number in config.workers.items()}
+        names = [f"{role}-{n}" for role, number in of_role.items() for n in range(number)]
+        sources = [
+            one for number in config.workers.values() for one in models for _ in range(number)
+        ]
         may_use_gpus = config.engine.device in ("auto", "cuda") and not config.engine.simulate
         gpus = await asyncio.to_thread(resources.count_gpus) if may_use_gpus else 0
         ranks = [config.ranks[name.partition("-")[0]] for name in names]
-        number = config.workers["prefill"]
+        number = of_role["prefill"]
         shares = resources.shares(config.engine, names, number, gpus, self._say, ranks)
         if any(share.device for share in shares):
             self._start_timeout_s = max(self._start_timeout_s, _GPU_START_S)
         for number, (port, http_port) in enumerate(zip(found, http_ports, strict=True)):
             name = "router" if config.routers == 1 else f"router-{number}"
             await self._start_router(name, port, http_port)
-        for name, share in zip(names, shares, strict=True):
-            await self.add_worker(name.partition("-")[0], share)
+        for name, share, source in zip(names, shares, sources, strict=True):
+            await self.add_worker(name.partition("-")[0], share, source)
         await self.wait_ready()
 
     async def _start_router(self, name: str, port: int, http_port: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from baton.config import ClusterConfig, RouterConfig, WorkerConfig, options
+from baton.config import ClusterConfig, ModelSource, RouterConfig, WorkerConfig, options
 from baton.local.resources import Share
 
 PROGRAM = (sys.executable, "-m", "baton")
@@ -27,7 +27,7 @@ def router(
         limits=config.limits,
         api=config.api,
         **_shared(config, RouterConfig),
-        model=config.engine.model,
+        models=tuple(map(str, config.sources)),
         random_weights=config.engine.random_weights,
         host=config.host,
         port=port,
@@ -46,9 +46,12 @@ def worker(
     share: Share,
     metrics_port: int | None = None,
     certs: Path | None = None,
+    source: ModelSource | None = None,
 ) -> list[str]:
     """Arguments of a worker with a role of `WorkerConfig`, which chooses a free port itself."""
-    engine = replace(config.engine, threads=share.threads, cpus=tuple(share.cpus))
+    source = source or config.sources[0]
+    engine = replace(config.engine, model=source.path)
+    engine = replace(engine, threads=share.threads, cpus=tuple(share.cpus))
     if role == "prefill":
         engine = replace(engine, nice=config.prefill_nice)
     engine = replace(engine, tp=config.ranks[role])
@@ -59,6 +62,8 @@ def worker(
         engine,
         config.registry(etcd),
         **_shared(config, WorkerConfig),
+        model_name=source.name,
+        model_version=source.version or "",
         metrics_port=metrics_port,
         **(_tls(certs, "worker") if certs else {}),
     )
@@ -75,6 +80,7 @@ def _tls(certs: Path, role: str) -> dict[str, Any]:
 def _shared(config: ClusterConfig, cls: type[Any]) -> dict[str, Any]:
     """Settings of the cluster that `cls` has, too, with the same name and meaning."""
     own = {"engine", "limits", "api", "registry", "host", "port", "http_port", "metrics_port"}
+    own |= {"models", "model_name"}
     names = {field.name for field in fields(cls)} & {field.name for field in fields(config)}
     return {name: getattr(config, name) for name in names - own}
 

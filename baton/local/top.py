@@ -47,6 +47,7 @@ _EVENT_NAMES = {
     fleet_pb2.EVENT_KIND_FAILOVER: ("failover", "yellow"),
     fleet_pb2.EVENT_KIND_REFUSAL: ("refused", "magenta"),
     fleet_pb2.EVENT_KIND_FAILURE: ("failed", _BAD),
+    fleet_pb2.EVENT_KIND_CANARY: ("canary", "cyan"),
 }
 # State of a block, its sign and colour, in the bar's order.
 _BLOCKS = (("held", "█", "cyan"), ("cached", "▓", "blue"), ("quarantined", "▒", "red"))
@@ -181,7 +182,7 @@ def frame(moment: Moment, view: View, width: int) -> Group:
         *(Text(f"  {w.name}: {w.reason}", "red") for w in failing[:_MAX_LINES]),
         *(_event(at if several else "", one, width) for at, one in events),
         Text(),
-        *_table(_worker_columns(width), workers, width),
+        *_table(_worker_columns(width, workers), workers, width),
         *([] if workers else [Text("no workers", "yellow")]),
         Text.assemble("KV blocks: ", *signs, f"{_FREE} free", style=_QUIET),
     ]
@@ -196,7 +197,7 @@ def _title(moment: Moment, view: View) -> Text:
     last = next((router.last for router in moment.routers if router.last), None)
     return Text.assemble(
         ("baton top", "bold"),
-        f"  cluster {last.router.cluster}, model {last.router.model}" if last else "",
+        f"  cluster {last.router.cluster}, model {', '.join(last.router.models)}" if last else "",
         (f"  {_clock(moment.unix_s)}", _QUIET),
         (f"  q quit  r role: {view.role}  s sort: {view.sort}" if view.keys else "", _QUIET),
     )
@@ -295,12 +296,14 @@ def _used(worker: WorkerLine) -> str | None:
     return f"{(worker.load.blocks_held + worker.load.blocks_quarantined) / total:.0%}"
 
 
-def _worker_columns(width: int) -> Sequence[Column]:
+def _worker_columns(width: int, workers: Sequence[WorkerLine]) -> Sequence[Column]:
     """The workers' columns; the length of the bar depends on the terminal's width."""
+    several = len({worker.model for worker in workers}) > 1
     bar = 8 if width < 90 else 16 if width < 140 else 24
     return (
         Column("role", lambda w: w.role, 6, left=True),
         Column("worker", lambda w: w.name, left=True),
+        *([Column("model", lambda w: w.model, 1, left=True)] if several else ()),
         Column("state", lambda w: w.state, left=True),
         Column("batch", lambda w: f"{w.load.running}/{w.status.record.max_batch}"),
         Column("wait", lambda w: w.load.waiting, 5),

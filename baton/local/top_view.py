@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from baton.config import shown_name
 from baton.errors import BatonError
 from baton.net import rpc
 from baton.registry.membership import ROLES
@@ -140,6 +141,10 @@ class WorkerLine(NamedTuple):
     @property
     def name(self) -> str:
         return self.status.record.incarnation
+
+    @property
+    def model(self) -> str:
+        return shown_name(self.status.record.model, self.status.record.version)
 
     @property
     def role(self) -> str:

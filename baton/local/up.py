@@ -96,7 +96,7 @@ def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:
         key = ' -H "authorization: Bearer $KEY"' if has_keys else ""
         any_key = "your api_key" if has_keys else "any api_key"
         chat = "a chat in the browser"
-        if cluster.config.engine.model == "demo":
+        if cluster.config.sources[0].path == "demo":
             chat = "a page in the browser (the demo model continues Python; it does not chat)"
         lines += [
             f"  {curl} {url}/completions{key} -H 'content-type: application/json' -d '{body}'",

@@ -54,9 +54,13 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
+_NEVER = (1 << 31) - 1
 # Else gRPC ends a connection on which nothing was called for half an hour, and with it the link
 # of a pair of workers.
-_NEVER_IDLE = ("grpc.client_idle_timeout_ms", (1 << 31) - 1)
+_NEVER_IDLE = ("grpc.client_idle_timeout_ms", _NEVER)
+# For a connection whose one stream has heartbeats: gRPC's own pings, for life and for throughput,
+# add half to the cost of a message that comes alone.
+_WATCHED = {"grpc.keepalive_time_ms": _NEVER, "grpc.http2.bdp_probe": 0}
 _MOST_CALLS_A_TURN = 32
 _CALL_TASK = "_schedule_rpc_coro"  # of grpc.aio
 _STATUS_DETAILS = "grpc-status-details-bin"
@@ -353,10 +357,13 @@ def channel(
     What is called must be the cluster's process of that `role`; without one, the address's host.
     Such a channel has a connection of its own, which any process at that address may get. One to a
     role stays connected, also while nothing is called; it shares its connection with others of this
-    process unless it is not `shared`.
+    process unless it is not `shared`. Whether the other end of such a one answers is for the caller
+    to watch.
     """
     credentials = credentials or tls.current().of_client()
     options = [*([_NEVER_IDLE] if role else []), *_options(max_message_bytes)]
+    if not shared:
+        options = [*(dict(options) | _WATCHED).items()]
     if not (role and shared):
         options.append(("grpc.use_local_subchannel_pool", 1))
     if credentials is None:

@@ -121,6 +121,7 @@ class Decision:
     roles: Mapping[str, RolePlan]
     flips: tuple[Flip, ...] = ()
     explanation: str = ""  # with the figures
+    changed: bool = False  # a number that is wanted, or a role
     held: bool = False  # the observation was of no use: everything stays
 
 
@@ -135,13 +136,14 @@ def plan(now: float, seen: Observation | None, state: State, policy: Policy) -> 
         return _held(seen, state, why)
     needs = _needs_by_role(demand, seen, state)
     state = _remembered(now, needs, state, policy)
-    state, texts = _wanted(now, seen, state, policy)
+    state, texts, changed = _wanted(now, seen, state, policy)
     state, flips, why = _flips(now, seen, state, policy)
     roles = {
         role: RolePlan(needs[role], len(_of(seen, role, ready=True)), state.wanted[role])
         for role in ROLES
     }
-    return Decision(state, roles, flips, "; ".join(filter(None, [demand.text, *texts, why])))
+    explanation = "; ".join(filter(None, [demand.text, *texts, why]))
+    return Decision(state, roles, flips, explanation, changed or bool(flips))
 
 
 @dataclass(frozen=True)
@@ -234,22 +236,25 @@ def _remembered(now: float, needs: Mapping[str, float], state: State, policy: Po
     return replace(state, needs=tuple(kept))
 
 
-def _wanted(now: float, seen: Observation, state: State, policy: Policy) -> tuple[State, list[str]]:
-    """The state with the workers that there should be, and what is said about them.
+def _wanted(
+    now: float, seen: Observation, state: State, policy: Policy
+) -> tuple[State, list[str], bool]:
+    """The state with the workers that there should be, what is said of it, and whether any changed.
 
     A number goes up once every need of the window was above it, and down once every need was below:
     as fast in both directions, and a load that swings within a window changes nothing.
     """
     wanted: dict[str, int] = {}
     texts: list[str] = []
-    raised_s = state.raised_s
+    raised_s, changed = state.raised_s, False
     for role in ROLES:
         before = state.wanted.get(role, len(_of(seen, role)))
         ready = len(_of(seen, role, ready=True))
         after = before
         if state.needs[0][0] <= now - policy.window_s:
             needs = [need[role] for _, need in state.needs]
-            lowest, highest = math.ceil(min(needs) - _BAND), math.ceil(max(needs) + _BAND)
+            lowest = math.ceil(min(needs) - _BAND)
+            highest = math.ceil(max(needs) + _BAND) if max(needs) else 0
             after = min(max(before, lowest), highest)
         floor, late = _floor(now, role, before, ready, seen, state, policy)
         if floor > after:
@@ -258,10 +263,11 @@ def _wanted(now: float, seen: Observation, state: State, policy: Policy) -> tupl
         least = policy.least.get(role, 0) if _is_used(role, seen, state) else 0
         wanted[role] = after = min(max(after, least), policy.most.get(role, after))
         if after != before:
+            changed = True
             texts.append(f"{before} → {after} {role} workers are wanted")
         if after > ready:
             texts.append(f"{after - ready} of the {after} {role} workers wanted are not ready")
-    return replace(state, wanted=wanted, raised_s=raised_s), texts
+    return replace(state, wanted=wanted, raised_s=raised_s), texts, changed
 
 
 def _floor(
@@ -279,7 +285,7 @@ def _floor(
     latencies; none where workers are idle already, which more of them would be, too.
     """
     needs = state.needs[-1][1]
-    if needs[role] < ready / 2:
+    if not needs[role] or needs[role] < ready / 2:
         return 0, ""
     # A first token waits for the role that is short, and it may be decode, which reserves first.
     first = max(ROLES, key=lambda one: _load(needs[one], len(_of(seen, one, ready=True))))

@@ -8,7 +8,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from functools import partial
 
 from google.protobuf import json_format
@@ -17,11 +17,12 @@ from opentelemetry.trace import Tracer
 
 from baton.config import PlannerConfig
 from baton.errors import BatonError, Stale
+from baton.log_format import about
 from baton.net import rpc
 from baton.net.metrics_server import serving
 from baton.net.server import Health, bind
 from baton.planner import decision
-from baton.planner.decision import Decision, Flip, Observation, Policy, RolePlan, State
+from baton.planner.decision import Decision, Flip, Observation, Policy, State
 from baton.planner.observer import Observer
 from baton.planner.routers import Routers
 from baton.planner.scaler import PublishedPlan, ScalerServicer
@@ -122,7 +123,6 @@ class Planner:
         self._addresses: dict[str, str] = {}  # of workers, by incarnation
         self._written_s = -math.inf
         self._said = ""
-        self._roles: Mapping[str, RolePlan] = {}
         self.published = PublishedPlan()
         self.failure: BaseException | None = None
         self._observe()
@@ -136,10 +136,11 @@ class Planner:
         """Looks at the cluster again and again, until cancelled."""
         while True:
             statuses = await routers.statuses()
-            for status in filter(None, statuses.values()):
-                self._addresses |= {
-                    one.record.incarnation: one.record.address for one in status.workers
-                }
+            self._addresses = {
+                one.record.incarnation: one.record.address
+                for status in filter(None, statuses.values())
+                for one in status.workers
+            }
             seen = self._observer.observe(_now(), statuses)
             try:
                 await (self._lead(seen) if self._election.left_s else self._follow())
@@ -167,17 +168,15 @@ class Planner:
         with tracing.span(self._tracer, "planner.plan", Context(), _attributes(decided)) as span:
             await self._publish(decided)
             self._leads, self._state = True, decided.state
-            self._say(decided)
+            self._say(decided, tracing.trace_id_of(span))
             context = tracing.context_of(span)
             await asyncio.gather(*(self._flip(flip, context) for flip in decided.flips))
 
     async def _publish(self, decided: Decision) -> None:
         """Writes the plan if it changed, was not confirmed for long, or is this leader's first."""
-        before, now = self.published.plan, _now()
-        new = self._plan_of(decided)
-        numbers = [(one.role, one.wanted) for one in new.roles]
-        changed = numbers != [(one.role, one.wanted) for one in before.roles] or decided.flips
-        if not (changed or not self._leads or now - self._written_s > CONFIRM_S):
+        now, new = _now(), self._plan_of(decided)
+        if self._leads and not decided.changed and now - self._written_s < CONFIRM_S:
+            self.published.plan = new  # its figures
             return
         await self._key.write(json_format.MessageToJson(new, indent=None).encode())
         self._written_s = now
@@ -198,18 +197,13 @@ class Planner:
             applied=self._config.plan.apply,
         )
 
-    def _say(self, decided: Decision) -> None:
+    def _say(self, decided: Decision, trace_id: str) -> None:
         """Logs a decision that changes something, and the others once while they are alike."""
-        before = self._roles
-        self._roles = decided.roles
-        changed = bool(decided.flips) or any(
-            role in before and before[role].wanted != one.wanted
-            for role, one in decided.roles.items()
-        )
-        outcome = "held" if decided.held else "changed" if changed else "kept"
+        outcome = "held" if decided.held else "changed" if decided.changed else "kept"
         self._recorder.count("baton.planner.decisions", 1, {"outcome": outcome})
-        level = logging.INFO if changed or outcome != self._said else logging.DEBUG
-        log.log(level, "%s: %s", outcome, decided.explanation)
+        level = logging.INFO if decided.changed or outcome != self._said else logging.DEBUG
+        extra = about(trace_id=trace_id)
+        log.log(level, "%s: %s", outcome, decided.explanation, extra=extra)
         self._said = outcome
 
     async def _flip(self, flip: Flip, context: Context) -> None:

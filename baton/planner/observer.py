@@ -91,7 +91,7 @@ class Observer:
             ttft_p95_s=_mean_ms(routers.values(), lambda one: one.ttft_p95_ms) / 1e3,
             tpot_p95_s=_mean_ms(routers.values(), lambda one: one.tpot_p95_ms) / 1e3,
             **self._abilities(list(workers.values())),
-            incomplete=self._missing(now, statuses),
+            incomplete=self._missing(now, statuses) or _mixture(workers.values()),
         )
         return self._last
 
@@ -192,6 +192,14 @@ def _workers(
             if role and one.state != _OTHER_MODEL and (name not in found or one.state == _READY):
                 found[name] = role, one
     return found
+
+
+def _mixture(workers: Iterable[tuple[str, fleet_pb2.WorkerStatus]]) -> str:
+    """Why a plan would say nothing where several models are served; empty where one is."""
+    models = sorted({one.record.model for _, one in workers if one.state == _READY})
+    if len(models) < 2:
+        return ""
+    return f"routers count the requests of several models together: {', '.join(models)}"
 
 
 def _mean_ms(

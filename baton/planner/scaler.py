@@ -33,10 +33,13 @@ class PublishedPlan:
         self.changed = asyncio.Event()
 
     def wanted(self, role: str) -> int:
-        """Wanted replicas. Raises Unavailable without a recent plan."""
+        """Wanted replicas. Raises Unavailable without a recent plan, which is not the same as 0."""
         if asyncio.get_running_loop().time() - self._seen_s > PLAN_S:
             raise Unavailable(f"there is no plan of the last {PLAN_S:.0f} s: does a planner lead?")
-        return next((one.wanted for one in self.plan.roles if one.role == role), 0)
+        for one in self.plan.roles:
+            if one.role == role:
+                return one.wanted
+        raise Unavailable("the planner has not seen the workers yet")
 
 
 class ScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):

@@ -1,8 +1,9 @@
-"""What is kept in etcd: which workers are alive, which planner leads, and its plan."""
+"""What is kept in etcd: which workers are alive, which models names stand for, who plans."""
 
 from baton.registry.election import Election, LedKey
 from baton.registry.etcd import EtcdRegistry
 from baton.registry.lease import EtcdRegistration
 from baton.registry.membership import Membership
+from baton.registry.routes import RouteTable
 
-__all__ = ["Election", "EtcdRegistration", "EtcdRegistry", "LedKey", "Membership"]
+__all__ = ["Election", "EtcdRegistration", "EtcdRegistry", "LedKey", "Membership", "RouteTable"]

@@ -40,9 +40,11 @@ class Election:
             try:
                 await self._renew() if self.left_s else await self._stand()
                 self._connected = True
-            except BatonError as error:
-                if self._connected:
-                    log.warning("the election cannot be followed for now: %s", error)
+            except Exception as error:  # after a bug, too: nobody would lead, and this one serve on
+                bug = None if isinstance(error, BatonError) else error
+                if self._connected or bug:
+                    text = "the election cannot be followed for now: %s"
+                    log.warning(text, error, exc_info=bug)
                 self._connected = False
             await asyncio.sleep(self._ttl_s / 3 if self.left_s else _FOLLOW_S)
 

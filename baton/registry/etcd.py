@@ -25,6 +25,7 @@ from baton.registry.membership import (
     incarnation_of,
     key_of,
 )
+from baton.registry.routes import RouteTable
 from baton.v1 import etcd_pb2
 from baton.v1.common_pb2 import RankHost, WorkerRecord
 
@@ -96,6 +97,14 @@ class EtcdRegistry:
                 yield watch.membership
         finally:
             watch.close()
+
+    @asynccontextmanager
+    async def routes(self) -> AsyncIterator[RouteTable]:
+        """Lists the routes of model names, then follows them until exit. Raises as `watch`."""
+        table = RouteTable(self._client, self._config.routes_prefix)
+        await table.load()
+        async with _running(table.follow(), "watch routes"):
+            yield table
 
     @asynccontextmanager
     async def stand(self, name: str) -> AsyncIterator[tuple[Election, LedKey]]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from baton.bench.request import Demand
 from baton.bench.workload import Workload
 from baton.config import RouterLimits
 from baton.config.slo import Slo
+from baton.simulator.planned import PlannedRoles, RoleChange
 from baton.simulator.router import Costs
 from baton.simulator.settings import DECODE, MIXED, PREFILL, AdviseConfig
 from baton.simulator.simulation import Simulation
@@ -24,7 +25,7 @@ _SMALL = 0.01  # difference of goodput that is none
 _LEAST_S, _MOST_REQUESTS = 60.0, 4000  # of a load, where neither is given
 _OTHER_CHUNKS = (0.5, 2.0)  # of the usual duration
 _NEIGHBOURS = 1  # splits on both sides of the one that the load suggests
-_BLOCKS_OF_A_PROMPT = 32  # longer prompts are simulated in larger blocks
+_BLOCKS_OF_A_PROMPT = 16  # longer prompts are simulated in larger blocks
 _BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
 
 
@@ -64,6 +65,7 @@ class Tried:
     roles: Mapping[str, int]
     chunk_s: float
     stats: dict[str, Any]
+    changes: tuple[RoleChange, ...] | None = None  # of roles, by the planner; None: there was none
 
     @property
     def share(self) -> float:
@@ -81,7 +83,8 @@ class Tried:
 
     @property
     def name(self) -> str:
-        return " + ".join(f"{count} {role}" for role, count in self.roles.items())
+        name = " + ".join(f"{count} {role}" for role, count in self.roles.items())
+        return name if self.changes is None else f"{name}, planner"
 
     @property
     def latency(self) -> float:
@@ -115,7 +118,12 @@ class Advice:
                 "expected": best.stats,
             },
             "tried": [
-                {"roles": dict(one.roles), "chunk_ms": round(one.chunk_s * 1e3, 1), **one.stats}
+                {
+                    **one.stats,
+                    "roles": dict(one.roles),
+                    "chunk_ms": round(one.chunk_s * 1e3, 1),
+                    "role_changes": [asdict(change) for change in one.changes or ()],
+                }
                 for one in self.tried
             ],
         }
@@ -157,15 +165,23 @@ class Advisor:
         best = self._best()
         for factor in _OTHER_CHUNKS:
             self._try(best.roles, self._spec.chunk_s * factor)
+        if self._config.planner:
+            self._try(self._best().roles, planner=PlannedRoles(self._config.slo))
         best = self._best()
         meets = best.share >= config.share
         return Advice(best, meets, self._why(best, meets), self._tried)
 
-    def _try(self, roles: Mapping[str, int], chunk_s: float | None = None) -> None:
+    def _try(
+        self,
+        roles: Mapping[str, int],
+        chunk_s: float | None = None,
+        planner: PlannedRoles | None = None,
+    ) -> None:
         spec = replace(self._spec, chunk_s=chunk_s or self._spec.chunk_s)
         simulation = Simulation(spec, roles, self._limits, self._costs)
-        stats = simulation.run(self._load.demands).stats(self._config.slo)
-        self._tried.append(Tried(roles, spec.chunk_s, stats))
+        stats = simulation.run(self._load.demands, follow=planner).stats(self._config.slo)
+        changes = tuple(planner.changes) if planner else None
+        self._tried.append(Tried(roles, spec.chunk_s, stats, changes))
         self._show(self._tried[-1])
 
     def _best(self) -> Tried:
@@ -178,6 +194,7 @@ class Advisor:
             key=lambda one: (
                 one.num_workers,
                 one.is_disaggregated,
+                one.changes is not None,
                 one.chunk_s != usual and one.latency > self._latency_of(one.roles, usual) * 0.9,
                 one.latency,
             ),

@@ -114,11 +114,14 @@ class SimulatedFleet:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def views(self) -> list[WorkerView]:
+        """All workers as they are now, by name."""
+        return [self.members[name].view for name in sorted(self.members)]
+
     def snapshot(self) -> Snapshot:
         if self._seen is None:
             self._touched.clear()
-            views = sorted((m.view for m in self.members.values()), key=lambda v: v.incarnation)
-            self._seen = Snapshot(tuple(views), {}, self._index, decode_alone=True)
+            self._seen = Snapshot(tuple(self.views()), {}, self._index, decode_alone=True)
         elif self._touched:
             views = [self.members[name].view for name in self._touched]
             self._touched.clear()

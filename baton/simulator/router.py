@@ -7,6 +7,7 @@ of a request between them and the workers, as `router.dispatch` has it, without 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field
 
 from baton.bench.request import Demand as TraceRequest
@@ -16,6 +17,7 @@ from baton.generation.sampling_params import SamplingParams
 from baton.simulator.fleet import SimulatedFleet
 from baton.simulator.prompt import Prompt
 from baton.simulator.worker import SimulatedSequence, SimulatedWorker
+from baton.v1 import fleet_pb2
 from router.admission import feasibility
 from router.fleet.snapshot import AssignedPrompt
 from router.placement import scoring
@@ -51,6 +53,16 @@ class SimulatedRequest:
     cached_tokens: int = 0
     path: str = ""  # "handed over", "decode computed it"
 
+    @property
+    def ttft_s(self) -> float:
+        return self.first_at - self.arrived_at
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of an output token after the first; None without any."""
+        steps = self.output_tokens - 1
+        return (self.last_at - self.first_at) / steps if steps else None
+
 
 @dataclass(eq=False)
 class _Attempt:
@@ -67,7 +79,10 @@ class _Attempt:
 
 
 class SimulatedRouter:
-    """Runs requests over a fleet, each in a task of its own."""
+    """Runs requests over a fleet, each in a task of its own.
+
+    counts: since the start, as a router has them · ended: the latest requests.
+    """
 
     def __init__(
         self,
@@ -85,6 +100,9 @@ class SimulatedRouter:
             lambda: fleet.snapshot().tokens_in_flight,
             self._loop.time,
         )
+        self.counts = fleet_pb2.RouterCounts()
+        self.running = 0
+        self.ended: deque[SimulatedRequest] = deque(maxlen=512)
         self._links: dict[str, float] = {}  # when each prefill worker's link is free again
         self._params: dict[int, SamplingParams] = {}
 
@@ -100,8 +118,12 @@ class SimulatedRouter:
         try:
             queue.check_room(_TENANT)
         except Overloaded as error:
+            self.counts.turned_away += 1
             request.refused = str(error)
             return request
+        self.counts.admitted += 1
+        self.counts.prompt_tokens += len(prompt)
+        self.running += 1
         seconds = len(prompt) / (snapshot.prefill_rate or _ASSUMED_RATE)
         pending = self.fair_queue.add(_TENANT, seconds)
         computed = False
@@ -127,7 +149,19 @@ class SimulatedRouter:
         finally:
             if not computed:
                 self.fair_queue.remove(pending)
+            self._count_end(request)
         return request
+
+    def _count_end(self, request: SimulatedRequest) -> None:
+        self.running -= 1
+        if request.refused:
+            self.counts.ended["RESOURCE_EXHAUSTED"] += 1
+            self.counts.refused += 1
+            return
+        self.counts.ended["OK"] += 1
+        self.counts.cached_tokens += request.cached_tokens
+        self.counts.output_tokens += request.output_tokens
+        self.ended.append(request)
 
     def _state(self, request: SimulatedRequest, prompt: Prompt) -> RequestState:
         tokens = request.output_tokens

@@ -57,6 +57,11 @@ class AdviseConfig:
         parse_roles,
         many=True,
     )
+    planner: bool = option(
+        False,
+        "--planner",
+        "also simulate the best arrangement with `baton planner` changing roles",
+    )
     kv_tokens: int = option(
         0, "--kv-tokens TOKENS", "size of a worker's KV cache (default: as measured, or 131072)"
     )

@@ -31,17 +31,14 @@ class Result:
     seconds: float  # until the last token
     workers: dict[str, dict[str, float]]  # by role, sums and shares
     roles: dict[str, int]  # at the end
-    events: list[dict[str, Any]] = field(default_factory=list)  # of what followed the load
 
     def stats(self, slo: Slo | None = None) -> dict[str, Any]:
         """Percentiles, goodput under the SLO and utilisation; names as in `baton bench serve`."""
         ok = [one for one in self.requests if not one.refused]
-        ttft_s = np.array([one.first_at - one.arrived_at for one in ok])
+        ttft_s = np.array([one.ttft_s for one in ok])
         e2e_s = np.array([one.last_at - one.arrived_at for one in ok])
         outputs = np.array([one.output_tokens for one in ok], np.float64)
-        several = outputs > 1
-        tpot_s = np.full(len(ok), np.nan)
-        tpot_s[several] = (e2e_s - ttft_s)[several] / (outputs[several] - 1)
+        tpot_s = np.array([one.tpot_s for one in ok], np.float64)  # NaN for None
         per_s = 1 / self.seconds if self.seconds else 0.0
         prompts = sum(one.prompt_tokens for one in ok)
         return {
@@ -51,7 +48,7 @@ class Result:
             "requests_per_s": len(ok) * per_s,
             "output_tokens_per_s": float(outputs.sum()) * per_s,
             "ttft_s": spread_of(ttft_s),
-            "tpot_s": spread_of(tpot_s[several]),
+            "tpot_s": spread_of(tpot_s[~np.isnan(tpot_s)]),
             "itl_s": self._itl(),
             "e2e_s": spread_of(e2e_s),
             "cached_share": sum(one.cached_tokens for one in ok) / max(1, prompts),

@@ -30,6 +30,7 @@ from opentelemetry.trace import (
 )
 
 from baton.errors import ConfigError, InvalidRequest
+from baton.v1 import inference_pb2
 
 _TRACE_ID = re.compile("[0-9a-f]{32}")
 for _name in ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext"):
@@ -38,6 +39,13 @@ _NO_SPAN = contextlib.nullcontext(INVALID_SPAN)
 PROVIDER = "baton"  # `gen_ai.provider.name` of spans and metrics
 _MAX_STATUS_CHARS = 1000  # thousands of spans are held, and an error may quote a request
 Attributes = Mapping[str, str | int | float | bool]
+
+
+def operation_of(request: inference_pb2.GenerateRequest) -> str:
+    """Name of a request's operation in OpenTelemetry's conventions for generative AI."""
+    if request.sampling.embedding:
+        return "embeddings"
+    return "chat" if request.HasField("chat") else "text_completion"
 
 
 @dataclass

@@ -21,7 +21,7 @@ import grpc
 import torch
 import uvloop
 
-from baton.config import WorkerConfig, host_id, split_address
+from baton.config import WorkerConfig, full_name, host_id, split_address
 from baton.cuda import CudaArea
 from baton.engine import build, cpu_affinity
 from baton.engine.build import Loaded
@@ -36,6 +36,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.generation.structured_output import GrammarCompiler
+from baton.log_format import audit
 from baton.net import rpc
 from baton.net.message_stream import MAX_MESSAGE_BYTES
 from baton.net.metrics_server import serving
@@ -138,6 +139,7 @@ class Node(WorkerServiceServicer):
             host_id=host_id() if config.nnodes == 1 else config.incarnation,
             state=common_pb2.WORKER_STATE_STARTING,
             model=config.served_name,
+            version=config.model_version,
         )
         self.members: Membership  # all workers of the cluster
         self.parts: list[Part] = []  # of `_part_types`, once the model is loaded
@@ -261,6 +263,7 @@ class Node(WorkerServiceServicer):
         return worker_pb2.DescribeResponse(record=self.record, load=self.load(), pairs=self.pairs())
 
     async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
+        audit("worker drained", worker=self.incarnation, caller=context.peer())
         self._stop.set()
         await self._drained.wait()
         return worker_pb2.DrainResponse()
@@ -271,7 +274,13 @@ class Node(WorkerServiceServicer):
             raise InvalidRequest(f"there is no role {request.role}", "role")
         self.refuse_if_draining()
         previous, self.record.role = self.record.role, request.role
-        log.info("role %s, before %s", ROLES[request.role], ROLES[previous])
+        audit(
+            "role changed",
+            worker=self.incarnation,
+            role=ROLES[request.role],
+            before=ROLES[previous],
+            caller=context.peer(),
+        )
         registered = await self._register()
         return worker_pb2.SetRoleResponse(previous=previous, registered=registered)
 
@@ -292,6 +301,7 @@ class Node(WorkerServiceServicer):
         record.hardware.CopyFrom(await asyncio.to_thread(hardware.describe, device))
         record.text_fingerprint = text_fingerprint(loaded.path)
         record.kv.CopyFrom(loaded.descriptor)
+        record.kv.model = full_name(record.model, record.version)
         record.kv.checksum_version = pools[0].new_digest().version
         record.kv_pools = len(pools)
         record.transports.extend(transport.kind for transport in usable)

@@ -36,7 +36,8 @@ class Launched(NamedTuple):
 
 def run(part: Part) -> None:
     """Profiles decode steps and a prompt of each model that the part "engine" measures."""
-    for shape, formats in measured(part):
+    models = measured(part)
+    for shape, formats in part.sized(models, models[:1]):
         if part.has_fp8 or "fp8" not in formats.name:
             part.measure("steps", _cases(part, shape, formats))
 

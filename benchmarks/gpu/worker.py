@@ -89,7 +89,7 @@ def requests(part: Part, loaded: Loaded, driver: Driver, compiled: list[tuple[st
     graph."""
     began, graphs, total = time.perf_counter(), num_graphs(loaded), 0
     kinds = [{}, *({**each, **first} for each, first in SAMPLING.values()), *_OTHER_KINDS]
-    for count, length in part.sized(_REQUESTS, ((2, 5),)):
+    for count, length in part.sized(_REQUESTS, ((1, 5),)):
         for settings in kinds:
             prompts = [driver.prompt(length) for _ in range(count)]
             driver.generate(prompts, part.sized(8, 2), **settings)

@@ -104,6 +104,7 @@ class Worker(ABC):
             pid=os.getpid(),
             state=common_pb2.WORKER_STATE_READY,
             model=config.served_name,
+            version=config.model_version,
             text_fingerprint=fingerprint,
             kv=common_pb2.KvDescriptor(
                 model_fingerprint="fleet", dtype="bfloat16", num_layers=32, num_kv_heads=8,

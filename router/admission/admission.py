@@ -6,14 +6,14 @@ import asyncio
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from baton.config import MAX_STREAM_INTERVAL, RouterConfig
-from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
+from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.generation.generation_config import DEFAULTS
 from baton.generation.sampling_params import (
     FILL_CONTEXT,
@@ -29,7 +29,6 @@ from baton.text.stop_strings import MAX_STOP_CHARS
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.chat import ChatFormats, has_grammar
 from router.admission.prompt_tokenizer import PromptTokenizer
-from router.admission.resume_ticket import ResumeTickets
 from router.admission.tenants import AdmissionLease, ReservedChoices, Tenant, Tenants
 from router.admission.validation import (
     check_fields,
@@ -64,7 +63,7 @@ class PromptChoices:
 
 
 class Admission:
-    """Admits requests for the served model."""
+    """Admits requests for a model: all its versions that have one tokenizer."""
 
     def __init__(
         self,
@@ -73,22 +72,15 @@ class Admission:
         tenants: Tenants,
         *,
         grammars: GrammarCompiler | None = None,
-        tickets: ResumeTickets | None = None,
         sampling_defaults: Mapping[str, Any] = DEFAULTS,
-        prefill_rate: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`prefill_rate`: tokens a second of the fleet, 0 if not known.
-
-        Raises ConfigError for parsers that do not fit the model.
-        """
+        """Raises ConfigError for parsers that do not fit the model."""
         self.config = config
         self.limits = config.limits
         self.tokenizer = tokenizer
         self.tenants = tenants
-        self.tickets = tickets or ResumeTickets()
         self.sampling_defaults = sampling_defaults
         self._grammars = grammars or GrammarCompiler(Path(), 0, ())
-        self._prefill_rate = prefill_rate
         self.chat_formats = ChatFormats.from_tokenizer(
             tokenizer, self.limits.tool_parser, self.limits.reasoning_parser
         )
@@ -100,14 +92,6 @@ class Admission:
         """Ends the processes that tokenize long texts."""
         await self.prompts.pool.close()
 
-    def __str__(self) -> str:
-        """The served model, for logs."""
-        return f"{self.model} ({self.chat_formats})"
-
-    @property
-    def model(self) -> str:
-        return self.config.served_name
-
     async def admit(
         self,
         request: inference_pb2.GenerateRequest,
@@ -117,12 +101,14 @@ class Admission:
         tenant: Tenant,
         choices: PromptChoices,
         number: int = 0,
+        model: str = "",
     ) -> TokenizedRequest:
         """Validates and tokenizes a request.
 
         `number`: index of the choice, which is added to the seed. `max_context`: the workers'
-        limit, 0 if not known. The tenant is charged by `enter` only, but Overloaded is raised while
-        none of its requests may enter. Raises InvalidRequest, ModelNotFound or DeadlineExceeded.
+        limit, 0 if not known. `model`: full name of the version that serves it. The tenant is
+        charged by `enter` only, but Overloaded is raised while none of its requests may enter.
+        Raises InvalidRequest or DeadlineExceeded.
         """
         if charged := choices.num_charged(number):
             tenant.check(charged)
@@ -130,7 +116,6 @@ class Admission:
         if timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         deadline = time.monotonic() + timeout_s
-        self.check_model(request.model)
         check_fields(request)
         params = self._params(request, choices, number)
         check_stop_strings(request.stop)
@@ -157,6 +142,7 @@ class Admission:
             cache_salt=tenant.salt(request.cache_salt),
             deadline=deadline,
             tenant=tenant.name,
+            model=model,
             ttft_target_s=request.ttft_target_ms / 1000 or self.limits.ttft_target_s,
             resumed=resumed,
             is_further_choice=bool(number),
@@ -172,11 +158,13 @@ class Admission:
         priority: common_pb2.Priority,
         choices: PromptChoices,
         number: int = 0,
+        prefill_rate: float = 0.0,
     ) -> AdmissionLease:
         """Charges the request to its tenant and queues its prompt, until the lease's block is left.
 
-        Further choices are charged for their output only. Raises Overloaded at one of the tenant's
-        limits, InvalidRequest if it could never fit.
+        `prefill_rate`: tokens a second of the model's workers, 0 if not known. Further choices are
+        charged for their output only. Raises Overloaded at one of the tenant's limits,
+        InvalidRequest if it could never fit.
         """
         charged, reserved = choices.num_charged(number), choices.reserved
         prompt_tokens = 0 if number else len(request.prompt)
@@ -184,26 +172,26 @@ class Admission:
         lease = tenant.enter(
             prompt_tokens,
             max_tokens,
-            self._work_s(request),
+            _work_s(request, prefill_rate),
             priority,
             choices=charged,
             earlier_tokens=reserved.tokens,
+            model=request.model,
         )
         reserved.entered(tenant, charged, prompt_tokens + max_tokens * charged)
         request.pending = lease.prompt
         return lease
 
     def preview(
-        self, request: TokenizedRequest, tenant: Tenant, priority: common_pb2.Priority
+        self,
+        request: TokenizedRequest,
+        tenant: Tenant,
+        priority: common_pb2.Priority,
+        prefill_rate: float = 0.0,
     ) -> TokenizedRequest:
         """The request as `enter` would leave it, without charging it."""
-        prompt = tenant.fair_queue.preview(tenant.share, self._work_s(request), priority)
-        return replace(request, pending=prompt)
-
-    def check_model(self, model: str) -> None:
-        """Raises ModelNotFound unless the request names the served model or nothing."""
-        if model not in ("", self.model, *self.config.api.model_aliases):
-            raise ModelNotFound(f"model {quoted(model)} is not served here; {self.model!r} is")
+        queue, seconds = tenant.fair_queue(request.model), _work_s(request, prefill_rate)
+        return replace(request, pending=queue.preview(tenant.share, seconds, priority))
 
     async def _prompt(
         self,
@@ -331,7 +319,8 @@ class Admission:
             )
         return tuple(map(tuple, self.tokenizer.bad_words(words)))
 
-    def _work_s(self, request: TokenizedRequest) -> float:
-        """Prefill time of the prompt on the whole fleet."""
-        tokens = len(request.prompt) + len(request.resumed)
-        return tokens / (self._prefill_rate() or _ASSUMED_RATE)
+
+def _work_s(request: TokenizedRequest, prefill_rate: float) -> float:
+    """Prefill time of the prompt on all workers of its model."""
+    tokens = len(request.prompt) + len(request.resumed)
+    return tokens / (prefill_rate or _ASSUMED_RATE)

@@ -15,13 +15,14 @@ import hashlib
 import logging
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from baton.errors import ConfigError, InvalidRequest, RetryableError, Unauthenticated
 from baton.generation.enum_names import PRIORITIES
+from baton.log_format import audit
 from baton.v1 import common_pb2
 from router.admission.rate_limit import Clock, TokenBucket
 from router.admission.tenants_file import (
@@ -51,14 +52,14 @@ class Tenant:
     def __init__(
         self,
         config: TenantConfig,
-        fair_queue: FairQueue,
+        fair_queue: Callable[[str], FairQueue],
         clock: Clock,
         usage: LimitUsage,
         *,
         salted: bool = True,
     ) -> None:
         self.name = config.name
-        self.fair_queue = fair_queue
+        self.fair_queue = fair_queue  # of a model, by its full name
         self._salted = salted
         self._usage = usage
         self._requests = TokenBucket(
@@ -95,13 +96,15 @@ class Tenant:
         *,
         choices: int = 1,
         earlier_tokens: int = 0,
+        model: str = "",
     ) -> AdmissionLease:
         """Charges a choice of a request and queues its prompt; leaving the lease's block ends it.
 
         `choices`: number of choices of the request, all of which count as running from now on, if
         this is the first one; 0 for a further choice, which is not charged as a request and does
         not wait for used-up tokens, as the first choice would have run in vain.
-        `earlier_tokens`: prompts and outputs of the choices entered before it. Raises Overloaded at
+        `earlier_tokens`: prompts and outputs of the choices entered before it. `model`: whose
+        workers compute the prompt, which waits for its tenant's share of them. Raises Overloaded at
         a limit, with the time until it fits; InvalidRequest if it never fits.
         """
         total = earlier_tokens + prompt_tokens + max_tokens * choices
@@ -118,8 +121,9 @@ class Tenant:
                 self._check(choices, prompt_tokens + reserved * choices)
             self._charge(requests, prompt_tokens + reserved)
             self._usage.add_running(choices)
-        prompt = self.fair_queue.add(self.share, seconds_of_work, priority)
-        return AdmissionLease(self, prompt, requests, prompt_tokens, reserved)
+        queue = self.fair_queue(model)
+        prompt = queue.add(self.share, seconds_of_work, priority)
+        return AdmissionLease(self, queue, prompt, requests, prompt_tokens, reserved)
 
     def check(self, choices: int = 1, tokens: int | None = None) -> None:
         """Raises Overloaded while such a request may not enter; cheap, before any other work.
@@ -180,6 +184,7 @@ class AdmissionLease:
     """
 
     _tenant: Tenant
+    _queue: FairQueue
     prompt: PendingPrompt
     _requests: int
     _prompt_tokens: int
@@ -190,7 +195,7 @@ class AdmissionLease:
         """Counts delivered tokens; those beyond the limit delay the tenant's later requests."""
         if not self._has_begun:
             self._has_begun = True
-            self._tenant.fair_queue.remove(self.prompt, computed=True)
+            self._queue.remove(self.prompt, computed=True)
         if count > self._reserved:
             batch = max(_OUTPUT_BATCH, count - self._reserved)
             self._tenant.charge_tokens(batch)
@@ -202,7 +207,7 @@ class AdmissionLease:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         tenant = self._tenant
-        tenant.fair_queue.remove(self.prompt)
+        self._queue.remove(self.prompt)
         refused = isinstance(error, RetryableError) and not self._has_begun
         tenant.leave(1, self._requests * refused, self._reserved + self._prompt_tokens * refused)
 
@@ -248,10 +253,10 @@ class Tenants:
         if path and api_keys:
             raise ConfigError("--api-key and --tenants do not go together: add the key to the file")
         self._clock, self._shared = clock, shared
-        self._fair_queue = FairQueue(clock)
+        self._fair_queues: dict[str, FairQueue] = {}  # by model: each has its own workers
         self._file = TenantsFile(path) if path else None
         self._extra_admins = key_digests(admin_keys, "--admin-key")
-        self._unlimited = Tenant(TenantConfig(""), self._fair_queue, clock, LimitUsage())
+        self._unlimited = Tenant(TenantConfig(""), self.fair_queue, clock, LimitUsage())
         self._known: dict[str, Tenant] = {}  # by name; also removed ones with running requests
         self._names: Sequence[str] = ()
         digests = key_digests(api_keys, "--api-key")
@@ -265,8 +270,17 @@ class Tenants:
             await asyncio.sleep(_RELOAD_S)
             try:
                 if changed := await asyncio.to_thread(self._file.read_changed):
+                    before, admins = set(self._by_digest), self._admins
                     self._configure(changed)
                     log.info("%s: tenants are %s", self._file.path, ", ".join(self._names))
+                    audit(
+                        "tenants changed",
+                        file=str(self._file.path),
+                        tenants=",".join(self._names),
+                        keys_added=len(set(self._by_digest) - before),
+                        keys_removed=len(before - set(self._by_digest)),
+                        operators_keys_changed=self._admins != admins,
+                    )
             except ConfigError as error:
                 log.error("tenants stay as they were: %s", error)
 
@@ -300,7 +314,8 @@ class Tenants:
         for name in self._known.keys() - names:
             if self._known[name].is_idle:
                 del self._known[name]
-                self._fair_queue.forget(name)
+                for queue in self._fair_queues.values():
+                    queue.forget(name)
                 if self._shared is not None:
                     self._shared.release(name)
 
@@ -308,7 +323,15 @@ class Tenants:
         usage = LimitUsage()
         if self._shared is not None and not self.is_open:
             usage = self._shared.usage(config.name)
-        return Tenant(config, self._fair_queue, self._clock, usage, salted=not self.is_open)
+        return Tenant(config, self.fair_queue, self._clock, usage, salted=not self.is_open)
+
+    def fair_queue(self, model: str) -> FairQueue:
+        """The fair queue of the workers of a model."""
+        return self._fair_queues.setdefault(model, FairQueue(self._clock))
+
+    def drop_model(self, model: str) -> None:
+        """Forgets a model's fair queue, when it has no more requests."""
+        self._fair_queues.pop(model, None)
 
     def tenant_for(self, metadata: Metadata | None) -> Tenant:
         """The tenant whose key the call carries. Raises Unauthenticated."""
@@ -324,6 +347,10 @@ class Tenants:
                 raise Unauthenticated("the API key is an operator's: requests need a tenant's")
             raise Unauthenticated("the API key is unknown")
         return tenant
+
+    @property
+    def are_several(self) -> bool:
+        return len(self._names) > 1
 
     def tenant_named(self, name: str) -> Tenant:
         """The tenant of that name. Raises Unauthenticated if the file no longer has it."""

@@ -38,17 +38,22 @@ _Placed = tuple[Pair, Member | None, decode_pb2.ReserveResponse]
 
 
 class Dispatch:
-    """Runs requests over the fleet; the only state that outlives them is `stats`."""
+    """Runs requests over a fleet; the only state that outlives them is the router's `stats`."""
 
     def __init__(
-        self, fleet: Fleet, wait_queue: WaitQueue, limits: RouterLimits, tracer: Tracer
+        self,
+        fleet: Fleet,
+        wait_queue: WaitQueue,
+        limits: RouterLimits,
+        tracer: Tracer,
+        stats: RouterStats,
     ) -> None:
         self._fleet = fleet
         self._wait_queue = wait_queue
         self._limits = limits
         self._max_itl_s = limits.max_itl_s  # parsed from SLOs: once
         self._tracer = tracer
-        self.stats = RouterStats()
+        self.stats = stats
 
     async def run(self, state: RequestState, parent: Context, deliver: Deliver) -> None:
         """Gives the request's tokens to `deliver`, each once, in order; returns after the last.

@@ -45,6 +45,7 @@ class Fleet:
         self._decode_alone = decode_alone
         self.breakers = CircuitBreakers()
         self.on_ejected: Callable[[Key], None] = lambda key: None
+        self.on_changed: Callable[[], None] = lambda: None  # with `changed`
         self._membership = membership
         self._liveness = liveness
         self._open: Set[Key] = frozenset()  # breakers at the last tick
@@ -214,6 +215,7 @@ class Fleet:
     def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self.on_changed()
 
 
 async def _close(members: Iterable[Member], reason: str) -> None:

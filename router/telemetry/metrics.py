@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -22,8 +22,10 @@ from baton.errors import (
 from baton.registry.membership import ROLES
 from baton.telemetry import tracing
 from baton.telemetry.metrics.recorder import Attributes, Recorder
+from baton.v1.route_pb2 import ModelRoute
 from router.fleet.circuit_breaker import Key
 from router.fleet.fleet import Fleet
+from router.fleet.snapshot import WorkerView
 from router.request import LimitReached
 from router.telemetry.stats import (
     CANCELLED,
@@ -46,6 +48,27 @@ _CAUSES_BY_ERROR = (
 _CALLER_ERRORS = (InvalidRequest, ModelNotFound, Unauthenticated)
 
 
+class ObservedVersion(Protocol):
+    """The part of a served model version whose state is exported."""
+
+    fleet: Fleet
+    output_tokens: int
+
+    @property
+    def labels(self) -> Mapping[str, str]: ...
+
+
+class ObservedModels(Protocol):
+    """The part of the served models whose state is exported."""
+
+    @property
+    def versions(self) -> Mapping[tuple[str, str], ObservedVersion]: ...
+    @property
+    def workers(self) -> Sequence[WorkerView]: ...
+    @property
+    def routes(self) -> Callable[[], Mapping[str, ModelRoute]]: ...
+
+
 class ObservedService(Protocol):
     """The part of the generation service whose state is exported."""
 
@@ -56,7 +79,9 @@ class ObservedService(Protocol):
     @property
     def stats(self) -> RouterStats: ...
 
-    fleet: Fleet
+    @property
+    def models(self) -> ObservedModels: ...
+
     batches: Counter[str]
     batch_lines: Counter[str]
 
@@ -64,9 +89,8 @@ class ObservedService(Protocol):
 class RouterMetrics(RequestListener):
     """Counts and measures requests. Event-loop thread only."""
 
-    def __init__(self, recorder: Recorder, model: str, slos: Sequence[Slo]) -> None:
+    def __init__(self, recorder: Recorder, slos: Sequence[Slo]) -> None:
         self._recorder = recorder
-        self._model_label = {"gen_ai.request.model": model}
         self._slos = slos
         self.gaps = recorder.gaps("baton.request.inter_token_latency")
         self.placements = recorder.gaps("baton.placement.duration")
@@ -79,27 +103,25 @@ class RouterMetrics(RequestListener):
         ):
             for value in values:
                 recorder.count(name, 0, {label: value})
-        for name in ("baton.tokens.input", "baton.tokens.cached"):
-            recorder.count(name, 0, self._model_label)
         for slo in slos:
             for met in ("true", "false"):
                 recorder.count("baton.slo.requests", 0, {"slo": slo.name, "met": met})
 
     def observe(self, service: ObservedService) -> None:
         """Reads the service's state at each collection, and records its events from now on."""
-        stats, fleet, observe = service.stats, service.fleet, self._recorder.observe
+        stats, models, observe = service.stats, service.models, self._recorder.observe
         stats.on_gap, stats.on_placed = self.gaps.record, self.placements.record
         observe("baton.requests.running", lambda: service.running)
         observe("baton.requests.queued", lambda: service.queued)
-        observe("baton.tokens.output", lambda: [(stats.counts.output_tokens, self._model_label)])
+        observe("baton.tokens.output", lambda: self._output_tokens(models))
         for name, label, counts in (
             ("baton.requests.served", "way", stats.counts.served),
             ("baton.batches", "status", service.batches),
             ("baton.batch.requests", "result", service.batch_lines),
         ):
             observe(name, partial(_values_by_label, label, counts))
-        observe("baton.workers", lambda: _workers(fleet))
-        fleet.on_ejected = self._count_ejection
+        observe("baton.workers", lambda: _workers(models))
+        observe("baton.route.share", lambda: _route_shares(models))
 
     def first_token(self, record: RequestRecord) -> None:
         assert record.state is not None
@@ -117,8 +139,8 @@ class RouterMetrics(RequestListener):
         tenant = state.request.tenant if state else record.tenant
         count("baton.requests.ended", 1, {"status": outcome.status, "tenant": tenant})
         if state is not None and state.placed_at is not None:
-            count("baton.tokens.input", len(state.request.prompt), self._model_label)
-            count("baton.tokens.cached", state.cached_tokens or 0, self._model_label)
+            count("baton.tokens.input", len(state.request.prompt), record.labels)
+            count("baton.tokens.cached", state.cached_tokens or 0, record.labels)
             waited_s = state.placed_at - state.started
             self._recorder.record("baton.request.queue_time", waited_s, context=context)
         elif outcome.error is not None and not record.in_batch:
@@ -152,16 +174,27 @@ class RouterMetrics(RequestListener):
         more: Attributes | None = None,
     ) -> None:
         attributes = {
-            **self._model_label,
+            **record.labels,
             "gen_ai.provider.name": tracing.PROVIDER,
             "gen_ai.operation.name": record.operation,
             **(more or {}),
         }
         self._recorder.record(name, value, attributes, context)
 
-    def _count_ejection(self, key: Key) -> None:
+    def canary_decided(self, route: str, decision: str) -> None:
+        """A canary of a route went a step on, was promoted or rolled back by this router."""
+        self._recorder.count("baton.canary.decisions", 1, {"route": route, "decision": decision})
+
+    def ejected(self, key: Key) -> None:
+        """A worker or pair is left alone after failures."""
         kind = "worker" if isinstance(key, str) else "pair"
         self._recorder.count("baton.breaker.ejections", 1, {"kind": kind})
+
+    def _output_tokens(self, models: ObservedModels) -> Iterator[tuple[float, Attributes]]:
+        for version in models.versions.values():
+            for name in ("baton.tokens.input", "baton.tokens.cached"):
+                self._recorder.count(name, 0, version.labels)
+            yield version.output_tokens, version.labels
 
 
 def _values_by_label(label: str, counts: Mapping[str, int]) -> list[tuple[float, Attributes]]:
@@ -183,10 +216,16 @@ def _exemplar(record: RequestRecord) -> Context | None:
     return tracing.example(record.span, record.kept) if record.span is not None else None
 
 
-def _workers(fleet: Fleet) -> Iterator[tuple[float, Attributes]]:
-    snapshot = fleet.snapshot()
-    views = snapshot.workers
-    counts = Counter((ROLES[view.record.role], view.state) for view in views)
+def _route_shares(models: ObservedModels) -> Iterator[tuple[float, Attributes]]:
+    for route in models.routes().values():
+        total = sum(target.weight for target in route.targets)
+        for one in route.targets:
+            model = {"gen_ai.request.model": one.model, "baton.model.version": one.version}
+            yield one.weight / total, {"route": route.name, **model}
+
+
+def _workers(models: ObservedModels) -> Iterator[tuple[float, Attributes]]:
+    counts = Counter((ROLES[view.record.role], view.state) for view in models.workers)
     for role in ROLES.values():  # exported when 0, too: alerts need it
         counts[role, "READY"] += 0
     for (role, state), number in counts.items():

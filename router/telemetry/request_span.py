@@ -23,19 +23,11 @@ _FRAME_CHARS = 64  # of a message in addition to its text
 _MAX_INT = (1 << 63) - 1  # largest attribute
 
 
-def operation_of(request: inference_pb2.GenerateRequest) -> str:
-    """The request's operation, by the conventions."""
-    if request.sampling.embedding:
-        return "embeddings"
-    return "chat" if request.HasField("chat") else "text_completion"
-
-
-def first_attributes(operation: str, model: str) -> dict[str, str]:
+def first_attributes(operation: str) -> dict[str, str]:
     """Attributes at the start of any request's span."""
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": model,
     }
 
 

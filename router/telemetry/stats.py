@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +21,7 @@ from baton.log_format import RateLimit, about
 from baton.net import rpc
 from baton.telemetry import tracing
 from baton.v1 import fleet_pb2
+from router.fleet.fleet import Fleet
 from router.request import PROMPT_PATHS, LimitReached, RequestState
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,9 @@ class RequestRecord:
     operation: str = ""  # name in OpenTelemetry's GenAI conventions
     tenant: str = ""  # empty until it is known
     callers_id: str = ""  # the caller's own id
+    labels: Mapping[str, str] = field(default_factory=dict)  # of its model; empty until known
+    route: str = ""  # name of the route that chose the model's version
+    fleet: Fleet | None = None  # the model's workers
     in_batch: bool = False  # of a batch: a refusal only delays it
     state: RequestState | None = None  # None until it is admitted
     finished: bool = False  # the caller has received everything
@@ -60,6 +64,11 @@ class RequestRecord:
     def request_id(self) -> str:
         """Empty until it is admitted."""
         return self.state.request.request_id if self.state else ""
+
+    @property
+    def model(self) -> str:
+        """The version that serves it, as "chat@v1"; empty until it is admitted."""
+        return self.state.request.model if self.state else ""
 
     @property
     def placed(self) -> bool:
@@ -148,7 +157,7 @@ class RouterStats:
             listener.failed_over(error)
         where = " and ".join(filter(None, (state.route.prefill, state.route.decode)))
         text = f"{where}: {error}" if where else str(error)
-        self._note(fleet_pb2.EVENT_KIND_FAILOVER, text, state.request.request_id, trace_id)
+        self.note(fleet_pb2.EVENT_KIND_FAILOVER, text, state.request.request_id, trace_id)
 
     def latency(self) -> fleet_pb2.Latency:
         """Percentiles over the last minute."""
@@ -189,21 +198,25 @@ class RouterStats:
             self.counts.turned_away += for_want_of_room
         why = str(outcome.error) or type(outcome.error).__name__
         kind = fleet_pb2.EVENT_KIND_FAILURE if record.placed else fleet_pb2.EVENT_KIND_REFUSAL
-        self._note(kind, f"{outcome.status}: {why}", record.request_id, record.trace_id)
+        self.note(kind, f"{outcome.status}: {why}", record.request_id, record.trace_id)
         # Under overload a line for each refused request would block the event loop.
         limited = self._refusals.setdefault(outcome.status, RateLimit(log))
         (log.log if record.placed else limited.line)(
             logging.WARNING if record.placed else logging.INFO,
-            "request %s%s of tenant %s ended with %s: %s",
+            "request %s%s of tenant %s to %s ended with %s: %s",
             record.request_id or "(not admitted)",
             record.callers_id and f" ({record.callers_id})",
             record.tenant or "(unknown)",
+            record.model or "(no model)",
             outcome.status,
             outcome.error,
             extra=about(trace_id=record.trace_id, request_id=record.request_id),
         )
 
-    def _note(self, kind: fleet_pb2.EventKind, text: str, request_id: str, trace_id: str) -> None:
+    def note(
+        self, kind: fleet_pb2.EventKind, text: str, request_id: str = "", trace_id: str = ""
+    ) -> None:
+        """Adds an event; one equal to the last counts that up."""
         event = fleet_pb2.RouterEvent(
             kind=kind,
             text=text[:_MAX_TEXT],

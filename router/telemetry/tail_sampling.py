@@ -20,7 +20,6 @@ from baton.errors import (
     Unavailable,
 )
 from baton.telemetry.tracing import Telemetry
-from router.fleet.fleet import Fleet
 from router.telemetry.stats import (
     CANCELLED,
     OK,
@@ -38,11 +37,8 @@ _REFUSALS = (Overloaded, InvalidRequest, ModelNotFound, Unauthenticated)
 class SamplingPolicy(RequestListener):
     """Decides which traces to keep. Event-loop thread only."""
 
-    def __init__(
-        self, telemetry: Telemetry, fleet: Fleet, slow_s: float, slos: Sequence[Slo]
-    ) -> None:
+    def __init__(self, telemetry: Telemetry, slow_s: float, slos: Sequence[Slo]) -> None:
         self._telemetry = telemetry
-        self._fleet = fleet
         self._slow_s = slow_s
         self._slos = slos
 
@@ -57,9 +53,11 @@ class SamplingPolicy(RequestListener):
         if not record.kept:
             return
         self._telemetry.keep(record.trace_id)
-        for incarnation in record.state.workers if record.state else ():
+        if record.state is None or record.fleet is None:
+            return
+        for incarnation in record.state.workers:
             with contextlib.suppress(Unavailable):  # it has left
-                self._fleet.member(incarnation).keep_traces([record.trace_id])
+                record.fleet.member(incarnation).keep_traces([record.trace_id])
 
     def _is_wanted(self, record: RequestRecord, outcome: RequestOutcome) -> bool:
         state = record.state

@@ -16,8 +16,8 @@ from baton.errors import Unavailable
 from baton.generation.sampling_params import SamplingParams
 from baton.local.etcd_process import EmbeddedEtcd
 from baton.local.single import SingleProcess
-from tests.cluster.command import as_json, baton
 from tests.cluster.oracle import all_blocks_free, start_again
+from tests.processes import as_json, baton
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.waiting import WAIT_S, eventually
 

@@ -16,8 +16,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.cli import doctor as doctor_command
 from baton.client import AsyncClient
 from baton.local import ports
-from tests.cluster.command import as_json, baton, running
 from tests.cluster.oracle import SIMULATED
+from tests.processes import as_json, baton, baton_running
 from tests.waiting import WAIT_S, eventually
 
 PROMPT = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop("
@@ -164,7 +164,7 @@ async def test_up_from_ready_to_stopped(tmp_path):
     """Traces, `top` and counts of requests; what is killed is restarted; nothing is left."""
     env = {"TMPDIR": str(tmp_path)}
     argv = ("up", "--port", "0", "--dtype", "float32", "--trace", "--drain-timeout", "1")
-    async with running(*argv, env=env) as up:
+    async with baton_running(*argv, env=env) as up:
         address = (await up.says("ready: ")).split()[1].rstrip(",")
         target = ("--target", address)
         await up.says(f"baton trace {' '.join(target)}")
@@ -209,7 +209,7 @@ async def test_a_router_of_two_processes_from_ready_to_stopped(clusters):
     argv = ("router", "--router-processes", "2", "--etcd", cluster.etcd_address)
     argv += ("--port", str(port), "--drain-timeout", "1")
     status = ("status", "--target", f"127.0.0.1:{port}")
-    async with running(*argv, env={}) as router:
+    async with baton_running(*argv, env={}) as router:
         await router.says(f"2 processes serve at 127.0.0.1:{port}")
         other = await baton(*argv)
         assert other.status == 1 and "Address already in use" in other.err
@@ -228,7 +228,7 @@ async def test_a_router_of_two_processes_from_ready_to_stopped(clusters):
         assert (await as_json(*status))["router"]["state"] == "SERVING"
         third = set(parent.children())
         assert await router.end(signal.SIGTERM) == 0
-    async with running(*argv, env={}) as router:
+    async with baton_running(*argv, env={}) as router:
         await router.says("2 processes serve at")
         fourth = set(psutil.Process(router.process.pid).children())
         await router.end(signal.SIGKILL)

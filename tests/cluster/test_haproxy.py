@@ -21,9 +21,10 @@ SLOW = replace(SIMULATED, simulate="150,20")  # prompt tokens per second; ms of 
 PROMPT, OUTPUT = 500, 60
 
 
-def configuration(http_addresses, health_ports, port):
+def configuration(http_addresses, health_ports, port, metrics_port):
     """Compose's configuration with this machine's addresses in place of containers' names."""
     text = CONFIG.read_text().replace("bind :8080", f"bind 127.0.0.1:{port}")
+    text = text.replace("bind :8404", f"bind 127.0.0.1:{metrics_port}")
     text = text.replace(" init-addr last,libc,none resolvers docker", "").replace(" port 9465", "")
     text = text.partition("# Containers get other addresses")[0]
     pairs = zip(http_addresses, health_ports, strict=True)
@@ -62,8 +63,8 @@ async def test_a_client_of_haproxy_sees_no_router_end_before_its_first_byte(
             for number, port in enumerate(health_ports)
         },
     )  # fmt: skip
-    port = ports.free()
-    text = configuration(cluster.http_addresses, health_ports, port)
+    port, metrics_port = ports.free(), ports.free()
+    text = configuration(cluster.http_addresses, health_ports, port, metrics_port)
     cases = [simulated.case(PROMPT, seed, "greedy", OUTPUT) for seed in range(2)]
 
     async with (
@@ -97,7 +98,16 @@ async def test_a_client_of_haproxy_sees_no_router_end_before_its_first_byte(
                 for page in pages
             ]
 
-        await ready(http)
+        async def routers_up():
+            """Routers that the proxy uses."""
+            try:
+                async with httpx.AsyncClient() as asking:
+                    page = await asking.get(f"http://127.0.0.1:{metrics_port}/metrics")
+            except httpx.HTTPError:  # it starts
+                return 0
+            return len(re.findall(r'haproxy_server_status{.*state="UP"} 1', page.text))
+
+        await eventually(routers_up, lambda up: up == 2, "not both routers are used")
         expected = [simulated.text(simulated.tokens(case)) for case in cases]
         tasks = [asyncio.create_task(stream(case)) for case in cases]
         await eventually(dispatched, lambda found: found == [1, 1], "not one at each router")
@@ -105,7 +115,9 @@ async def test_a_client_of_haproxy_sees_no_router_end_before_its_first_byte(
         assert await asyncio.gather(*tasks) == expected  # one of them was repeated
         assert await stream(cases[0]) == expected[0]
 
+        await eventually(routers_up, lambda up: up == 1, "the dead router is still used")
         await cluster.start_again("router-0")
+        await eventually(routers_up, lambda up: up == 2, "not both routers are used")
         first = asyncio.Event()
         running = [asyncio.create_task(stream(case, first)) for case in cases]
         await first.wait()
@@ -113,7 +125,6 @@ async def test_a_client_of_haproxy_sees_no_router_end_before_its_first_byte(
         assert await stream(cases[1]) == expected[1]
         assert await asyncio.gather(*running) == expected
         assert await cluster.processes["router-1"].wait() == 0
-
         first = asyncio.Event()
         broken = asyncio.create_task(stream(cases[0], first))
         await first.wait()
@@ -122,14 +133,3 @@ async def test_a_client_of_haproxy_sees_no_router_end_before_its_first_byte(
             await broken  # after its first byte only the SDK continues a stream
         proxy.send_signal(signal.SIGUSR1)
         assert await proxy.wait() == 0
-
-
-async def ready(http):
-    """Returns once the proxy answers."""
-
-    async def answers():
-        with contextlib.suppress(openai.APIError):
-            return bool(await http.models.list())
-        return False
-
-    await eventually(answers, bool, "the proxy does not answer")

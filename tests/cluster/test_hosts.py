@@ -11,9 +11,9 @@ import psutil
 
 from baton.client import AsyncClient
 from baton.local.cluster import LocalCluster
-from tests.cluster.command import Running, running
 from tests.cluster.conftest import Clusters
 from tests.cluster.oracle import Oracle, Streams, all_blocks_free, check
+from tests.processes import Running, baton_running
 from tests.waiting import eventually
 
 HOSTS = ("127.0.0.2", "127.0.0.3")
@@ -34,7 +34,7 @@ async def worker(cluster: LocalCluster, role: str) -> AsyncIterator[list[Running
         nodes = []
         for node, host in enumerate(HOSTS):
             command = [f"{role}-worker", "--host", host, "--node-rank", str(node), *options]
-            nodes.append(await stack.enter_async_context(running(*command, env={})))
+            nodes.append(await stack.enter_async_context(baton_running(*command, env={})))
         await nodes[0].says("ready at")
         yield nodes
 

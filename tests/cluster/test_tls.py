@@ -16,9 +16,9 @@ from baton.errors import Unavailable
 from baton.local import certs, ports
 from baton.net import rpc
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from tests.cluster.command import baton
 from tests.cluster.conftest import Clusters
 from tests.cluster.oracle import SIMULATED, Case, Oracle, check
+from tests.processes import baton
 from tests.waiting import WAIT_S, eventually
 
 

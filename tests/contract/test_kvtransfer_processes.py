@@ -5,7 +5,6 @@ got.
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from baton.errors import Overloaded, TransferFailed, Unavailable
 from kvtransfer.deadline import Deadline
 from tests.memory_registry import MemoryRegistry
 from tests.namespaces import OWN_PIDS, needs_namespaces
+from tests.processes import running
 from tests.unit.worker.running import Router, Worker, directory, prompt, spec
 from tests.unit.worker.running import target as target_at
 from tests.waiting import WAIT_S, eventually
@@ -27,30 +27,12 @@ from .kvtransfer_parts import TRANSPORTS, Prefill, register, slots, target
 
 __all__ = ["directory"]
 
-ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 40  # of the sender that stops: two and a half blocks
 
 
-@contextlib.asynccontextmanager
-async def peer(*arguments, first=()):
-    """A process of `kvtransfer_peer` and a way to read its lines."""
-    process = await asyncio.create_subprocess_exec(
-        *(*first, sys.executable, "-m", "tests.contract.kvtransfer_peer", *arguments),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-
-    async def line():
-        return (await asyncio.wait_for(process.stdout.readline(), WAIT_S)).decode().strip()
-
-    try:
-        yield process, line
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        process._transport.close()
+def peer(*arguments, first=()):
+    """A process of `kvtransfer_peer`."""
+    return running(*first, sys.executable, "-m", "tests.contract.kvtransfer_peer", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +42,10 @@ async def peer(*arguments, first=()):
 async def test_handoff_to_another_process_that_is_killed_then(name, first):
     """The next handoff, and a put into its memory, fail at once."""
     async with (
-        peer("decode", name, first=first) as (process, line),
+        peer("decode", name, first=first) as process,
         Prefill(TRANSPORTS[name]()) as prefill,
     ):
-        port = int(await line())
+        port = int(await process.line())
         (pid,) = [one.pid for one in psutil.Process(process.pid).children()] or [process.pid]
         register("d", port, pid)
         to = target("d", "h")
@@ -71,7 +53,7 @@ async def test_handoff_to_another_process_that_is_killed_then(name, first):
         assert stats.transport == name
         link = await prefill.links.acquire(to, Deadline(WAIT_S))
         os.kill(pid, signal.SIGKILL)
-        await process.wait()
+        await process.process.wait()
         if link.transport.one_sided:
             with pytest.raises(TransferFailed, match="gone"):
                 await link.put(slots(4, 1), slots(4, 4), link.new_digest(), 1.0)
@@ -107,10 +89,10 @@ async def test_a_sender_that_goes_on_later_writes_into_quarantined_blocks_alone(
 
         to = target_at(decode, reserved).SerializeToString().hex()
         record = decode.node.record.SerializeToString().hex()
-        async with peer("stop", where, str(NUM_TOKENS), to, record) as (process, line):
+        async with peer("stop", where, str(NUM_TOKENS), to, record) as process:
             decode.knows_prefill("stopped")
             state = lambda: asyncio.to_thread(state_of, process.pid)  # noqa: E731
-            await eventually(state, "T".__eq__, "did not stop", 60.0)
+            await eventually(state, "T".__eq__, "did not stop")
             await router.cancel("h")
             assert (await decode.blocks()).blocks_quarantined == len(blocks)
             assert written() < NUM_TOKENS and (written() == 0) == (where == "before")
@@ -121,16 +103,16 @@ async def test_a_sender_that_goes_on_later_writes_into_quarantined_blocks_alone(
                 await router.reserve(spec("z", prompt(1, start=9)))
             before = pool[others].clone()
             gate = decode.hold_engine()  # so that the late bytes can be seen at all
-            process.send_signal(signal.SIGCONT)
+            os.kill(process.pid, signal.SIGCONT)
             late = lambda: asyncio.to_thread(written)  # noqa: E731
-            await eventually(late, NUM_TOKENS.__eq__, "no late write", 30.0)
+            await eventually(late, NUM_TOKENS.__eq__, "no late write")
             gate.set()
-            assert await line() == "Stale"
+            assert await process.line() == "Stale"
             none = lambda load: load.blocks_quarantined == 0  # noqa: E731
             # Aborts are repeated at most 5 s apart.
-            await eventually(decode.blocks, none, "the blocks did not come back", 10.0)
+            await eventually(decode.blocks, none, "the blocks did not come back")
             assert not pool[blocks].any()
             assert bool((pool[others] == before).all())
-            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+            assert await asyncio.wait_for(process.process.wait(), WAIT_S) == 0
         await router.cancel("x", "y")
         assert await decode.clean()

@@ -8,7 +8,7 @@ import tarfile
 import pytest
 
 from baton.cli import options, parser
-from baton.config import RouterConfig, WorkerConfig
+from baton.config import PlannerConfig, RouterConfig, WorkerConfig
 from tests.helm.chart import CHART, api_server, install
 from tests.helm.pod import ENTRYPOINT, Pod, templates
 from tests.unit.deployment.files import BASE, COMPOSE, load
@@ -48,7 +48,7 @@ OPERATORS = {  # module of cloudcoil.models: kinds
     "keda.v1alpha1": ("ScaledObject", "TriggerAuthentication"),
     "prometheus_operator.v1": ("PodMonitor", "PrometheusRule"),
 }
-CONFIGS = {"router": RouterConfig, "worker": WorkerConfig}
+CONFIGS = {"router": RouterConfig, "worker": WorkerConfig, "planner": PlannerConfig}
 CASES = {
     "defaults": ((), DEVELOPMENT),
     "chat": (("chat",), DEVELOPMENT),
@@ -112,7 +112,7 @@ def test_the_program_takes_every_option(rendered, case, monkeypatch, tmp_path):
     injected = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
     for name, template in templates(rendered[case]).items():
         pod = Pod(name, template, tmp_path, "127.0.0.1", injected=injected)
-        if pod.container["name"] == "etcd" or name.endswith("-planner"):
+        if pod.container["name"] == "etcd":
             continue
         config = configured(pod, monkeypatch)
         named = {one["name"]: one["containerPort"] for one in pod.container["ports"]}

@@ -80,6 +80,7 @@ async def test_from_nothing_to_a_first_token(tmp_path: Path, tls: bool) -> None:
     values = {
         "router": {"replicas": 1},
         "workerDefaults": SMALL,
+        "planner": {"enabled": True},
         "tls": {"enabled": tls, "secrets": SECRETS},
     }
     async with release(tmp_path, **values) as pods:
@@ -106,7 +107,8 @@ async def test_from_nothing_to_a_first_token(tmp_path: Path, tls: bool) -> None:
         scraped = {name: await scrape(pods[name], tmp_path, tls) for name in pods if name != "etcd"}
         assert "baton_requests_ended_total" in scraped["router"]
         assert "baton_kv_blocks" in scraped["prefill"] and "baton_kv_blocks" in scraped["decode"]
-        for name in ("router", "prefill", "decode"):
+        assert "baton_planner" in scraped["planner"]
+        for name in ("planner", "router", "prefill", "decode"):
             assert await pods[name].stop() == 0, pods[name].log.read_text()
 
 

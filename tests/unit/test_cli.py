@@ -33,7 +33,7 @@ from baton.config import ClusterConfig, EngineConfig, RouterConfig, WorkerConfig
 from baton.errors import ConfigError, InternalError, Overloaded
 from baton.local import commands, ports
 from baton.local.resources import Share
-from tests.waiting import WAIT_S
+from tests.processes import BATON, PYTHON, run
 
 DONE = Completion(
     text=" def", token_ids=(5, 6), finish_reason="length", usage=Usage(3, 2), timing=Timing(),
@@ -315,11 +315,10 @@ def test_a_service_may_open_as_many_files_as_the_system_lets_it(monkeypatch, bef
 @pytest.mark.parametrize("command", ["up", "demo", "router", "prefill-worker", "decode-worker"])
 def test_every_service_says_when_it_may_open_too_few_files(command):
     few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, 64))
-    baton = [sys.executable, "-m", "baton", command]
-    done = subprocess.run(baton, check=False, capture_output=True, text=True, preexec_fn=few)
-    assert done.returncode == 1
+    done = run([*BATON, command], preexec_fn=few)
+    assert done.status == 1
     why = "baton: error: this process may open 64 files and needs 256"
-    assert any(line.startswith(why) for line in done.stderr.splitlines())  # or a line of gRPC's
+    assert any(line.startswith(why) for line in done.err.splitlines())  # or a line of gRPC's
 
 
 def install(monkeypatch, name, **members):
@@ -531,18 +530,15 @@ def test_a_closed_pipe_is_no_traceback(client, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("line", ["up --help", "--help", "doctor", "trace", "status --json"])
 def test_a_command_whose_reader_leaves_ends_silently(line):
     """Whatever it prints, and whenever; what it could not do is still said."""
-    command = [sys.executable, "-m", "baton", *line.split()]
     read_end, write_end = os.pipe()
     os.close(read_end)
     with os.fdopen(write_end, "w") as pipe:
-        ended = subprocess.run(
-            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False
-        )
+        ended = run([*BATON, *line.split()], stdout=pipe)
     if line in ("trace", "status --json"):
-        assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
-        assert "no router answers" in ended.stderr
+        assert (ended.status, ended.err.count("\n")) == (1, 1)
+        assert "no router answers" in ended.err
     else:  # argparse gives up by itself in the midst of a long help
-        assert (ended.returncode or cli.CLOSED_PIPE, ended.stderr) == (cli.CLOSED_PIPE, "")
+        assert (ended.status or cli.CLOSED_PIPE, ended.err) == (cli.CLOSED_PIPE, "")
 
 
 @pytest.mark.parametrize("command", [["generate", "x"], ["chat"], ["status", "--timeout", "2"]])
@@ -570,8 +566,7 @@ def test_an_interrupt_while_modules_are_imported_is_silent():
         "sys.meta_path.insert(0, Interrupted())\n"
         "from baton.__main__ import main; sys.exit(main())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert run([*PYTHON, code]) == (130, "", "")
 
 
 def test_local_output_is_cut_to_the_context_unless_a_length_was_given(monkeypatch, capsys):
@@ -589,13 +584,15 @@ def test_local_output_is_cut_to_the_context_unless_a_length_was_given(monkeypatc
 
 STATUS = {
     "router": {
-        "incarnation": "r1", "address": "h:7700", "pid": 3, "state": "SERVING", "model": "demo",
+        "incarnation": "r1", "address": "h:7700", "pid": 3, "state": "SERVING", "models": ["demo"],
+        "routes": [],
         "queued": 1, "running": 2, "registry_connected": True, "cluster": "default",
     },
     "workers": [
         {
             "role": role, "incarnation": f"{role}1", "address": "h:1", "pid": 7, "state": "READY",
-            "reason": "", "device": "cpu", **dict.fromkeys(list(status._WORKER_COLUMNS)[5:], 0),
+            "reason": "", "device": "cpu", "model": "demo", "version": "",
+            **dict.fromkeys(list(status._WORKER_COLUMNS)[5:], 0),
         }
         for role in ("prefill", "decode")
     ],

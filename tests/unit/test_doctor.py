@@ -5,8 +5,6 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -25,6 +23,7 @@ from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from baton.worker import nvidia_smi
 from baton.worker.nvidia_smi import Card
 from kvtransfer import pairing
+from tests.processes import PYTHON, run
 
 H100 = Card(0, "GPU-aaaa", "NVIDIA H100 80GB HBM3", 80 << 30, "9.0")
 REPORTED = common_pb2.Hardware(
@@ -40,9 +39,9 @@ def test_a_machine_is_looked_at_without_torch():
         "import sys; sys.modules['torch'] = sys.modules['rich'] = None\n"
         "from baton.cli import main; sys.exit(main(['doctor', '--json']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    report = json.loads(done.stdout)
+    status, out, error = run([*PYTHON, code])
+    assert (status, error) == (0, "")
+    report = json.loads(out)
     assert set(report) == {"status", "machine", "model", "router", "workers", "pairs", "cluster"}
     subjects = {finding["subject"] for finding in report["machine"]}
     assert {"python", "torch", "CPU kernels", "cores", "memory", "etcd", "GPU"} <= subjects

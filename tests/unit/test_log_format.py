@@ -5,7 +5,7 @@ import logging
 import sys
 
 from baton import log_format
-from baton.log_format import MAX_CHARS, RateLimit, about
+from baton.log_format import MAX_CHARS, RateLimit, about, audit
 
 
 def line(form, text="request %s: %s", args=("r1", 'a "b"\nc'), **fields):
@@ -31,6 +31,16 @@ def test_a_line_for_machines_is_one_object():
 def test_a_line_for_people_ends_with_its_trace():
     assert line("text", "done", ()).endswith("WARNING router.x: done")
     assert line("text", "done", (), **about(trace_id="abc")).endswith("x: done [trace abc]")
+
+
+def test_fields_are_members_of_a_line(caplog):
+    with caplog.at_level("INFO", "baton.audit"):
+        audit("role changed", worker="a\nb", times=2)
+    (record,) = caplog.records
+    found = json.loads(log_format.formatter("json").format(record))
+    assert found.items() >= {"message": "role changed", "worker": "a\\nb", "times": 2}.items()
+    text = log_format.formatter("text").format(record)
+    assert text.endswith("INFO baton.audit: role changed worker=a\\nb times=2")
 
 
 FORGED = "x\n2026-11-27 03:00:00,000 INFO baton: all is well\x1b[2J\u202e\x9b1m\u2028 \ud800 ä"

@@ -11,6 +11,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 from baton.cli.process_setup import EXTRAS
+from tests.processes import PYTHON, run
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"router", "prefill_worker", "decode_worker", "kvtransfer", "baton"}
@@ -80,9 +81,8 @@ def test_a_source_tree_without_stubs_says_how_to_get_them(tmp_path):
     (tmp_path / "baton" / "v1").mkdir(parents=True)
     (tmp_path / "baton" / "__init__.py").touch()
     shutil.copy(ROOT / "baton/v1/__init__.py", tmp_path / "baton/v1")
-    argv = [sys.executable, "-c", "from baton.v1 import common_pb2"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "ImportError" in done.stderr and "run `make setup`" in done.stderr
+    done = run([*PYTHON, "from baton.v1 import common_pb2"], cwd=tmp_path, env={"PYTHONPATH": ""})
+    assert "ImportError" in done.err and "run `make setup`" in done.err
 
 
 GRPC = ("grpc",)
@@ -106,10 +106,7 @@ GRPC = ("grpc",)
 def test_a_module_loads_nothing_heavy(code, unwanted):
     """Neither the libraries of the other extras nor our own packages that need them."""
     ask = f"import sys; {code}; print(*(m for m in {unwanted!r} if m in sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", ask], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", "\n")
+    assert run([sys.executable, "-W", "error", "-c", ask]) == (0, "\n", "")
 
 
 def test_the_base_install_is_enough_for_the_sdk(tmp_path):
@@ -159,5 +156,5 @@ def test_both_halves_of_the_tests_run_whatever_becomes_of_the_first(tmp_path):
     python.write_text('#!/bin/sh\necho "$*"\ncase "$*" in *tests/unit*) exit 1;; esac\n')
     python.chmod(0o755)
     argv = ["make", "-o", f"{tmp_path}/.installed", f"VENV={tmp_path}", "test"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode and "tests/unit" in done.stdout and "tests/cluster" in done.stdout
+    done = run(argv, cwd=ROOT)
+    assert done.status and "tests/unit" in done.out and "tests/cluster" in done.out

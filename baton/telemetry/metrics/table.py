@@ -40,7 +40,8 @@ RATIO = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 TOKENS = tuple(float(4**n) for n in range(11))  # as the conventions advise
 SEQUENCES = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0)
 
-GEN_AI = ("gen_ai.request.model", "gen_ai.provider.name", "gen_ai.operation.name")
+MODEL = ("gen_ai.request.model", "baton.model.version")
+GEN_AI = (*MODEL, "gen_ai.provider.name", "gen_ai.operation.name")
 _UNITS = {"1": "ratio", "s": "seconds", "By": "bytes", "By/s": "bytes_per_second"}
 
 
@@ -130,11 +131,11 @@ TABLE: tuple[Instrument, ...] = (
     Instrument("baton.failovers", COUNTER, "{attempt}", (ROUTER,),
         "Attempts that failed and were followed by another, by the error's name.", ("reason",)),
     Instrument("baton.tokens.input", COUNTER, "{token}", (ROUTER,),
-        "Prompt tokens of requests that were placed.", ("gen_ai.request.model",)),
+        "Prompt tokens of requests that were placed.", MODEL),
     Instrument("baton.tokens.cached", COUNTER, "{token}", (ROUTER,),
-        "Of those, the tokens whose KV came from a prefix cache.", ("gen_ai.request.model",)),
+        "Of those, the tokens whose KV came from a prefix cache.", MODEL),
     Instrument("baton.tokens.output", COUNTER, "{token}", (ROUTER,),
-        "Output tokens delivered; counted as they stream.", ("gen_ai.request.model",)),
+        "Output tokens delivered; counted as they stream.", MODEL),
     Instrument("baton.slo.requests", COUNTER, "{request}", (ROUTER,),
         "Requests by SLO class (`--slo`), and whether they met all of its targets. One that failed "
         "or was refused has not; one that the caller left, or that was invalid or of a batch, is "
@@ -149,6 +150,11 @@ TABLE: tuple[Instrument, ...] = (
         "Workers by role, and by state as this router sees them.", ("role", "state")),
     Instrument("baton.breaker.ejections", COUNTER, "{ejection}", (ROUTER,),
         "Times a circuit breaker shut a worker or a pair out.", ("kind",)),
+    Instrument("baton.route.share", GAUGE, "1", (ROUTER,),
+        "Share of a route's requests by version (`baton route`).", ("route", *MODEL)),
+    Instrument("baton.canary.decisions", COUNTER, "{decision}", (ROUTER,),
+        "Decisions of this router on canaries: stepped, promoted, rolled_back.",
+        ("route", "decision")),
     # What engines do, measured at every worker.
     Instrument("baton.engine.step.duration", HISTOGRAM, "s", WORKERS,
         "One engine step, by what it computed: prefill, decode or mixed.", ("kind",), STEP_S),

@@ -249,7 +249,7 @@ def test_what_is_compiled_or_captured_for_a_request_is_a_failure() -> None:
     )
     driver = mock.Mock(spec=Driver)
     with worker.new_kernels() as compiled:
-        assert worker.requests(part, loaded, driver, compiled)["requests"] == 14
+        assert worker.requests(part, loaded, driver, compiled)["requests"] == 7
         driver.decode.side_effect = lambda *_: captured.update({1: 1})
         with pytest.raises(AssertionError, match="1 graphs were captured"):
             worker.requests(part, loaded, driver, compiled)
@@ -463,34 +463,24 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "gpu", "--smoke", "--json", str(file),
-         "--minutes", "60", "--only", "speed,tune,engine,steps,worker,cluster,serve"],
+         "--minutes", "60", "--only", "speed,engine,steps,worker,serve"],
         capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert run.DRY in done.stdout and file.exists(), done.stdout + done.stderr
     found = json.loads(file.read_text())
-    # On a CPU transfers are summed by xxhash: theirs are the only failures.
-    transfers = 3 + HAS_NAMESPACES
-    assert done.returncode == 1, done.stdout
-    assert f"failed: {transfers}" in done.stdout.splitlines(), done.stdout
-    missing = "ImportError: no xxhash.xxh3_64: No module named 'xxhash'"
-    assert all(one["error"] == missing for one in found["failed"]), found["failed"]
-    assert {one["table"] for one in found["failed"]} == {"transfer"}
+    assert done.returncode == 0 and not found["failed"], done.stdout
     tables = {name for name in found["tables"] if not name.startswith("kernels of ")}
     assert len(found["tables"]) - len(tables) == len(found["tables"]["steps"])
     assert tables == {
         "machine", "ceilings", "decode attention", "prefill attention", "rows", "blocks",
-        "products", "tuned", "engine against its reference", "decode", "prefill",
+        "products", "engine against its reference", "decode", "prefill",
         "decode compared", "steps", "worker",
     }  # fmt: skip
     assert found["smoke"] is True and found["targets"] == []
-    smi, merged, rival, *between, cluster_note, serve_note = (
-        note["text"] for note in found["notes"]
-    )
-    assert "no nvidia-smi" in smi and "figures.sm_90.json" in merged and "no transformers" in rival
-    assert cluster_note.startswith("no cluster is started: ")
-    assert serve_note.startswith("no cluster is started: ")
-    assert len(between) == 1 - HAS_NAMESPACES
+    smi, rival, served = (note["text"] for note in found["notes"])
+    assert "no nvidia-smi" in smi and "no transformers" in rival
+    assert served.startswith("no cluster is started: ")
 
 
 def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process() -> None:

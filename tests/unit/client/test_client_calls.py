@@ -105,7 +105,7 @@ async def test_status(connect, serve):
     ]  # fmt: skip
     assert known == {
         "role": "prefill", "incarnation": "w", "address": "h:1", "pid": 42, "device": "cpu",
-        "state": "READY", "reason": "", **load,
+        "state": "READY", "reason": "", "model": "", "version": "", **load,
     }  # fmt: skip
     assert (unknown["role"], unknown["blocks_total"], unknown["reason"]) == ("77", 50, "asleep")
     assert status["pairs"] == [
@@ -137,6 +137,8 @@ async def test_a_span_travels_and_ends_with_the_call(connect, serve, spans):
     span, failed = spans.get_finished_spans()
     assert (span.name, span.kind) == ("baton.client.generate", trace.SpanKind.CLIENT)
     assert span.attributes == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "baton",
         "gen_ai.request.model": "demo",
         "gen_ai.usage.input_tokens": 3,
         "gen_ai.usage.output_tokens": 1,

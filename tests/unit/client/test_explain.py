@@ -33,6 +33,7 @@ async def test_the_clients_explain(connect, serve):
     assert 0 < router.time_left_s[0] < 7.5
     assert answer == {
         "refused": "", "decode_prefills": False, "prompt_tokens": 41, "tenant": "us", "queued": 3,
+        "model": "",
         "candidates": [
             {
                 "prefill": "p0", "decode": "d0", "refused": "", "ttft_ms": 12.34, "tpot_ms": 5.5,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from baton.config import (
 from baton.config.slo import Slo, parse_all
 from baton.errors import ConfigError
 from tests.namespaces import OWN_PIDS_AND_NETWORK, needs_namespaces
+from tests.processes import PYTHON, run
 
 NAN = float("nan")
 WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
@@ -95,9 +94,9 @@ def test_the_model_is_a_directory_a_config_or_the_demo(tmp_path, monkeypatch):
     }
     for model, name in names.items():
         assert default_model_name(model) == name
-        assert RouterConfig(model=model).served_name == name
+        assert [one.name for one in RouterConfig(models=(model,)).sources] == [name]
         assert WorkerConfig("decode", EngineConfig(model=model)).served_name == name
-    assert RouterConfig(model=str(directory), model_name="mine").served_name == "mine"
+    assert RouterConfig(models=(str(directory),), model_name="mine").sources[0].name == "mine"
     for missing in ("", "/no/such/place", "no-such-model", "./no/model"):
         with pytest.raises(ConfigError, match="not found: give a Hugging Face model directory"):
             model_path(missing)
@@ -109,17 +108,14 @@ def test_the_model_is_a_directory_a_config_or_the_demo(tmp_path, monkeypatch):
 def test_processes_of_one_user_on_one_host_share_a_host_id():
     """Two that get the same id may open each other's memory, so the user is part of it."""
     code = "import baton.config; print(baton.config.host_id())"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == host_id()
+    assert run([*PYTHON, code]) == (0, f"{host_id()}\n", "")
     assert host_id().endswith(f"/{os.getuid()}")
 
 
 @needs_namespaces
 def test_processes_in_other_namespaces_share_it_if_they_share_a_folder():
     code = "import baton.config; print(baton.config.host_id())"
-    argv = [*OWN_PIDS_AND_NETWORK, sys.executable, "-c", code]
-    other = subprocess.run(argv, capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == host_id()
+    assert run([*OWN_PIDS_AND_NETWORK, *PYTHON, code]) == (0, f"{host_id()}\n", "")
 
 
 def test_a_process_without_the_folder_shares_none(monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ from baton.telemetry.metrics import table
 from tests.unit.deployment.files import BASE, COMPOSE, OVERLAYS, load, merge
 
 OBSERVABILITY = COMPOSE / "observability"
-DCGM_PORT = "9400"  # of NVIDIA's exporter
+FOREIGN_PORTS = {"dcgm-exporter": "9400", "haproxy": "8404"}
 SCRAPED = {"job", "instance"}  # the labels of every scraped sample
 FOREIGN = ("up", "etcd_server_has_leader", "etcd_mvcc_db_total_size_in_bytes")
 # What Grafana substitutes before it sends a query.
@@ -108,7 +108,9 @@ def test_prometheus_scrapes_services_that_exist():
         for found in job.get("dns_sd_configs", ()):
             for name in found["names"]:
                 variables = services[name].get("environment", {})
-                assert variables.get("BATON_OPT_METRICS_PORT", DCGM_PORT) == str(found["port"])
+                assert variables.get("BATON_OPT_METRICS_PORT", FOREIGN_PORTS.get(name)) == str(
+                    found["port"]
+                )
         for group in job.get("static_configs", ()):
             hosts = {target.partition(":")[0] for target in group["targets"]}
             assert hosts <= {*services, "localhost"}

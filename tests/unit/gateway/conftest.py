@@ -13,7 +13,6 @@ from baton.generation.structured_output import GrammarCompiler
 from baton.net.http_server import listen
 from baton.net.server import EventLoop
 from baton.v1 import common_pb2
-from router.generation_service import GenerationService
 from tests.unit.router import scripted_workers
 from tests.unit.router.scripted_workers import TIMEOUT_S, UNFINISHED, Cluster
 from tests.unit.router.small_tokenizers import admission, byte_tokenizer
@@ -43,13 +42,9 @@ class Gateway:
         self.host = limits.pop("host", "127.0.0.1")
         self.cluster = cluster
         self.tokenizer = tokenizer
-        self.service = GenerationService(
-            admission(tokenizer, api=self.api, **{"default_timeout_s": TIMEOUT_S, **limits}),
-            cluster.wait_queue,
-            cluster.dispatch,
-            cluster.fleet,
-            cluster.tracer,
-        )
+        settings = {"default_timeout_s": TIMEOUT_S, **limits}
+        self.admission = admission(tokenizer, api=self.api, **settings)
+        self.service = cluster.service(self.admission)
         self._stack = contextlib.AsyncExitStack()
 
     @property
@@ -68,7 +63,7 @@ class Gateway:
     async def __aexit__(self, *exc):
         await self.idle()
         await self._stack.aclose()
-        await self.service.admission.aclose()
+        await self.admission.aclose()
 
     async def idle(self):
         """Returns once no request runs."""

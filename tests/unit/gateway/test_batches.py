@@ -182,7 +182,9 @@ async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api
     prompts = []
     generate = second.service.generate
     monkeypatch.setattr(
-        second.service, "generate", lambda *args: (prompts.append(args), generate(*args))[1]
+        second.service,
+        "generate",
+        lambda *args, **more: (prompts.append(args), generate(*args, **more))[1],
     )
     await asyncio.sleep(0.1)
     assert (await get(second, batch))["status"] == "in_progress" and not prompts
@@ -199,10 +201,10 @@ async def test_a_line_that_is_refused_waits_for_room(gateway, monkeypatch):
     errors = [Overloaded("full", 0.01), Unavailable("none"), Unauthenticated("not now")] * 3
     generate = gateway.service.generate
 
-    async def refused(*args):
+    async def refused(*args, **more):
         if errors:
             raise errors.pop()
-        await generate(*args)
+        await generate(*args, **more)
 
     monkeypatch.setattr(gateway.service, "generate", refused)
     batch = await finished(gateway, await create(gateway, [line(0), line(1)]))
@@ -312,7 +314,8 @@ async def test_a_batch_that_cannot_be_is_refused(gateway, body, status, field):
     assert (await gateway.client.get("/v1/batches")).json()["data"] == []
 
 
-async def test_files_can_be_listed_read_and_deleted(gateway):
+async def test_files_can_be_listed_read_and_deleted(gateway, caplog):
+    caplog.set_level("INFO", "baton.audit")
     files = [(await upload(gateway, b"%d\n" % n, name=f"{n}é")).json() for n in range(3)]
     assert [file["filename"] for file in files] == ["0é", "1é", "2é"]
     sent = sorted(file["id"] for file in files)
@@ -334,7 +337,11 @@ async def test_files_can_be_listed_read_and_deleted(gateway):
     path = f"/v1/files/{files[0]['id']}"
     assert (await gateway.client.get(path)).json() == files[0]
     assert (await gateway.client.get(f"{path}/content")).content == b"0\n"
+    assert not caplog.records
     assert (await gateway.client.delete(path)).json()["deleted"]
+    (line,) = caplog.records
+    fields = {"tenant": "default", "id": files[0]["id"]}
+    assert (line.name, line.message, line.fields) == ("baton.audit", "file deleted", fields)
     for gone in (path, f"{path}/content", "/v1/files/..%2F.lock", "/v1/files/.lock"):
         assert (await gateway.client.get(gone)).status_code == 404
     assert await listed() == ([id for id in sent[::-1] if id != files[0]["id"]], False)

@@ -320,9 +320,9 @@ async def test_settings_reach_the_workers_and_defaults_are_openais(gateway):
 async def test_priority_target_and_salt_reach_the_router(gateway):
     asked, generate = [], gateway.service.generate
 
-    def watched(request, *args):
+    def watched(request, *args, **more):
         asked.append(request)
-        return generate(request, *args)
+        return generate(request, *args, **more)
 
     gateway.service.generate = watched
     for value in ("low", "normal", "high", 1, 0, -1, None):
@@ -383,20 +383,20 @@ async def test_a_restriction_reaches_both_workers(gateway, field, value, expecte
 async def test_prompts_that_come_together_share_what_is_the_same(gateway, more):
     """A copy of all settings for each would take a thousand times the body's size."""
     body = json.dumps({"prompt": ["a"] * 1024, "max_tokens": 1, **more}).encode()
-    kept, admission = [], gateway.service.admission
+    kept, admission = [], gateway.admission
 
-    async def generate(request, caller, sink, choices, number):
+    async def generate(request, caller, sink, choices, number, target):
         tenant = admission.tenants.tenant_for(())
         kept.append(await admission.admit(request, 10.0, 32, "id", tenant, choices, number))
         sink.start(inference_pb2.Started())
 
-    service = SimpleNamespace(admission=admission, generate=generate)
+    service = SimpleNamespace(limits=admission.limits, generate=generate)
     sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
     before = resident_bytes()
     with contextlib.suppress(BatonError):
         parsed = parse_completion(body)
         assert resident_bytes() - before < 32 << 20
-        await run_choices(service, parsed, Caller(), [sink] * 1024)
+        await run_choices(service, parsed, Caller(), [sink] * 1024, None)
         assert len(kept) == 1024
     assert resident_bytes() - before < 32 << 20
 
@@ -409,15 +409,15 @@ async def test_others_have_a_turn_of_the_loop_between_two_choices(gateway):
         turn += 1
         handle = loop.call_soon(count)
 
-    async def generate(request, caller, sink, choices, number):
+    async def generate(request, caller, sink, choices, number, target):
         entered.append(turn)
         sink.start(inference_pb2.Started())
 
     handle = loop.call_soon(count)
     parsed = parse_completion(json.dumps({"prompt": ["a"] * 20, "max_tokens": 1}).encode())
-    service = SimpleNamespace(admission=gateway.service.admission, generate=generate)
+    service = SimpleNamespace(limits=gateway.service.limits, generate=generate)
     sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
-    await run_choices(service, parsed, Caller(), [sink] * 20)
+    await run_choices(service, parsed, Caller(), [sink] * 20, None)
     handle.cancel()
     assert len(set(entered)) == 20, entered
 

@@ -306,7 +306,7 @@ async def test_a_body_is_one_request_to_its_tenant_however_many_choices(gateway_
     assert len((await gateway.complete(n=10)).json()["choices"]) == 10
     assert len((await gateway.complete(prompt=["a", "b"], n=2)).json()["choices"]) == 4
     assert (await gateway.post("/tokenize", {"prompt": "a" * 50})).status_code == 200
-    tenant = gateway.service.admission.tenants.tenant_for(None)
+    tenant = gateway.service.tenants.tenant_for(None)
     used = (len(PROMPT) + 10 * 5) + (2 + 4 * 5) + 50
     assert tenant._tokens.level == pytest.approx(1000 - used, abs=20)
     for response in (await gateway.complete(), await gateway.post("/tokenize", {"prompt": "a"})):
@@ -334,11 +334,11 @@ async def test_one_failed_choice_ends_all(gateway_of):
     gateway.decode.runs = [lambda *run: begun.set()]
     generate = gateway.service.generate
 
-    async def refusing(request, *args):
+    async def refusing(request, *args, **more):
         if request.text == "b":
             await begun.wait()
             raise errors.Overloaded("no room for this one")
-        await generate(request, *args)
+        await generate(request, *args, **more)
 
     gateway.service.generate = refusing
     response = await gateway.complete(prompt=["a", "b"])
@@ -350,7 +350,7 @@ async def test_one_failed_choice_ends_all(gateway_of):
 async def test_prompts_of_one_body_fit_together_or_are_refused_for_good(gateway_of, tmp_path):
     limits = "[default]\ntokens_per_minute = 100"
     gateway = await gateway_of(tenants=tenants(tmp_path, limits))
-    tenant = gateway.service.admission.tenants.tenant_for(None)
+    tenant = gateway.service.tenants.tenant_for(None)
     tenant.charge_tokens(40)  # 60 are left: for the first of them, not for all
     asked = {"prompt": ["a" * 20] * 4, "max_tokens": 5}
     assert len((await gateway.complete(**asked)).json()["choices"]) == 4
@@ -380,7 +380,7 @@ async def begun_with_three_choices(gateway, timeout_s=TIMEOUT_S):
 async def test_a_tenants_places_are_taken_for_all_choices_with_the_first(gateway_of, tmp_path):
     limits = "[default]\nmax_running = 4\ntokens_per_minute = 100"
     gateway = await gateway_of(tenants=tenants(tmp_path, limits))
-    tenant = gateway.service.admission.tenants.tenant_for(None)
+    tenant = gateway.service.tenants.tenant_for(None)
     call, go_on = await begun_with_three_choices(gateway)
     # It would have kept one of the three from running, and the other way round.
     error_of(await gateway.complete(n=2), 429)
@@ -402,7 +402,7 @@ async def test_what_has_begun_is_not_refused_its_further_choices(gateway, monkey
     if why == "drain":
         service.draining = True
     else:
-        monkeypatch.setattr(service.wait_queue, "_capacity", 0)
+        monkeypatch.setattr(gateway.cluster.wait_queue, "_capacity", 0)
     go_on.set()
     assert len((await call).json()["choices"]) == 3
     error_of(await gateway.complete(), {"drain": 503, "queue": 429}[why])

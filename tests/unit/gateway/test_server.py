@@ -40,7 +40,7 @@ async def test_what_can_be_read(gateway):
         return (await gateway.client.get(path)).json()
 
     model = {"id": "tiny", "object": "model", "created": 0, "owned_by": "baton",
-             "max_model_len": 32}  # fmt: skip
+             "max_model_len": 32, "root": "tiny"}  # fmt: skip
     assert await read("/v1/models") == {"object": "list", "data": [model]}
     assert await read("/v1/models/tiny") == model
     assert await read("/health") == {"status": "ok"}
@@ -514,9 +514,9 @@ async def test_the_end_of_a_server_waits_a_moment_for_answers_and_for_nobody_els
 async def test_trailers_do_not_replace_headers(gateway):
     keys, generate = [], gateway.service.generate
 
-    def watched(request, caller, *args):
+    def watched(request, caller, *args, **more):
         keys.append(dict(caller.metadata)["authorization"])
-        return generate(request, caller, *args)
+        return generate(request, caller, *args, **more)
 
     gateway.service.generate = watched
     body = b'{"prompt":[1,2,3],"max_tokens":5,"ignore_eos":true}'

@@ -6,8 +6,6 @@ import random
 import re
 import shutil
 import string
-import subprocess
-import sys
 import time
 from itertools import product
 
@@ -25,6 +23,7 @@ from baton.generation.sampling_params import (
 )
 from baton.generation.structured_output import GrammarCompiler
 from baton.text import load_tokenizer
+from tests.processes import PYTHON, run
 from tests.waiting import WAIT_S
 
 VOCAB, EOS = 4096, 1
@@ -301,10 +300,8 @@ except InvalidRequest as error:
     print(error)
 print("alive")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], input=text, capture_output=True, text=True, check=False
-    )
-    assert done.stdout.endswith("alive\n"), (done.returncode, done.stderr[-300:])
+    done = run([*PYTHON, script], input=text)
+    assert done.out.endswith("alive\n"), (done.status, done.err[-300:])
 
 
 def test_too_many_that_wait_are_refused(grammars, monkeypatch):

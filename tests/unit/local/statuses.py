@@ -29,8 +29,8 @@ def pair(prefill="p0", decode="d0", **fields):
 def status(*parts, **router):
     """A router's answer of these workers and pairs; `router` are fields of RouterStatus."""
     known: dict[str, Any] = {
-        "incarnation": "r0", "state": "SERVING", "model": "demo", "cluster": "default",
-        "registry_connected": True,
+        "incarnation": "r0", "state": "SERVING", "model": "demo", "models": ["demo"],
+        "cluster": "default", "registry_connected": True,
     }  # fmt: skip
     return fleet_pb2.GetStatusResponse(
         router=fleet_pb2.RouterStatus(**{**known, **router}),

@@ -21,6 +21,7 @@ from baton.local import ports
 from baton.local.child import tied
 from baton.local.etcd_process import EmbeddedEtcd, scratch_folder
 from baton.registry.etcd_client import EtcdClient
+from tests.processes import run
 from tests.waiting import WAIT_S, eventually
 
 ROOT = Path(__file__).parents[3]
@@ -125,9 +126,8 @@ def test_a_tied_program_keeps_its_pid_and_does_not_start_without_its_parent():
         out, _ = process.communicate(timeout=WAIT_S)
     assert out.split() == [str(process.pid), str(os.getpid()), "a", "b", "--c"]
     command[command.index(str(os.getpid()))] = "1"
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "the parent ended first" in done.stderr
+    status, out, error = run(command)
+    assert (status, out) == (1, "") and "the parent ended first" in error
 
 
 def damage(etcd):
@@ -192,7 +192,7 @@ def test_etcd_dies_with_its_owner_and_the_next_one_removes_its_folder(tmp_path, 
             second = stack.enter_context(scratch_folder("baton-etcd-"))
             assert (left / "data").exists(), "its owner lives"
             owner.kill()
-        assert psutil.wait_procs([etcd], 5) == ([etcd], [])
+        assert psutil.wait_procs([etcd], WAIT_S) == ([etcd], [])
         assert left.exists()
         third = stack.enter_context(scratch_folder("baton-etcd-"))
         assert third.stat().st_mode & 0o77 == 0

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -11,8 +9,8 @@ from baton.config import ClusterConfig, EngineConfig
 from baton.errors import CheckpointError
 from baton.local.cluster import LocalCluster
 from baton.local.model_check import check_model
+from tests.processes import PYTHON, run
 from tests.unit.engine.checkpoints import make_checkpoint
-from tests.waiting import WAIT_S
 
 WEIGHTS = "model.safetensors"
 
@@ -61,7 +59,7 @@ def test_a_worker_needs_no_tokenizer_and_a_simulated_one_no_weights(model):
         "from baton.local.model_check import check_model; "
         f"check_model(EngineConfig(model={str(model)!r})); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
+    assert run([*PYTHON, code]) == (0, "", "")
     (model / "tokenizer.json").unlink()
     check_model(EngineConfig(model=str(model)), worker=True)
     (model / WEIGHTS).unlink()

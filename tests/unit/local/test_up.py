@@ -45,7 +45,7 @@ async def test_a_closed_terminal_ends_it(tmp_path):
 
     try:
         os.close(slave)
-        await eventually(look, lambda text: "\nready: " in text, "not ready", 40.0)
+        await eventually(look, lambda text: "\nready: " in text, "not ready")
         os.close(master)
         assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
     finally:

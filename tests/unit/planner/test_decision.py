@@ -101,6 +101,12 @@ class Plans:
         ({"prefill": 2, "decode": 2, "mixed": 1}, load(10), {PREFILL: 1, DECODE: 1, MIXED: 1}),
         # Requests that wait are demand, too: 300 within a minute are 5 a second.
         ({"prefill": 1, "decode": 1}, load(10, queued=300), {PREFILL: 2, DECODE: 2, MIXED: 0}),
+        # A role that nobody has, and nobody needs, is not wanted for late tokens.
+        (
+            {"prefill": 2, "decode": 2},
+            load(10, tpot_p95_s=1.0, ttft_p95_s=1.0),
+            {PREFILL: 2, DECODE: 3, MIXED: 0},
+        ),
         # Nobody is there yet.
         ({}, load(0), {PREFILL: 1, DECODE: 1, MIXED: 0}),
     ],
@@ -108,7 +114,7 @@ class Plans:
 def test_each_role_has_as_many_workers_as_its_own_need(there, demand, wanted):
     decision = Plans(**there).run(120, demand)
     assert {role: decision.roles[role].wanted for role in ROLES} == wanted, decision.explanation
-    assert not decision.held
+    assert not decision.held and not decision.changed, "it stays so"
 
 
 @pytest.mark.parametrize("ttft_s", [0.2, 1.0])
@@ -223,6 +229,7 @@ def test_the_least_busy_worker_of_the_idle_role_changes_to_the_busy_one():
     plans = Plans(prefill=1, decode=3)
     plans.run(30, load(15, output=10.0), apply=True)
     assert plans.flips == [Flip("decode-0", DECODE, PREFILL)]
+    assert [one.changed for one in plans.decisions] == [False, False, True, False, False, False]
     assert "lowers the load of the busier role from 1.88 to 0.94" in plans.decisions[2].explanation
 
 

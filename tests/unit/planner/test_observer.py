@@ -30,12 +30,11 @@ def router(name="router-1", requests=0, latency=None, refused=0, **more):
     )
 
 
-def worker(name, role, state="READY", blocks=100, max_batch=8, **load):
+def worker(name, role, state="READY", load=None, **record):
     kv = common_pb2.KvDescriptor(block_size=16)
-    record = common_pb2.WorkerRecord(
-        incarnation=name, role=role, kv=kv, blocks_total=blocks, max_batch=max_batch
-    )
-    return fleet_pb2.WorkerStatus(record=record, state=state, load=worker_pb2.Load(**load))
+    record = {"blocks_total": 100, "max_batch": 8, **record}
+    record = common_pb2.WorkerRecord(incarnation=name, role=role, kv=kv, **record)
+    return fleet_pb2.WorkerStatus(record=record, state=state, load=worker_pb2.Load(**load or {}))
 
 
 def status(one, workers=(), siblings=()):
@@ -121,9 +120,19 @@ def test_without_an_answer_the_last_observation_stays_with_its_time():
     assert observer.observe(50.0, {"a": None}).time_s == 1.0
 
 
+def test_where_several_models_are_served_a_plan_would_say_nothing():
+    """Routers count the requests of all models together."""
+    observer = Observer()
+    workers = [worker(f"d-{model}", DECODE, model=model) for model in ("chat", "code")]
+    for time_s in (0.0, 10.0):
+        seen = observer.observe(time_s, {"a": status(router(), workers)})
+    assert "several models together: chat, code" in seen.incomplete
+    assert not observer.observe(20.0, {"a": status(router(), workers[:1])}).incomplete
+
+
 def test_workers_are_seen_as_by_the_router_that_can_use_them():
     views = [
-        worker("d", DECODE, running=3),
+        worker("d", DECODE, load={"running": 3}),
         worker("p", PREFILL, "STARTING"),
         worker("m", MIXED),
         worker("other", DECODE, "MISMATCH"),
@@ -140,11 +149,11 @@ def test_workers_are_seen_as_by_the_router_that_can_use_them():
 def test_what_a_usual_worker_can_do_is_the_median_of_its_role():
     workers = [
         *(
-            worker(f"p{n}", PREFILL, prefill_tokens_per_s=rate)
+            worker(f"p{n}", PREFILL, load={"prefill_tokens_per_s": rate})
             for n, rate in enumerate((9, 10, 99))
         ),
-        worker("d", DECODE, prefill_tokens_per_s=1.0, blocks=10, max_batch=4),
-        worker("d2", DECODE, blocks=10, max_batch=4),
+        worker("d", DECODE, load={"prefill_tokens_per_s": 1.0}, blocks_total=10, max_batch=4),
+        worker("d2", DECODE, blocks_total=10, max_batch=4),
     ]
     seen = Observer().observe(0.0, {"a": status(router(), workers)})
     assert (seen.prefill_tokens_per_s, seen.max_batch, seen.kv_tokens) == (10.0, 4, 160)
@@ -156,13 +165,14 @@ def test_a_decode_step_is_a_line_through_what_was_measured():
     observer = Observer()
     for time_s, running in enumerate((1, 10, 4, 20)):
         load = {"running": running, "step_ms": 12.0 + 0.5 * running}
-        workers = [worker("d", DECODE, **load), worker("p", PREFILL, running=9, step_ms=900.0)]
+        prefill = {"running": 9, "step_ms": 900.0}
+        workers = [worker("d", DECODE, load=load), worker("p", PREFILL, load=prefill)]
         seen = observer.observe(float(time_s), {"a": status(router(), workers)})
     assert (seen.step_ms, seen.sequence_ms) == pytest.approx((12.0, 0.5))
 
 
 @pytest.mark.parametrize("running", [0, 1])
 def test_where_one_batch_was_measured_the_line_is_the_cost_models(running):
-    workers = [worker("d", DECODE, running=running, step_ms=18.0)]
+    workers = [worker("d", DECODE, load={"running": running, "step_ms": 18.0})]
     seen = Observer().observe(0.0, {"a": status(router(), workers)})
     assert (seen.step_ms, seen.sequence_ms) == pytest.approx((16.0, 2.0))

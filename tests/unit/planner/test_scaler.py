@@ -1,11 +1,11 @@
 """KEDA's contract, with a real gRPC client: one of our stubs, and one that sends KEDA's bytes."""
 
-import asyncio
 import contextlib
 
 import grpc
 import pytest
 
+from baton.errors import Unavailable
 from baton.net import rpc
 from baton.net.server import bind
 from baton.planner import scaler
@@ -35,7 +35,7 @@ def metrics_of(role, name=""):
 @pytest.fixture
 async def published():
     published = PublishedPlan()
-    published.set(plan(prefill=2, decode=5))
+    published.set(plan(prefill=2, decode=5, mixed=0))
     return published
 
 
@@ -112,13 +112,19 @@ async def test_wrong_metadata_is_named(keda, call, request_, text):
     )
 
 
-async def test_an_old_plan_is_an_error_so_that_replicas_stay(keda, published, monkeypatch):
-    monkeypatch.setattr(scaler, "PLAN_S", -1.0)
-    with pytest.raises(grpc.RpcError) as raised:
-        await keda.GetMetrics(metrics_of("decode"), timeout=WAIT_S)
-    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+@pytest.mark.parametrize("call", ["GetMetrics", "IsActive"])
+async def test_without_a_recent_plan_there_is_an_error_so_that_replicas_stay(
+    keda, published, monkeypatch, call
+):
+    asked = metrics_of("decode") if call == "GetMetrics" else reference()
+    for text in ("has not seen the workers", "does a planner lead"):
+        published.set(plan())  # of a planner that has just started
+        with pytest.raises(grpc.RpcError, match=text) as raised:
+            await getattr(keda, call)(asked, timeout=WAIT_S)
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+        monkeypatch.setattr(scaler, "PLAN_S", -1.0)
 
 
 async def test_before_any_plan_there_is_an_error():
-    with pytest.raises(Exception, match="does a planner lead"):
-        await asyncio.sleep(0, PublishedPlan().wanted("decode"))
+    with pytest.raises(Unavailable, match="does a planner lead"):
+        PublishedPlan().wanted("decode")

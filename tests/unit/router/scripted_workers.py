@@ -12,7 +12,7 @@ from functools import partial
 from opentelemetry import trace
 from opentelemetry.context import Context
 
-from baton.config import RouterLimits
+from baton.config import ModelSource, RouterLimits
 from baton.errors import Unavailable
 from baton.generation.sampling_params import SamplingParams
 from baton.net.server import bind
@@ -22,8 +22,11 @@ from baton.worker.metrics import LoadTracker
 from router.dispatch.dispatch import Dispatch
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
+from router.generation_service import GenerationService
+from router.models import Models, ModelVersion
 from router.queueing.wait_queue import WaitQueue
 from router.request import RequestState, TokenizedRequest
+from router.telemetry.stats import RouterStats
 from tests.memory_registry import MemoryRegistry
 from tests.waiting import WAIT_S
 
@@ -372,9 +375,12 @@ class Cluster:
         asyncio.get_running_loop().set_exception_handler(self._on_problem)
         self._tasks_before = asyncio.all_tasks()
         membership = await self._stack.enter_async_context(self.store.watch())
+        self.membership = membership
         self.fleet = Fleet(membership, "router", FINGERPRINT, self.liveness)
         self.wait_queue = WaitQueue(self.limits.max_queue, lambda: self.fleet.changed)
-        self.dispatch = Dispatch(self.fleet, self.wait_queue, self.limits, self.tracer)
+        self.dispatch = Dispatch(
+            self.fleet, self.wait_queue, self.limits, self.tracer, RouterStats()
+        )
         self._following = asyncio.create_task(self.fleet.follow())
         for worker in self.workers:
             await self.add(worker)
@@ -393,6 +399,23 @@ class Cluster:
             _, left = await asyncio.wait(left, timeout=TIMEOUT_S)
         assert not left, f"tasks were left behind: {left}"
         assert not self.problems, f"errors that were not handled: {self.problems}"
+
+    def models(self, admission=None, aliases=()):
+        """The models of a router whose only one, "tiny", has these workers."""
+
+        def new_version(name, version, text, membership):
+            return ModelVersion(
+                name, version, text, self.membership, self.fleet, self.wait_queue, self.dispatch
+            )
+
+        texts = [(ModelSource("", "tiny"), admission)]
+        return Models(texts, new_version, aliases)
+
+    def service(self, admission):
+        """The service of that router."""
+        models = self.models(admission, admission.config.api.model_aliases)
+        limits, stats = admission.limits, self.dispatch.stats
+        return GenerationService(models, admission.tenants, limits, stats, self.tracer)
 
     async def add(self, worker):
         """Starts a worker, which stops with the cluster, and registers it."""

@@ -44,7 +44,7 @@ def ids_only_tokenizer(directory, **config):
 
 def admission(tokenizer, tenants=None, **settings):
     """An Admission of a model "tiny"; `settings` are its arguments, or a router's configuration."""
-    names = ("grammars", "tickets", "sampling_defaults", "prefill_rate")
+    names = ("grammars", "sampling_defaults")
     more = {name: settings.pop(name) for name in names if name in settings}
     api = settings.pop("api", ApiConfig())
     limits = RouterLimits(**{"default_timeout_s": 60.0, **settings})

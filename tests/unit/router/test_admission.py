@@ -11,7 +11,6 @@ from baton.errors import (
     CheckpointError,
     DeadlineExceeded,
     InvalidRequest,
-    ModelNotFound,
     Overloaded,
 )
 from baton.generation.generation_config import sampling_defaults
@@ -83,12 +82,13 @@ async def admit(admission, asked=None, time_left_s=None, max_context=0, **fields
     return await admission.admit(asked, time_left_s, max_context, "r1", tenant, choices, number)
 
 
-def enter(admission, admitted, priority=0):
-    return admission.enter(admitted, admission.tenants.tenant_for(()), priority, PromptChoices())
+def enter(admission, admitted, priority=0, rate=0.0):
+    tenant = admission.tenants.tenant_for(())
+    return admission.enter(admitted, tenant, priority, PromptChoices(), prefill_rate=rate)
 
 
 async def test_a_request_becomes_tokens(admission, admission_of):
-    more = {"stop": ["\n"], "include_stop": True, "cache_salt": "salt", "model": "tiny"}
+    more = {"stop": ["\n"], "include_stop": True, "cache_salt": "salt"}
     admitted = await admit(admission, **more, stream_interval=8)
     assert admitted.stream_interval == 1, "a stop string may come with each token"
     assert (await admit(admission, stream_interval=8)).stream_interval == 8
@@ -159,15 +159,6 @@ async def test_what_can_never_work_is_refused_with_its_field(admission, asked, f
     assert len(str(caught.value)) < 300, "whatever it quotes"
 
 
-async def test_another_model_is_not_found(admission):
-    for name in ("other", "m" * 100_000):
-        with pytest.raises(
-            ModelNotFound, match=f"{name[:9]}.* is not served here; 'tiny'"
-        ) as caught:
-            await admit(admission, model=name)
-        assert len(str(caught.value)) < 300
-
-
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -236,7 +227,7 @@ async def test_a_passed_deadline_is_reported_before_anything_else(admission_of):
     admission = admission_of(max_context=100_000)
     for time_left_s in (0.0, -3.0):
         with pytest.raises(DeadlineExceeded):
-            await admit(admission, model="other", time_left_s=time_left_s)
+            await admit(admission, time_left_s=time_left_s)
     with pytest.raises(DeadlineExceeded, match="tokenizing"):  # before its process has started
         await admit(admission, chat=[("user", "x" * 10_000)], time_left_s=0.001)
 
@@ -301,10 +292,11 @@ async def test_open_output_is_cut_to_the_tenants_bucket(admission_of):
 
 @pytest.mark.parametrize(("rate", "work_s"), [(0.0, 0.02), (40.0, 0.5)])
 async def test_the_virtual_finish_follows_from_size_rate_and_priority(admission_of, rate, work_s):
-    admission = admission_of(prefill_rate=lambda: rate)
+    admission = admission_of()
     admitted = await admit(admission, text="x" * 20)
     first, second, urgent = (
-        enter(admission, admitted, priority).prompt for priority in (0, 0, common_pb2.PRIORITY_HIGH)
+        enter(admission, admitted, priority, rate).prompt
+        for priority in (0, 0, common_pb2.PRIORITY_HIGH)
     )
     fair_s = [prompt.fair_wait_s for prompt in (first, urgent, second)]
     assert fair_s == pytest.approx([work_s, 2 * work_s, 3 * work_s])

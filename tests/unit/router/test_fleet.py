@@ -284,7 +284,7 @@ async def test_a_bug_in_one_tick_does_not_end_the_watch(cluster_of, monkeypatch)
 
 async def test_readiness_follows_the_fleet(cluster):
     health, decode = Health(), cluster.decodes[0]
-    following = asyncio.create_task(_follow_readiness(cluster.fleet, health))
+    following = asyncio.create_task(_follow_readiness(cluster.models(), health))
     await seen(lambda: health.serving is True)
     prefill = cluster.prefills[0]
     await cluster.leave(prefill)

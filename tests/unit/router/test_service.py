@@ -23,10 +23,17 @@ from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
 from baton.net import rpc, tls
 from baton.net.server import Health
-from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from baton.v1 import (
+    common_pb2,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    worker_pb2,
+)
 from router.admission.admission import Admission
 from router.admission.tenants import Tenants
-from router.generation_service import GenerationService
+from router.fleet.fleet import Fleet
 from router.grpc_service import FleetServicer, InferenceServicer, authorize
 from router.output import sink
 from tests.tracing import Traces
@@ -67,9 +74,7 @@ class Router:
             tokenizer, tenants, default_timeout_s=default_timeout_s, trace_content=trace_content
         )
         self.cluster, self.decode = cluster, (*cluster.decodes, None)[0]
-        self.service = GenerationService(
-            self.admission, cluster.wait_queue, cluster.dispatch, cluster.fleet, cluster.tracer,
-        )  # fmt: skip
+        self.service = cluster.service(self.admission)
         self._server = rpc.server(partial(authorize, tenants))
 
     async def __aenter__(self):
@@ -114,8 +119,8 @@ class Router:
                 pass
         return call
 
-    async def status(self):
-        return await self.fleet_stub.GetStatus(fleet_pb2.GetStatusRequest())
+    async def status(self, **request):
+        return await self.fleet_stub.GetStatus(fleet_pb2.GetStatusRequest(**request))
 
 
 @pytest.fixture
@@ -606,6 +611,13 @@ async def test_prompt_and_answer_are_recorded_where_that_is_asked_for_and_cut(ro
         (answer,) = json.loads(found[name]["gen_ai.output.messages"])
         assert (answer["role"], answer["finish_reason"]) == ("assistant", "length")
         assert 0 < len(answer["parts"][0]["content"]) <= 8
+
+
+async def test_pairs_are_left_out_of_a_status_on_request(router_of, monkeypatch):
+    router = await router_of()
+    monkeypatch.setattr(Fleet, "pairs", [worker_pb2.PairStatus(prefill="p0", decode="d0")])
+    assert len((await router.status()).pairs) == 1
+    assert not (await router.status(without_pairs=True)).pairs
 
 
 async def test_status_and_spans_of_a_request_that_fails_over(router_of):

@@ -1,9 +1,7 @@
 """The memory that the processes of one router share: tenants' limits hold over all of them."""
 
-import asyncio
 import contextlib
 import signal
-import sys
 import time
 
 import pytest
@@ -12,6 +10,7 @@ from baton.errors import ConfigError
 from baton.v1 import fleet_pb2
 from router import shared_state
 from router.shared_state import SharedState
+from tests.processes import PYTHON, running
 
 LIMITS = """
 [default]
@@ -60,22 +59,15 @@ def shared():
 async def callers(shared, tmp_path):
     """Two processes that share it, about to begin."""
     (tmp_path / "tenants.toml").write_text(LIMITS)
-    processes = [
-        await asyncio.create_subprocess_exec(
-            sys.executable, "-c", CALLER, shared.path, str(number), str(tmp_path / "tenants.toml"),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )
-        for number in range(2)
-    ]  # fmt: skip
-    try:
+    arguments = [(str(number), str(tmp_path / "tenants.toml")) for number in range(2)]
+    async with contextlib.AsyncExitStack() as stack:
+        processes = [
+            await stack.enter_async_context(running(*PYTHON, CALLER, shared.path, *more))
+            for more in arguments
+        ]
         for process in processes:
-            assert await process.stdout.readline() == b"ready\n"
+            assert await process.line() == "ready"
         yield processes
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.communicate()
 
 
 async def test_two_processes_together_keep_a_tenants_limits_exactly(shared, tmp_path):
@@ -83,14 +75,13 @@ async def test_two_processes_together_keep_a_tenants_limits_exactly(shared, tmp_
     usage = SharedState(shared.path, 2).usage("default")
     async with callers(shared, tmp_path) as processes:
         for process in processes:
-            process.stdin.write(b"go\n")
-        said = [(await process.stdout.readline()).split() for process in processes]
+            process.write("go\n")
+        said = [(await process.line()).split() for process in processes]
         entered, most = ([int(one[i]) for one in said] for i in range(2))
         assert sum(entered) == 600 and min(entered) >= 200
         assert max(most) <= 3
         assert (usage.requests[0], usage.tokens[0], usage.running) == (600, 600 * 20, 2)
-        processes[1].send_signal(signal.SIGKILL)
-        await processes[1].wait()
+        await processes[1].end(signal.SIGKILL)
         shared.forget(1)
         assert usage.running == 1
 
@@ -99,13 +90,16 @@ async def test_a_process_that_is_stopped_within_a_lock_delays_the_others_now_and
     shared, monkeypatch
 ):
     """Once for all accesses of some seconds, whichever tenant's limits they are for."""
-    holder = await asyncio.create_subprocess_exec(
-        sys.executable, "-c",
+    code = (
         "import sys; from router.shared_state import SharedState\n"
-        "with SharedState(sys.argv[1], 2, 1).usage('a').lock: print('held', flush=True), input()",
-        shared.path, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    assert await holder.stdout.readline() == b"held\n"
+        "with SharedState(sys.argv[1], 2, 1).usage('a').lock: print('held', flush=True), input()"
+    )
+    async with running(*PYTHON, code, shared.path) as holder:
+        assert await holder.line() == "held"
+        delays_now_and_then(shared, monkeypatch)
+
+
+def delays_now_and_then(shared, monkeypatch):
     ours, began = SharedState(shared.path, 2), time.monotonic()
     usage = ours.usage("a")
     with usage.lock:
@@ -119,7 +113,6 @@ async def test_a_process_that_is_stopped_within_a_lock_delays_the_others_now_and
     ours._stuck.skip_until = 0.0
     with usage.lock:
         assert slept
-    await holder.communicate(b"\n")
 
 
 def test_tenants_are_told_apart_and_one_too_many_is_refused(shared, monkeypatch):

@@ -23,8 +23,10 @@ from baton.telemetry import tracing
 from baton.telemetry.metrics import table
 from baton.telemetry.metrics.recorder import Recorder
 from baton.v1 import fleet_pb2
+from baton.v1.route_pb2 import ModelRoute, RouteTarget
 from router.fleet.snapshot import Snapshot
 from router.request import LimitReached
+from router.telemetry.access_log import AccessLog
 from router.telemetry.metrics import CAUSES, RouterMetrics
 from router.telemetry.stats import RouterStats
 from router.telemetry.tail_sampling import SamplingPolicy
@@ -33,7 +35,8 @@ from tests.tracing import Traces
 from .scripted_workers import request_state, seen
 from .snapshots import decode_views
 
-MODEL = {"gen_ai_request_model": "tiny"}
+OF_MODEL = {"gen_ai.request.model": "tiny", "baton.model.version": "v1"}
+MODEL = {name.replace(".", "_"): value for name, value in OF_MODEL.items()}
 LABELS = {**MODEL, "gen_ai_provider_name": "baton", "gen_ai_operation_name": "chat"}
 FAILOVER, REFUSAL, FAILURE = (
     fleet_pb2.EVENT_KIND_FAILOVER,
@@ -51,16 +54,18 @@ class World(Traces):
         super().__init__(ratio)
         self.recorder = Recorder("router", {})
         self.stats = RouterStats(clock)
-        self.metrics = RouterMetrics(self.recorder, "tiny", slos)
+        self.metrics = RouterMetrics(self.recorder, slos)
         self.fleet = fleet or SimpleNamespace(snapshot=lambda: Snapshot((), ()))
-        self.sampler = SamplingPolicy(self.telemetry, self.fleet, slow_s=1.0, slos=slos)
+        self.fleet.on_ejected = self.metrics.ejected
+        self.version = SimpleNamespace(labels=OF_MODEL, output_tokens=0)
+        self.sampler = SamplingPolicy(self.telemetry, slow_s=1.0, slos=slos)
         self.stats.listeners = (self.sampler, self.metrics)
         self.observe()
 
     def observe(self, queued=0, running=0):
         self.metrics.observe(
             SimpleNamespace(
-                fleet=self.fleet,
+                models=self,
                 queued=queued,
                 running=running,
                 stats=self.stats,
@@ -68,6 +73,20 @@ class World(Traces):
                 batch_lines={"failed": 2},
             )
         )
+
+    @property
+    def versions(self):
+        return {("tiny", "v1"): self.version}
+
+    @property
+    def routes(self):
+        targets = [RouteTarget(model="tiny", version=name, weight=1.0) for name in ("v1", "v2")]
+        return lambda: {"chat": ModelRoute(name="chat", targets=targets)}
+
+    @property
+    def workers(self):
+        snapshot = self.fleet.snapshot()
+        return [*snapshot.prefill, *snapshot.decode]
 
     def request(
         self, error=None, *, tokens=3, ttft_s=0.1, tpot_s=0.01, admitted=True, placed=True,
@@ -83,6 +102,7 @@ class World(Traces):
                 record.span, record.trace_id = span, tracing.trace_id_of(span)
                 record.held = tracing.is_held(span)
                 record.operation, record.tenant, record.in_batch = "chat", "t", in_batch
+                record.labels, record.fleet = OF_MODEL, self.fleet
                 if admitted:
                     self._run(record, tokens if placed else 0, ttft_s, tpot_s, fields)
                     record.state.attempts, record.state.workers = attempts, set(workers)
@@ -104,6 +124,7 @@ class World(Traces):
             state.placed_at = state.started + 0.02
             for number in range(tokens):
                 self.stats.delivered(1, state.deliver([number]))
+                self.version.output_tokens += 1
             state.first_at = state.started + ttft_s
             state.last_at = state.first_at + tpot_s * (tokens - 1)
 
@@ -126,6 +147,18 @@ def world():
 
 
 # Stats.
+
+
+def test_demand_is_what_was_let_in_and_what_was_turned_away_for_want_of_room(world):
+    """Not what a tenant's own limits or its mistakes kept out."""
+    world.request()
+    errors = (FULL, Unavailable("no worker"), LimitReached("of the tenant"), INVALID)
+    for error in errors:
+        with pytest.raises(type(error)), world.stats.request() as record:
+            record.tenant = "t"
+            raise error
+    world.request(FULL, placed=False)
+    assert (world.stats.counts.admitted, world.stats.counts.turned_away) == (2, 2)
 
 
 def test_requests_are_counted_and_noted_by_how_they_ended(world):
@@ -235,6 +268,7 @@ def test_a_request_that_ends_well_is_measured(world):
 def test_all_that_a_router_lists_is_measured(world):
     world.request(predicted_ttft_s=0.1)
     world.request(InternalError("x"))
+    world.metrics.canary_decided("chat", "stepped")
     page = world.recorder.render("")[1].decode()
     for one in table.instruments_of("router").values():
         assert any(line.startswith(one.samples) for line in page.splitlines()), one.name
@@ -287,7 +321,7 @@ def test_goodput_is_counted_by_class_and_not_of_what_callers_did(world):
 def test_refusals_are_counted_by_cause(world, error, step, cause):
     with pytest.raises(type(error)), world.stats.request() as record:
         if step != "arrived":
-            record.tenant = "t"
+            record.tenant, record.labels = "t", OF_MODEL
         if step in ("admitted", "queued"):
             record.state = request_state()
             record.state.attempts = int(step == "queued")
@@ -365,3 +399,22 @@ async def test_no_worker_is_told_of_what_is_exported_anyway_nor_missed_if_dead(c
     world = World(fleet=cluster.fleet)
     assert world.exported(world.request(failed, workers=("d0",)))
     assert decode.kept == []
+
+
+def test_the_access_log_has_a_line_for_each_request_or_for_a_sample(caplog):
+    world = World()
+    world.stats.listeners = (AccessLog(1.0),)
+    with caplog.at_level("INFO", "baton.access"):
+        world.request(tokens=3, ttft_s=0.1, tpot_s=0.01, cached=2)
+        world.request(FULL, admitted=False)
+        world.stats.listeners = (AccessLog(0.0),)
+        world.request()
+    served, refused = [one.fields for one in caplog.records if one.name == "baton.access"]
+    known = {"tenant": "t", "model": "tiny", "operation": "chat", "batch": False}
+    numbers = {"cached_tokens": 2, "output_tokens": 3, "ttft_ms": 100.0, "tpot_ms": 10.0}
+    assert served.items() >= {**known, **numbers, "status": "OK", "queue_ms": 20.0}.items()
+    assert served["request_id"] and served["trace_id"] and served["prompt_tokens"]
+    assert refused == {
+        **known, "status": "RESOURCE_EXHAUSTED", "error": "Overloaded",
+        "trace_id": refused["trace_id"],
+    }  # fmt: skip

@@ -160,7 +160,10 @@ async def followed(tenants, monkeypatch):
     following.cancel()
 
 
-async def test_a_changed_file_keeps_what_its_tenants_use(tenants_of, tmp_path, clock, monkeypatch):
+async def test_a_changed_file_keeps_what_its_tenants_use(
+    tenants_of, tmp_path, clock, monkeypatch, caplog
+):
+    caplog.set_level("INFO", "baton.audit")
     file, limits = tmp_path / "tenants.toml", "tokens_per_minute = 600\nmax_running = 2"
     tenants = tenants_of(f"[tenants.a]\n{KEYS}\n{limits}\n[tenants.b]\nkeys = ['{digest('b')}']")
     a, b = tenants.tenant_for(bearer("k")), tenants.tenant_for(bearer("b"))
@@ -169,6 +172,8 @@ async def test_a_changed_file_keeps_what_its_tenants_use(tenants_of, tmp_path, c
             less = "tokens_per_minute = 360\nmax_running = 1"
             file.write_text(f"[tenants.a]\n{KEYS}\n{less}\n[default]")
             await until(lambda: a.config.max_running == 1)
+            (line,) = (one for one in caplog.records if one.name == "baton.audit")
+            assert (line.fields["keys_added"], line.fields["keys_removed"]) == (0, 1)
             assert tenants.tenant_for(bearer("k")) is a and tenants.tenant_for(()).name == "default"
             with pytest.raises(Overloaded, match="1 requests of this tenant run already"):
                 a.enter(1, 1, 0.0)
@@ -252,7 +257,7 @@ async def test_names_that_come_and_go_are_forgotten_and_those_with_requests_kept
             await until(lambda key=f"k{number}": key_is_known(tenants, key))
             with tenants.tenant_for(bearer(f"k{number}")).enter(1, 1, 0.0) as lease:
                 lease.delivered(1)
-        assert tenants._known.keys() == {"a", "t19"} == tenants._fair_queue._tenants.keys()
+        assert tenants._known.keys() == {"a", "t19"} == tenants.fair_queue("")._tenants.keys()
         with running:
             running.delivered(10)
         (tmp_path / "tenants.toml").write_text(f"[tenants.b]\n{KEYS}")

@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -19,7 +17,8 @@ from router.admission import tokenizer_pool
 from router.admission.chat import ChatFormats
 from router.admission.tokenizer_pool import Text, TokenizerPool
 from router.request import TenantShare
-from tests.waiting import WAIT_S, eventually
+from tests.processes import PYTHON, run
+from tests.waiting import eventually
 
 from .small_tokenizers import TEMPLATE, byte_tokenizer
 
@@ -190,13 +189,11 @@ def test_a_router_that_is_killed_leaves_none(tmp_path):
 
         asyncio.run(main())
     """
-    run = subprocess.run(
-        [sys.executable, "-c", program], check=False, stdout=subprocess.PIPE, timeout=WAIT_S
-    )
-    assert run.returncode == -signal.SIGKILL
+    killed = run([*PYTHON, program])
+    assert killed.status == -signal.SIGKILL
     ended = False
     while not ended:  # until the suite's own time-out
         try:
-            ended = "(zombie)" in Path(f"/proc/{int(run.stdout)}/status").read_text()
+            ended = "(zombie)" in Path(f"/proc/{int(killed.out)}/status").read_text()
         except (FileNotFoundError, ProcessLookupError):
             ended = True

@@ -16,7 +16,7 @@ from baton.simulator.worker import WorkerSpec
 SPEC = WorkerSpec(SimulatedSpeed.parse("8000,10,0.5"), num_blocks=8192, token_bytes=1000)
 
 
-def advise(slo, rate, prompt, output, spec=SPEC, count=300, **fields):
+def advise(slo, rate, prompt, output, spec=SPEC, count=150, **fields):
     workload = Workload(
         rate=rate,
         count=count,
