@@ -79,6 +79,18 @@ async def test_cold_cached_and_32_at_once(clusters, oracle, size, transport):
     assert len({one.route.prefill for one in by_handoff}) == size
 
 
+@pytest.mark.parametrize("mixed", [1, 2])
+async def test_mixed_workers(clusters, oracle, mixed):
+    """The router decides where each part of a request runs; one worker serves it all."""
+    _, client = await clusters(mixed=mixed)
+    done = await asyncio.gather(
+        *(check(client, oracle, case) for case in oracle.mixed(24)),
+        check(client, oracle, oracle.case(LENGTHS[-1], 3)),
+    )
+    assert all(one.route.decode.startswith("mixed-") for one in done if one.route.decode)
+    await all_blocks_free(client)
+
+
 async def test_only_what_decode_lacks_is_sent(clusters, oracle):
     """A second turn moves its new blocks; a short or a cached prompt skips the prefill worker."""
     _, client = await clusters()

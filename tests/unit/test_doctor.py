@@ -369,7 +369,7 @@ def test_links_that_could_be_faster_and_clusters_that_cannot_serve():
     assert check(cpu("p")) == ([], [missing])
     pairs, (found,) = check(cpu("d"), router="SERVING")
     assert pairs == [] and (found.level, found.subject) == ("warn", "cluster")
-    assert "no prefill worker: decode workers compute prompts" in found.text
+    assert "no prefill worker: the others do its work" in found.text
     _, findings = check(cpu("p"), cpu("d"), state="STALLED", registry=False)
     subjects = [(found.level, found.subject) for found in findings]
     assert subjects == [("warn", "registry"), ("warn", "p"), ("warn", "d")]
