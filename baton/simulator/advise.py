@@ -220,7 +220,7 @@ class Advisor:
 
     def _counts(self) -> Iterator[int]:
         """Numbers of workers, from what the work itself takes."""
-        count = max(1, math.floor(sum(self._work()) * 0.9))
+        count = max(1, math.floor(sum(self._work()) * 0.6))
         while count <= self._config.max_workers:
             yield count
             count += max(1, count // 8)

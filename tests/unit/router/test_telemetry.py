@@ -101,6 +101,7 @@ class World(Traces):
                 record.span, record.trace_id = span, tracing.trace_id_of(span)
                 record.held = tracing.is_held(span)
                 record.operation, record.tenant, record.in_batch = "chat", "t", in_batch
+                record.asked_model = "tiny"
                 record.labels, record.fleet = OF_MODEL, self.fleet
                 if admitted:
                     self._run(record, tokens if placed else 0, ttft_s, tpot_s, fields)
@@ -404,7 +405,7 @@ def test_the_access_log_has_a_line_for_each_request_or_for_a_sample(caplog):
     world = World()
     world.stats.listeners = (AccessLog(1.0),)
     with caplog.at_level("INFO", "baton.access"):
-        world.request(tokens=3, ttft_s=0.1, tpot_s=0.01, cached=2)
+        world.request(tokens=3, ttft_s=0.1, tpot_s=0.01, cached=2, model="tiny@v1")
         world.request(FULL, admitted=False)
         world.stats.listeners = (AccessLog(0.0),)
         world.request()

@@ -29,7 +29,7 @@ def advise(slo, rate, prompt, output, spec=SPEC, count=150, **fields):
 
 def test_long_prompts_beside_streams_with_a_tight_limit_are_disaggregated():
     """Each chunk would delay streams by 60 ms."""
-    advice = advise("ttft=2,tpot=0.02", rate=1.5, prompt=3000, output=100, workers=2)
+    advice = advise("ttft=2,tpot=0.014", rate=1.5, prompt=3000, output=100, workers=2)
     assert advice.best.roles == {"prefill": 1, "decode": 1}
     mixed = next(one for one in advice.tried if one.roles == {"mixed": 2})
     assert advice.best.share > mixed.share + 0.1
@@ -46,12 +46,14 @@ def test_short_prompts_are_not_disaggregated():
 
 def test_as_few_workers_as_meet_the_limits_are_asked_for():
     small = advise("ttft=1,tpot=0.05", rate=2, prompt=256, output=64)
-    large = advise("ttft=1,tpot=0.05", rate=60, prompt=256, output=64)
+    large = advise("ttft=1,tpot=0.05", rate=40, prompt=256, output=64)
     assert small.best.num_workers == 1
     assert small.meets
     assert large.best.num_workers > 1
     assert large.meets
-    assert max(one.share for one in large.tried if one.num_workers < large.best.num_workers) < 0.95
+    fewer = [one for one in large.tried if one.num_workers < large.best.num_workers]
+    assert fewer
+    assert all(one.share < 0.95 for one in fewer)
 
 
 def test_what_cannot_be_met_is_said():
@@ -74,7 +76,7 @@ def test_nonsense_arrangements_are_refused(text):
 
 def test_long_prompts_are_simulated_in_larger_blocks_of_the_same_pool():
     spec = coarse(SPEC, 8000)
-    assert spec.block_size == 256
+    assert spec.block_size == 512
     assert spec.num_blocks * spec.block_size == SPEC.num_blocks * SPEC.block_size
     assert coarse(SPEC, 100) == SPEC
 

@@ -13,7 +13,7 @@ SPEC = WorkerSpec(SimulatedSpeed.parse("8000,10,0.5"), num_blocks=4096, token_by
 PAIR = {"prefill": 1, "decode": 1}
 
 
-def load(rate=8, count=200, prompt=512, output=50, **fields):
+def load(rate=8, count=80, prompt=512, output=50, **fields):
     return Workload(
         rate=rate,
         count=count,
@@ -41,21 +41,21 @@ def test_it_is_the_same_each_time():
 @pytest.mark.parametrize("roles", [PAIR, {"mixed": 2}, {"prefill": 2, "decode": 3}])
 def test_every_request_ends_and_frees_its_blocks(roles):
     found = Simulation(SPEC, roles).run(load(rate=20))
-    assert len(found.requests) == 200
+    assert len(found.requests) == 80
     assert all(one.last_at > one.first_at > one.arrived_at for one in found.requests)
     generated = sum(one["generated_tokens"] for one in found.workers.values())
-    assert generated == 200 * 50
-    assert sum(one["prompt_tokens"] for one in found.workers.values()) == 200 * 512
+    assert generated == 80 * 50
+    assert sum(one["prompt_tokens"] for one in found.workers.values()) == 80 * 512
 
 
 def test_an_overload_waits_and_is_refused_by_the_routers_own_rules():
     limits = RouterLimits(max_queue=16)
-    found = Simulation(SPEC, PAIR, limits).run(load(rate=100, count=300))
+    found = Simulation(SPEC, PAIR, limits).run(load(rate=100, count=150))
     stats = found.stats()
-    assert 0 < stats["requests"]["ok"] < 300
-    assert stats["refusals"] == {"16 requests are waiting already": 300 - stats["requests"]["ok"]}
+    assert 0 < stats["requests"]["ok"] < 150
+    assert stats["refusals"] == {"16 requests are waiting already": 150 - stats["requests"]["ok"]}
     limits = RouterLimits(ttft_target_s=0.5)
-    found = Simulation(SPEC, PAIR, limits).run(load(rate=40, count=300))
+    found = Simulation(SPEC, PAIR, limits).run(load(rate=40, count=150))
     assert any(one.refused.startswith("the first token is expected in") for one in found.requests)
     in_time = [one for one in found.requests if not one.refused]
     late = [one for one in in_time if one.first_at - one.arrived_at > 0.5]

@@ -19,7 +19,7 @@ SPEED = SimulatedSpeed.parse("4000,10,0.5,1,8000,1.1")
 SPEC = WorkerSpec(SPEED, num_blocks=4096, max_batch=8, chunk_tokens=256)
 
 
-def load(seed, count=40, gap_s=0.15):
+def load(seed, count=30, gap_s=0.15):
     """(arrival, prompt tokens, output tokens)."""
     dice, at = random.Random(seed), 0.0
     for _ in range(count):
