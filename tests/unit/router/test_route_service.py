@@ -1,5 +1,7 @@
 """What operators may set as routes, and what is refused with the remedy."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from baton.errors import BatonError, InvalidRequest
@@ -10,6 +12,7 @@ from router.route_service import RouteServicer
 from .test_canary import Table
 from .test_models import World, target
 
+CONTEXT = SimpleNamespace(peer=lambda: "ipv4:10.0.0.1:5")
 SETTINGS = {"steps": [10.0, 100.0], "step_s": 1.0, "min_requests": 5, "max_slowdown": 1.2}
 
 
@@ -31,7 +34,7 @@ async def put(world, name="chat", targets=(), **canary):
     if canary:
         route.canary.CopyFrom(Canary(**{"target": target("v2"), **SETTINGS, **canary}))
     request = route_pb2.SetRouteRequest(route=route)
-    return (await world.service.SetRoute(request, None)).route
+    return (await world.service.SetRoute(request, CONTEXT)).route
 
 
 async def test_a_bare_name_is_a_version_else_a_model_or_a_route(world):
@@ -42,11 +45,11 @@ async def test_a_bare_name_is_a_version_else_a_model_or_a_route(world):
     assert [one.HasField("version") for one in found.targets] == [True, True, False]
     assert found.changed_ms > 0
     await put(world, "fast", [target("chat")])
-    listed = await world.service.ListRoutes(route_pb2.ListRoutesRequest(), None)
+    listed = await world.service.ListRoutes(route_pb2.ListRoutesRequest(), CONTEXT)
     assert {one.name for one in listed.routes} == {"chat", "fast"}
-    await world.service.DeleteRoute(route_pb2.DeleteRouteRequest(name="fast"), None)
+    await world.service.DeleteRoute(route_pb2.DeleteRouteRequest(name="fast"), CONTEXT)
     with pytest.raises(InvalidRequest, match="no route 'fast'; routes: chat"):
-        await world.service.DeleteRoute(route_pb2.DeleteRouteRequest(name="fast"), None)
+        await world.service.DeleteRoute(route_pb2.DeleteRouteRequest(name="fast"), CONTEXT)
 
 
 @pytest.mark.parametrize(
