@@ -101,9 +101,7 @@ async def test_a_sequence_keeps_its_adapter_until_it_ends(directory):
         assert expected != await worker.tokens(worker.sequence("2"))
         reserved = worker.sequence("3", made.identity)  # without KV it runs only once resumed
         assert engine.reserve(reserved).result(WAIT_S).num_cached == 32
-        with pytest.raises(
-            Unavailable, match="1 sequences still use adapter a after 0 s"
-        ):
+        with pytest.raises(Unavailable, match="1 sequences still use adapter a after 0 s"):
             await worker.adapters.unload("a", 0.0)
         assert worker.published == [["a"], [], ["a"]]
         assert await worker.tokens(worker.sequence("4", made.identity)) == expected
