@@ -275,7 +275,10 @@ class GenerationService:
         self.check_key(caller)
         models = []
         for name, root in self.models.listed():
-            target = self.models.resolve(name, "")
+            try:
+                target = self.models.resolve(name, "")
+            except BatonError:  # a route to a model that this router has no --model for
+                continue
             version = target.version
             models.append(
                 inference_pb2.Model(

@@ -6,7 +6,7 @@ import math
 import time
 from typing import Any
 
-from baton.config.model import check_model_name, check_model_version, shown_name
+from baton.config.model import check_model_name, shown_name
 from baton.errors import ConfigError, InvalidRequest, Unavailable, quoted
 from baton.log_format import audit
 from baton.registry import RouteTable
@@ -123,8 +123,6 @@ class RouteServicer(route_pb2_grpc.RouteServiceServicer):
     def _target(self, route: str, given: RouteTarget) -> RouteTarget:
         """A target that can serve: a bare name is a version of the route's model, or a name."""
         if given.HasField("version"):
-            if given.version:
-                check_model_version(given.version, "version")
             known = self._models.versions.get((given.model, given.version))
             if known is None or not known.membership.records:
                 raise self._unknown(f"{given.model}@{given.version} has no workers", given.model)

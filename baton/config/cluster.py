@@ -100,11 +100,12 @@ class ClusterConfig(WorkerServiceConfig):
             raise ConfigError("a cluster needs a worker: --mixed 1, or --prefill 1 --decode 1")
         if self.models and self.engine.random_weights:
             raise ConfigError("--model and --random-weights do not go together")
-        if self.model_name and len(self.models) > 1:
-            raise ConfigError("--model-name is for one model: write --model NAME=DIR for each")
-        served = [(one.served_name, one.version) for one in self.sources if self.models[1:]]
-        if twice := {one for one in served if served.count(one) > 1}:
-            raise ConfigError(f"--model: {min(twice)[0]} is given twice: write NAME=DIR")
+        if len(self.models) > 1:
+            if self.model_name:
+                raise ConfigError("--model-name is for one model: write --model NAME=DIR for each")
+            served = [(one.served_name, one.version) for one in self.sources]
+            if twice := {one for one in served if served.count(one) > 1}:
+                raise ConfigError(f"--model: {min(twice)[0]} is given twice: write NAME=DIR")
         if self.port + self.routers - 1 > MAX_PORT:
             raise ConfigError(f"--port {self.port} leaves no ports for {self.routers} routers")
         if self.first_http_port + self.routers - 1 > MAX_PORT:

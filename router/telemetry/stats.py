@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from opentelemetry.trace import Span
 
+from baton.config import shown_name
 from baton.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable, as_exception
 from baton.log_format import RateLimit, about
 from baton.net import rpc
@@ -68,8 +69,11 @@ class RequestRecord:
 
     @property
     def model(self) -> str:
-        """The version that serves it, as "chat@v1"; empty until it is admitted."""
-        return self.state.request.model if self.state else ""
+        """The version that serves it, as "chat@v1"; empty until it is known."""
+        names = (
+            self.labels.get(one, "") for one in ("gen_ai.request.model", "baton.model.version")
+        )
+        return shown_name(*names)
 
     @property
     def placed(self) -> bool:

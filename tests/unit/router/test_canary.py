@@ -172,7 +172,9 @@ class Table:
             raise Unavailable("etcd is away")
         if self.stored.get(name) is not self.routes.get(name):
             return False
-        self.stored[name] = self.routes[name] = route
+        for kept in (self.stored, self.routes):
+            kept.pop(name, None)
+            kept.update({name: route} if route else {})
         return True
 
     async def refresh(self):
