@@ -13,6 +13,14 @@ from array import array
 from collections.abc import Sequence
 
 
+def adapted_salt(salt: str, adapter: str) -> str:
+    """The salt of a prompt's KV with a LoRA adapter, by its identity; the same without one.
+
+    No caller's own salt has a NUL, so that KV is never shared between adapters or with none.
+    """
+    return f"{salt}\0{adapter}" if adapter else salt
+
+
 def root_hash(salt: str) -> int:
     """The hash before the first block: one for each salt."""
     return _hash64(salt.encode())

@@ -34,7 +34,7 @@ from router.admission import feasibility
 from router.admission.admission import PromptChoices
 from router.admission.resume_ticket import ResumeTickets
 from router.admission.tenants import AdmissionLease, Tenant, Tenants
-from router.models import Models, ModelVersion, Target
+from router.models import Models, ModelVersion, Target, resumed_name
 from router.output.delivery import Delivery
 from router.output.sink import Sink
 from router.output.text_stream import TextStream
@@ -216,7 +216,7 @@ class GenerationService:
             contextlib.ExitStack() as stack,
         ):
             record.set_span(span, operation)
-            record.in_batch = bool(caller.tenant)
+            record.in_batch, record.asked_model = bool(caller.tenant), request.model
             if callers_id := caller.request_id:
                 record.callers_id = callers_id
                 span.set_attribute("baton.callers_request_id", callers_id)
@@ -230,7 +230,7 @@ class GenerationService:
                 stack.enter_context(_served(record, target))
                 version = target.version
                 state, lease = await self._admit(
-                    version, request, caller, record, choices, number, stack
+                    target, request, caller, record, choices, number, stack
                 )
             span.set_attribute("baton.request_id", record.request_id)
             details = RequestSpan(span, version.admission.tokenizer, self.limits.trace_content)
@@ -275,7 +275,8 @@ class GenerationService:
         self.check_key(caller)
         models = []
         for name, root in self.models.listed():
-            version = self.models.resolve(name, "").version
+            target = self.models.resolve(name, "")
+            version = target.version
             models.append(
                 inference_pb2.Model(
                     name=name,
@@ -283,6 +284,7 @@ class GenerationService:
                     max_context=version.max_context,
                     vocab_size=version.admission.tokenizer.vocab_size,
                     chat=version.admission.tokenizer.has_chat_template,
+                    parent=str(version) if target.adapter else "",
                 )
             )
         return models
@@ -292,8 +294,9 @@ class GenerationService:
     ) -> fleet_pb2.ExplainResponse:
         """Where a request would run now; nothing is charged and nothing is run."""
         tenant = self.tenants.tenant_for_operator(caller.metadata)
-        version = self.models.resolve(request.model, request.session or tenant.name).version
-        snapshot, admission = version.fleet.snapshot(), version.admission
+        target = self.models.resolve(request.model, request.session or tenant.name)
+        version, admission = target.version, target.version.admission
+        snapshot = version.fleet.snapshot().holding(target.adapter)
         admitted = await admission.admit(
             request,
             caller.time_left_s,
@@ -302,6 +305,7 @@ class GenerationService:
             tenant,
             PromptChoices(),
             model=version.full_name,
+            adapter=target.adapter,
         )
         admitted = admission.preview(admitted, tenant, request.priority, snapshot.prefill_rate)
         demand = version.dispatch.demand(RequestState(admitted))
@@ -327,7 +331,7 @@ class GenerationService:
 
     async def _admit(
         self,
-        version: ModelVersion,
+        target: Target,
         request: inference_pb2.GenerateRequest,
         caller: Caller,
         record: RequestRecord,
@@ -336,7 +340,7 @@ class GenerationService:
         stack: contextlib.ExitStack,
     ) -> tuple[RequestState, AdmissionLease]:
         """`stack` is closed at the request's end."""
-        tenant = self.tenant_of(caller)
+        tenant, version = self.tenant_of(caller), target.version
         if request.workers:
             self.check_operator(caller)
         ticket, tickets = request.resume_ticket, self._tickets
@@ -354,8 +358,9 @@ class GenerationService:
             choices,
             number,
             version.full_name,
+            target.adapter,
         )
-        if resumes and tickets.is_for(ticket, admitted.prompt, admitted.cache_salt):
+        if resumes and tickets.is_for(ticket, admitted.prompt, admitted.kv_salt):
             admitted.has_ticket = True
         rate = version.fleet.snapshot().prefill_rate
         lease = version.admission.enter(
@@ -370,12 +375,13 @@ class GenerationService:
         if not caller.resumes or request.has_ticket:
             return shown if request.has_ticket else b""
         left_s = request.time_left_s
-        return self._tickets.issue(request.tenant, request.prompt, request.cache_salt, left_s)
+        return self._tickets.issue(request.tenant, request.prompt, request.kv_salt, left_s)
 
     def _check(self, version: ModelVersion, state: RequestState) -> None:
         """Predicts the time to first token. Raises Overloaded if that would be too late."""
         began, demand = time.perf_counter(), version.dispatch.demand(state)
         snapshot, queue = version.fleet.snapshot(), version.wait_queue
+        snapshot = snapshot.holding(state.request.adapter)
         try:
             state.predicted_ttft_s = feasibility.check(
                 state.request, demand, snapshot, queue, time.monotonic()
@@ -424,7 +430,7 @@ class GenerationService:
                     prompt_tokens=len(state.request.prompt),
                     resumed_tokens=len(state.request.resumed),
                     resume_ticket=ticket,
-                    model=version.full_name,
+                    model=resumed_name(version.full_name, state.request.adapter),
                 )
                 delivery.start(started)
                 await version.dispatch.run(state, trace, delivery.put)

@@ -10,6 +10,7 @@ from baton.errors import Unauthenticated
 from baton.net import rpc, tls
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from baton.v1.common_pb2 import WorkerRecord
+from router import adapters
 from router.admission.tenants import Tenants
 from router.generation_service import Caller, GenerationService
 from router.output import sink
@@ -196,6 +197,18 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ExplainResponse:
         """Where a request would run now; nothing is charged and nothing is run."""
         return await self._service.explain(request.request, caller_of(context))
+
+    async def LoadFleetAdapter(
+        self, request: fleet_pb2.LoadFleetAdapterRequest, context: Any
+    ) -> fleet_pb2.LoadFleetAdapterResponse:
+        results = await adapters.load(self._service.models, request, context.time_remaining())
+        return fleet_pb2.LoadFleetAdapterResponse(results=results)
+
+    async def UnloadFleetAdapter(
+        self, request: fleet_pb2.UnloadFleetAdapterRequest, context: Any
+    ) -> fleet_pb2.UnloadFleetAdapterResponse:
+        results = await adapters.unload(self._service.models, request, context.time_remaining())
+        return fleet_pb2.UnloadFleetAdapterResponse(results=results)
 
 
 def authorize(tenants: Tenants, method: str, context: Any) -> None:

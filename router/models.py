@@ -5,6 +5,7 @@ after failures: other versions' tokens would not continue its own. Nothing below
 
     "chat@v1"  that version                    "chat"  its route, else its first version
     "fast"     its route, else an alias        ""      the router's first --model
+    "sql"      a LoRA adapter that workers have loaded by this name
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.config import ModelSource, full_name, shown_name
 from baton.errors import ModelNotFound, Unavailable, quoted
@@ -32,6 +33,7 @@ from router.queueing.wait_queue import WaitQueue
 
 log = logging.getLogger(__name__)
 
+ADAPTER_SEPARATOR = "#"  # between a version's full name and an adapter's identity
 _MAX_NAMED = 16  # models in an error
 _RETRY_AFTER_S = 1.0
 
@@ -73,6 +75,11 @@ class ModelVersion:
         return self.admission.prompts.context_limit(self.fleet.snapshot().max_context)
 
 
+def resumed_name(full_name: str, adapter: str) -> str:
+    """The model that resolves to the same version and adapter again, whatever has changed."""
+    return f"{full_name}{ADAPTER_SEPARATOR}{adapter}" if adapter else full_name
+
+
 # Makes a version whose workers are the membership's.
 NewVersion = Callable[[str, str, Admission, Membership], ModelVersion]
 
@@ -83,6 +90,7 @@ class Target:
 
     version: ModelVersion
     route: str = ""  # name of the route that chose it; empty: none
+    adapter: str = ""  # identity of the LoRA adapter; empty: none
 
 
 class Models:
@@ -180,9 +188,10 @@ class Models:
         Raises ModelNotFound, naming what is served, or Unavailable for a version without workers
         while the model has none at all.
         """
+        model, _, adapter = model.partition(ADAPTER_SEPARATOR)
         name, has_version, version = (model or self.default).partition("@")
         if has_version:
-            return Target(self._exact(name, version))
+            return Target(self._exact(name, version), adapter=adapter)
         return self._by_name(name, key, ())
 
     def _by_name(self, name: str, key: str, passed: tuple[str, ...]) -> Target:
@@ -191,11 +200,14 @@ class Models:
             chosen = pick_target(self._usable(route), key)
             if chosen.HasField("version"):
                 return Target(self._get_served(chosen.model, chosen.version), name)
-            return Target(self._by_name(chosen.model, key, (*passed, name)).version, name)
+            return replace(self._by_name(chosen.model, key, (*passed, name)), route=name)
         if name in self.names:
             return Target(self.first_version(name))
         if name in self._aliases:
             return self._by_name(self._aliases[name], key, (*passed, name))
+        for version in self.versions.values():
+            if (adapter := version.fleet.adapters().get(name)) is not None:
+                return Target(version, adapter=adapter)
         raise self.not_found(name)
 
     def _get_served(self, name: str, version: str) -> ModelVersion:
@@ -249,6 +261,9 @@ class Models:
             for one in self.of_model(name):
                 if one.version:
                     found[one.full_name] = one.full_name
+        for version in self.versions.values():
+            for adapter in version.fleet.adapters():
+                found.setdefault(adapter, str(version))
         return list(found.items())
 
     def _root(self, name: str, routes: Mapping[str, ModelRoute]) -> str:

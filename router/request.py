@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from baton.block_hash import block_hash, root_hash
+from baton.block_hash import adapted_salt, block_hash, root_hash
 from baton.config.slo import Slo
 from baton.errors import Overloaded
 from baton.generation.sampling_params import Reasoning, SamplingParams
@@ -102,6 +102,7 @@ class TokenizedRequest:
     include_stop: bool
     cache_salt: str
     deadline: float  # time.monotonic()
+    adapter: str = ""  # identity of its LoRA adapter, by which it is placed to its end
     tenant: str = ""
     model: str = ""  # the version that serves it, as "chat@v1"
     ttft_target_s: float = 0.0  # 0: none
@@ -120,6 +121,11 @@ class TokenizedRequest:
         return self.is_further_choice or self.has_ticket
 
     @property
+    def kv_salt(self) -> str:
+        """What its cached KV is told apart by: its salt and its adapter."""
+        return adapted_salt(self.cache_salt, self.adapter)
+
+    @property
     def time_left_s(self) -> float:
         """Seconds until the deadline; never negative."""
         return max(0.0, self.deadline - time.monotonic())
@@ -136,7 +142,7 @@ class Demand:
 
     token_ids: Sequence[int]  # the prompt, then what earlier attempts delivered
     pending: PendingPrompt
-    cache_salt: str = ""
+    cache_salt: str = ""  # of its adapter, too
     max_new_tokens: int = 0  # 0: not known
     local_prefill_max_tokens: int = 0
     max_itl_s: float = math.inf
@@ -212,6 +218,7 @@ class RequestState:
             prompt_tokens=len(request.prompt),
             sampling=self._sampling,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
             alone=self.runs_alone,
         )
         self.set_times(spec)
@@ -236,7 +243,7 @@ class RequestState:
             demand = self._demand = Demand(
                 token_ids=(*request.prompt, *self.delivered) if self.delivered else request.prompt,
                 pending=request.pending,
-                cache_salt=request.cache_salt,
+                cache_salt=request.kv_salt,
                 max_new_tokens=request.params.max_tokens - len(self.delivered),
                 local_prefill_max_tokens=local_prefill_max_tokens * self.decodes,
                 max_itl_s=max_itl_s,

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from typing import Any
 
 from baton.config.model import check_model_name, check_model_version, shown_name
 from baton.errors import ConfigError, InvalidRequest, Unavailable, quoted
+from baton.log_format import audit
 from baton.registry import RouteTable
 from baton.v1 import route_pb2, route_pb2_grpc
 from baton.v1.route_pb2 import CANARY_STATE_RUNNING, Canary, ModelRoute, RouteTarget
 from router.canary import shared
 from router.models import Models, describe_targets
-
-log = logging.getLogger(__name__)
 
 _TRIES = 5  # to write over other writers
 _MAX_TARGETS = 16
@@ -45,8 +43,12 @@ class RouteServicer(route_pb2_grpc.RouteServiceServicer):
         for _ in range(_TRIES):
             new = self._canary(asked) if asked.HasField("canary") else self._plain(asked)
             if await self._table.write(asked.name, new):
-                what = "canary of" if new.HasField("canary") else "route"
-                log.info("%s %s: %s", what, new.name, describe_targets(new.targets))
+                audit(
+                    "canary begun" if new.HasField("canary") else "route set",
+                    route=new.name,
+                    targets=describe_targets(new.targets),
+                    caller=context.peer(),
+                )
                 return route_pb2.SetRouteResponse(route=new)
             await self._table.refresh()
         raise Unavailable("the route is being changed by others: try again")
@@ -61,7 +63,7 @@ class RouteServicer(route_pb2_grpc.RouteServiceServicer):
                 text = f"there is no route {quoted(request.name)}; routes: {known}"
                 raise InvalidRequest(text, "name")
             if await self._table.write(request.name, None):
-                log.info("route %s is removed", request.name)
+                audit("route removed", route=request.name, caller=context.peer())
                 return route_pb2.DeleteRouteResponse()
             await self._table.refresh()
         raise Unavailable("the route is being changed by others: try again")

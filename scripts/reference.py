@@ -99,8 +99,8 @@ def _option_row(one: argparse.Action) -> str:
 
 def grpc() -> Iterator[str]:
     """The commented protos, callers' services first."""
-    callers, workers = ("inference", "fleet", "trace"), ("prefill", "decode", "handoff", "worker")
-    names = (*callers, "planner", "externalscaler", "dispatch", *workers, "common")
+    callers = ("inference", "fleet", "route", "trace", "planner", "externalscaler")
+    names = (*callers, "dispatch", "prefill", "decode", "handoff", "worker", "common")
     files = {path.stem: path for path in (ROOT / "protos/baton/v1").glob("*.proto")}
     assert files.keys() == {*names, "etcd"}, "a proto without a place"
     for name in names:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from baton.cli import (
+    adapter,
     advise,
     bench,
     certs,
@@ -64,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for module in (
         *(up, demo, router, workers, planner, generate, chat, status, explain, health),
-        *(role, route, doctor, top, trace, bench, advise, certs),
+        *(role, adapter, route, doctor, top, trace, bench, advise, certs),
     ):
         module.add_commands(commands)
     return root

@@ -18,7 +18,7 @@ is loaded and warmed up. SIGTERM drains: running requests finish, exit status 0.
 _EXAMPLES = """\
   baton worker --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0 \\
         --advertise 10.0.0.7:7710 --port 7710
-  baton worker --role decode --cpus 0,1  on two cores, with two threads
+  baton worker --role decode --cpus 0,1    on two cores, with two threads
   baton worker --tp 16 --nnodes 2 --node-rank 1 --name large --model /models/large
                                          the second of two hosts with eight GPUs each"""
 

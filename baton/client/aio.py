@@ -24,6 +24,7 @@ from baton.client.results import (
     Completion,
     Delta,
     Model,
+    adapter_results,
     fields_of,
     models_of,
     route_of,
@@ -137,6 +138,26 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
         """Explains where `generate` would run a request now; nothing is run."""
         request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
         return fields_of(await self._unary("Explain", request, options.get("timeout")))
+
+    async def load_adapter(
+        self, name: str, directory: str, *, model: str = "", timeout: float | None = 120.0
+    ) -> dict[str, str]:
+        """Loads a LoRA adapter on all workers of a model, by default the router's first.
+
+        directory: on each worker's host. By worker why it refused, or an empty text.
+        """
+        request = fleet_pb2.LoadFleetAdapterRequest(name=name, directory=directory, model=model)
+        return adapter_results(await self._unary("LoadFleetAdapter", request, timeout))
+
+    async def unload_adapter(
+        self, name: str, *, wait_s: float = 0.0, timeout: float | None = 120.0
+    ) -> dict[str, str]:
+        """Unloads a LoRA adapter from all workers, as `load_adapter` loads it.
+
+        wait_s: for sequences that use it; 0: as long as workers drain.
+        """
+        request = fleet_pb2.UnloadFleetAdapterRequest(name=name, wait_ms=int(wait_s * 1e3))
+        return adapter_results(await self._unary("UnloadFleetAdapter", request, timeout))
 
     async def routes(self, *, timeout: float | None = 10.0) -> list[dict[str, Any]]:
         """The routes of model names, as `baton route --json` prints them. For operators."""

@@ -46,7 +46,10 @@ from baton.v1 import (
 _INFERENCE = inference_pb2_grpc.InferenceServiceStub
 # Of methods for operators; the others are of generation.
 _STUBS: dict[str, Any] = {
-    **dict.fromkeys(("GetStatus", "Explain"), fleet_pb2_grpc.FleetServiceStub),
+    **dict.fromkeys(
+        ("GetStatus", "Explain", "LoadFleetAdapter", "UnloadFleetAdapter"),
+        fleet_pb2_grpc.FleetServiceStub,
+    ),
     **dict.fromkeys(("ListRoutes", "SetRoute", "DeleteRoute"), route_pb2_grpc.RouteServiceStub),
 }
 

@@ -180,11 +180,19 @@ class Model:
     vocab_size: int
     chat: bool  # whether it accepts chat messages
     root: str = ""  # what the name stands for, as "chat@v1"
+    parent: str = ""  # of a LoRA adapter, the model that it adapts
 
 
 def models_of(response: inference_pb2.ListModelsResponse) -> list[Model]:
     """Converts a list of models."""
     return [from_message(Model, model) for model in response.models]
+
+
+def adapter_results(
+    response: fleet_pb2.LoadFleetAdapterResponse | fleet_pb2.UnloadFleetAdapterResponse,
+) -> dict[str, str]:
+    """By worker why it refused, or an empty text."""
+    return {one.worker: one.error for one in response.results}
 
 
 def status_of(response: fleet_pb2.GetStatusResponse) -> dict[str, Any]:
@@ -214,6 +222,7 @@ def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:
         "state": worker.state,
         "reason": worker.reason,
         "device": device_of(worker.record),
+        "adapters": record["adapters"],
         **{name: load[name] for name in _LOAD},
         # Before its first load report, a worker's record has the size of its pool.
         "blocks_total": load["blocks_total"] or record["blocks_total"],

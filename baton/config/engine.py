@@ -20,12 +20,21 @@ KV_DTYPES = ("auto", "int8", "fp8")
 KERNELS = ("auto", "native", "torch", "triton")
 CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, without --kv-cache or --kv-blocks
 MAX_TP = 64
+MAX_LORAS, MAX_LORA_RANK = 1024, 512
 
 
 def device_name(text: str) -> str:
     """One of `DEVICES`, or a GPU by its number, as cuda:1. Raises ConfigError."""
     if text not in DEVICES and not re.fullmatch(r"cuda:\d+", text):
         raise ConfigError(f"{text!r} is no device: write {', '.join(DEVICES)} or cuda:1")
+    return text
+
+
+def named_directory(text: str) -> str:
+    """NAME=DIR, checked. Raises ConfigError."""
+    name, separator, directory = text.partition("=")
+    if not (separator and name and directory):
+        raise ConfigError(f"{text!r}: write NAME=DIR, as sql=/models/sql-lora")
     return text
 
 
@@ -194,11 +203,23 @@ class EngineConfig(CacheConfig):
         "faster and slightly less accurate; int4 weights only, smallest and least accurate",
         choices=QUANTIZATIONS,
     )
-    lora: Path | None = option(
-        None,
-        "--lora DIR",
-        "LoRA adapter in PEFT's format, merged into the weights when they are loaded",
-        Path,
+    lora: tuple[str, ...] = option(
+        (),
+        "--lora NAME=DIR",
+        "LoRA adapter in PEFT's format, which requests choose by naming it as their model; may be "
+        "repeated; `baton adapter load` loads others later",
+        named_directory,
+        many=True,
+    )
+    max_loras: int = option(
+        0,
+        "--max-loras N",
+        "LoRA adapters for which memory is reserved when the worker starts (default: as many as "
+        "--lora names)",
+        most=MAX_LORAS,
+    )
+    max_lora_rank: int = option(
+        16, "--max-lora-rank RANK", "largest rank of a LoRA adapter", least=1, most=MAX_LORA_RANK
     )
     kernels: str = option(
         "auto",
@@ -235,3 +256,14 @@ class EngineConfig(CacheConfig):
             SimulatedSpeed.parse(self.simulate)
             if self.device.startswith("cuda"):
                 raise ConfigError(f"--simulate computes nothing: leave --device {self.device} out")
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The adapters of --lora, by name."""
+        pairs = (text.partition("=") for text in self.lora)
+        return {name: Path(directory).absolute() for name, _, directory in pairs}
+
+    @property
+    def lora_slots(self) -> int:
+        """Number of adapters for which there is memory."""
+        return max(self.max_loras, len(self.adapters))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from baton.engine.adapters import LoraAdapter
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 
 
@@ -28,7 +29,8 @@ class StepBatch:
     context and to each other · block_tables: `[sequences, width]`, the blocks of each sequence, at
     least those of context and rows, padded with 0 · logit_rows: `[n]`, rows whose logits are
     wanted, ascending · num_decodes: number of sequences with one
-    row (known to the host) · wants_hidden: whether `StepModel.hidden` is to be written.
+    row (known to the host) · wants_hidden: whether `StepModel.hidden` is to be written ·
+    lora_slots: `[rows]`, the slot of each row's adapter or -1; None if no row has one.
     """
 
     token_ids: Tensor
@@ -38,6 +40,7 @@ class StepBatch:
     logit_rows: Tensor
     num_decodes: int
     wants_hidden: bool = False
+    lora_slots: Tensor | None = None
 
 
 class StepModel(Protocol):
@@ -50,6 +53,9 @@ class StepModel(Protocol):
 
     expert_tokens: Tensor | None
     hidden: Tensor | None
+
+    def write_lora(self, slot: int, adapter: LoraAdapter) -> None:
+        """Writes an adapter to a slot that no sequence uses."""
 
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Runs a batch and writes its K and V into the pool.
@@ -116,10 +122,19 @@ class BatchBuilder:
             logit_rows=self._tensor(np.array(logit_rows, np.int32)),
             num_decodes=num_decodes,
             wants_hidden=any(item.sequence.params.embedding for item in scheduled),
+            lora_slots=None if (slots := lora_slots(scheduled)) is None else self._tensor(slots),
         )
 
     def _tensor(self, values: Ints) -> torch.Tensor:
         return on_device(values, self._device)
+
+
+def lora_slots(scheduled: list[ScheduledSequence]) -> Ints | None:
+    """As of `StepBatch`."""
+    slots = [item.sequence.lora_slot for item in scheduled]
+    if max(slots) < 0:
+        return None
+    return np.repeat(np.array(slots, np.int32), [item.count for item in scheduled])
 
 
 def on_device(values: Ints, device: torch.device) -> torch.Tensor:
@@ -152,7 +167,11 @@ class _DecodeBatch:
         query_lens = torch.ones(count, dtype=torch.int32)
         logit_rows = torch.arange(count, dtype=torch.int32)
         tables = torch.from_numpy(self._tables)
-        self._batch = StepBatch(token_ids, context_lens, query_lens, tables, logit_rows, count)
+        slots = lora_slots(scheduled)
+        self._batch = StepBatch(
+            *(token_ids, context_lens, query_lens, tables, logit_rows, count),
+            lora_slots=None if slots is None else torch.from_numpy(slots),
+        )
 
     def continues(self, scheduled: list[ScheduledSequence]) -> bool:
         """Whether these are the same sequences and fit; adds blocks that they were given."""

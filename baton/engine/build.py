@@ -91,7 +91,7 @@ class Loaded:
         scheduler = Scheduler(blocks, chunk, settings.max_batch, proposer)
         eos = frozenset(self.model_config.eos_token_ids)
         overlap = settings.overlap and not proposer  # proposals need known tokens
-        engine = Engine(runner, scheduler, eos, most, publish, overlap)
+        engine = Engine(runner, scheduler, eos, most, publish, overlap, settings.lora_slots)
         if (ranks := runner.ranks) is not None:
             ranks.on_failure = partial(engine.submit, ranks.check)
         # The first work of the engine's thread.
@@ -116,8 +116,6 @@ def load(
     """
     remote_ranks = remote_ranks or RemoteRanks()
     ranks_here = settings.tp - len(remote_ranks.connections)
-    if settings.lora and (settings.simulate or settings.random_weights):
-        raise ConfigError("--lora adapts the weights of a checkpoint: give its --model")
     path = model_path(settings.model)
     config = ModelConfig.load(path)
     backend = backend or backend_of(settings, ranks_here)
@@ -166,7 +164,7 @@ def load(
     runner = backend.runner(model, pools[0], sampler, max_context)
     runner.pools = pools
     runner.ranks = model if isinstance(model, TensorParallelModel) else None
-    identity = fingerprint(path, random_seed(settings, backend.device), settings.lora)
+    identity = fingerprint(path, random_seed(settings, backend.device))
     prepare = partial(backend.prepare, runner)
     return Loaded(path, config, runner, layout, dtype, identity, settings, max_context, prepare)
 

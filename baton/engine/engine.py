@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, TypeVar
 
+from baton.engine.adapters import LoraAdapter
 from baton.engine.loop import EngineLoop
 from baton.engine.sequence import Sequence
 from baton.engine.step_report import Load
@@ -82,7 +83,7 @@ class Engine(EngineLoop):
             raise Overloaded("sequences that run here wait for KV blocks", RETRY_S)
         self._register(sequence)
         if not self._scheduler.reserve(sequence, extra_tokens=1):
-            del self._sequences[sequence.seq_id]
+            self._unregister(sequence)
             raise Overloaded(
                 f"{sequence.num_tokens} tokens do not fit: {self._blocks.num_available} of "
                 f"{self._blocks.num_blocks} KV blocks are available",
@@ -189,6 +190,31 @@ class Engine(EngineLoop):
     def load(self) -> Load:
         return self._load()
 
+    @_command
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Makes an adapter usable. Fails with Overloaded, InvalidRequest when there is no slot."""
+        slot = self._adapters.add(adapter.identity)
+        try:
+            self._runner.write_lora(slot, adapter)
+        except BaseException:
+            self._adapters.remove(adapter.identity)
+            raise
+
+    @_command
+    def retire_adapter(self, identity: str) -> Future[None]:
+        """Gives an adapter to no further sequence; the result is done once none uses it."""
+        return self._adapters.retire(identity)
+
+    @_command
+    def keep_adapter(self, identity: str) -> int:
+        """Undoes `retire_adapter`; the number of sequences that use the adapter."""
+        return self._adapters.keep(identity)
+
+    @_command
+    def remove_adapter(self, identity: str) -> None:
+        """Frees the slot of a retired adapter that no sequence uses."""
+        self._adapters.remove(identity)
+
     def _register(self, sequence: Sequence) -> None:
         assert sequence.seq_id not in self._sequences, "sequence ids are unique"
         needed = -(-(sequence.num_tokens + 1) // self._blocks.block_size)
@@ -196,6 +222,8 @@ class Engine(EngineLoop):
             raise Overloaded(
                 f"the sequence needs {needed} KV blocks and the pool has {self._blocks.num_blocks}"
             )
+        if sequence.adapter:
+            sequence.lora_slot = self._adapters.acquire(sequence.adapter)
         self._sequences[sequence.seq_id] = sequence
         sequence.priority -= self._scheduler.virtual_lag_s
         params = sequence.params

@@ -41,6 +41,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from baton.engine.adapters import AdapterTable
 from baton.engine.block_manager import BlockManager
 from baton.engine.runner import Launch, RunnerFailed, SampledTokens, StepOutput, StepRunner
 from baton.engine.sampling.sampler import SampleRow, finish_reason
@@ -123,8 +124,10 @@ class EngineLoop:
         max_context: int,
         publish: Callable[[StepReport], None],
         overlap: bool = False,
+        lora_slots: int = 0,
     ) -> None:
         """overlap: whether a step may be launched before the previous one has landed."""
+        self._adapters = AdapterTable(lora_slots)
         self._overlap = overlap
         self._flight: Launch | None = None  # a step that has not landed
         self._runner = runner
@@ -464,7 +467,12 @@ class EngineLoop:
         self._scheduler.remove(sequence)
         self._scheduler.free(sequence)
         sequence.dropped = True
+        self._unregister(sequence)
+
+    def _unregister(self, sequence: Sequence) -> None:
         del self._sequences[sequence.seq_id]
+        if sequence.adapter:
+            self._adapters.release(sequence.adapter)
 
     def _load(self) -> Load:
         blocks, scheduler = self._blocks, self._scheduler

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.cuda import CudaDriver
+from baton.engine.adapters import LoraAdapter, Update
 from baton.engine.batch import Ints, StepBatch, on_device
 from baton.engine.checkpoint.tensors import fingerprint
 from baton.engine.collectives import (
@@ -27,6 +28,7 @@ from baton.engine.collectives import (
     NcclCollectives,
 )
 from baton.engine.cpu_affinity import pin_thread
+from baton.engine.models.lora import empty_update
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
 from baton.engine.models.weight_loader import random_seed
@@ -40,7 +42,7 @@ Exchange: TypeAlias = int | GroupCollectives
 
 # Settings that a rank takes from its own host; all others come from the first rank.
 HOST_SETTINGS = frozenset(
-    ("model", "random_weights", "lora", "device", "threads", "cpus", "nice", "gpu_memory")
+    ("model", "random_weights", "device", "threads", "cpus", "nice", "gpu_memory")
 )
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -106,7 +108,8 @@ class ZeroBlocks:
 
 @dataclass(frozen=True)
 class RunStep:
-    """Compute a step. tensors: the batch's, in the order of `StepBatch`'s fields."""
+    """Compute a step. tensors: the batch's, in the order of `StepBatch`'s fields; the last one,
+    of adapters, only if it has one."""
 
     tensors: Sequence[Ints]
     num_decodes: int
@@ -116,6 +119,47 @@ class RunStep:
         """The command for a batch that the first rank is about to compute."""
         tensors = [one for one in vars(batch).values() if isinstance(one, Tensor)]
         return cls([tensor.cpu().numpy() for tensor in tensors], batch.num_decodes)
+
+    def batch(self, device: torch.device) -> StepBatch:
+        """The batch, on the device of a rank."""
+        tensors = [on_device(array, device) for array in self.tensors]
+        tokens, contexts, queries, tables, logit_rows, *lora_slots = tensors
+        return StepBatch(
+            *(tokens, contexts, queries, tables, logit_rows, self.num_decodes),
+            lora_slots=next(iter(lora_slots), None),
+        )
+
+
+@dataclass(frozen=True)
+class WriteLora:
+    """Write an adapter of the unsharded model to a slot.
+
+    places: layer and field of each update · updates: A and B of each, float32 as int32, flat.
+    """
+
+    slot: int
+    rank: int
+    places: Sequence[Sequence[Any]]
+    updates: Sequence[Ints]
+
+    @classmethod
+    def from_adapter(cls, slot: int, adapter: LoraAdapter) -> WriteLora:
+        """The command for an adapter that the first rank is about to write."""
+        flat = [
+            part.contiguous().view(torch.int32).flatten().numpy()
+            for update in adapter.updates.values()
+            for part in update
+        ]
+        return cls(slot, adapter.rank, list(adapter.updates), flat)
+
+    def adapter(self, config: ModelConfig) -> LoraAdapter:
+        """The adapter, of the unsharded model's shapes."""
+        parts = (torch.from_numpy(array.copy()).view(torch.float32) for array in self.updates)
+        updates = dict[tuple[int, str], Update]()
+        for layer, field in self.places:
+            a, b = empty_update(config, layer, field, self.rank)
+            updates[layer, field] = next(parts).view(a.shape), next(parts).view(b.shape)
+        return LoraAdapter("", self.rank, updates)
 
 
 @dataclass(frozen=True)
@@ -180,7 +224,7 @@ class Failed:
 
 
 MESSAGES = (
-    LoadShard, JoinGroup, AttachPool, AllocatePool, ZeroBlocks, RunStep, MeasureMemory,
+    LoadShard, JoinGroup, AttachPool, AllocatePool, ZeroBlocks, RunStep, WriteLora, MeasureMemory,
     ReportMemory, PrepareGraphs, CaptureGraphs, ReplayStep, Loaded, Ready, MemoryReport, Failed,
 )  # fmt: skip
 
@@ -265,7 +309,7 @@ class RankWork:
         """Identifies the checkpoint, which must be the same on all ranks."""
         settings = self.backend.settings
         seed = random_seed(settings, torch.device("cpu"))
-        return f"model {fingerprint(self.path, seed, settings.lora)}"
+        return f"model {fingerprint(self.path, seed)}"
 
 
 class RankExecutor:
@@ -286,6 +330,8 @@ class RankExecutor:
                 self._attach(command)
             case AllocatePool():
                 self._allocate(command)
+            case WriteLora():
+                self.write_lora(command)
             case ZeroBlocks(blocks):
                 self.zero_blocks(blocks)
             case _:
@@ -293,9 +339,11 @@ class RankExecutor:
 
     def run_step(self, command: RunStep) -> None:
         """Computes this rank's shard of a step."""
-        fields: list[Any] = [on_device(array, self.device) for array in command.tensors]
-        fields.append(command.num_decodes)
-        self.model.step(StepBatch(*fields), self.pool)
+        self.model.step(command.batch(self.device), self.pool)
+
+    def write_lora(self, command: WriteLora) -> None:
+        """Writes this rank's part of an adapter."""
+        self.model.write_lora(command.slot, command.adapter(self.model.lora.config))
 
     def zero_blocks(self, blocks: list[int]) -> None:
         """Zeroes blocks and answers when that is done."""

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from baton.engine.adapters import LoraAdapter
 from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.pooling import Vector, pooled
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs, split_prompt_logprobs
@@ -145,6 +146,9 @@ class StepRunner:
         if blocks and self.ranks is not None:
             self.ranks.zero_blocks(blocks)
 
+    def write_lora(self, slot: int, adapter: LoraAdapter) -> None:
+        """Writes an adapter to a slot that no sequence uses."""
+
     def close(self) -> None:
         """Ends other ranks; no step follows."""
 
@@ -184,6 +188,9 @@ class Runner(StepRunner):
         launch.output = self._sample(step, logits)
         self.wait_for_writes()
         return launch
+
+    def write_lora(self, slot: int, adapter: LoraAdapter) -> None:
+        self.model.write_lora(slot, adapter)
 
     def close(self) -> None:
         self.model.close()

@@ -90,7 +90,9 @@ class Sequence:
     tokens: list[int]
     prompt_tokens: int  # number of `tokens` that the caller sent; the rest is output
     params: SamplingParams
-    cache_salt: str = ""
+    cache_salt: str = ""  # of the adapter, too: see `block_hash.adapted_salt`
+    adapter: str = ""  # identity of its LoRA adapter; empty: none
+    lora_slot: int = -1  # of the adapter, set by the engine
     priority: float = 0.0  # smaller first: its virtual finish time, on the clock of monotonic()
     prompt_s: float = 0.0  # seconds by which its prompt advances virtual time; 0: unknown
     arrival: int = 0  # set by the scheduler; breaks ties of priority

@@ -27,6 +27,7 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.cuda import CudaArea
 from baton.engine import rank_executor
+from baton.engine.adapters import LoraAdapter
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives, GroupCollectives, NcclCollectives
 from baton.engine.kv_cache import Allocate, KvLayout
@@ -201,6 +202,11 @@ class TensorParallelModel:
             logits: Tensor = self._model.step(batch, pool)
         self.hidden: Tensor | None = self._model.hidden
         return logits
+
+    def write_lora(self, slot: int, adapter: LoraAdapter) -> None:
+        """Writes an adapter to a slot on all ranks. Raises RunnerFailed when a rank has ended."""
+        with self.on_all_ranks(rank_executor.WriteLora.from_adapter(slot, adapter)):
+            self._model.write_lora(slot, adapter)
 
     @property
     def local_shard(self) -> Any:

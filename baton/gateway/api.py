@@ -538,6 +538,7 @@ class ModelCard(Struct):
     root: str = ""
     created: int = 0
     owned_by: str = "baton"
+    parent: str | None = None
 
 
 class ModelList(Struct):

@@ -21,7 +21,7 @@ from msgspec import Raw
 
 from baton.config import ApiConfig, RouterConfig
 from baton.errors import ModelNotFound, Unavailable, quoted
-from baton.gateway import api, batch_store, batches
+from baton.gateway import adapters, api, batch_store, batches
 from baton.gateway.batches import BatchApi
 from baton.gateway.chat import ChatOutput, parse_chat
 from baton.gateway.completions import CompletionOutput, parse_completion
@@ -118,7 +118,7 @@ class App:
             if path.startswith("/v1/") and "POST" in methods
         }
         self.batches = BatchApi(service, config, for_batches)
-        owners = (service, ROUTES), (self.batches, batches.ROUTES)
+        owners = (service, ROUTES), (service, adapters.ROUTES), (self.batches, batches.ROUTES)
         self._handlers: dict[str, dict[str, Handler]] = {
             path: {method: partial(route.handler, owner) for method, route in methods.items()}
             for owner, routes in owners
@@ -183,7 +183,12 @@ def _models(service: GenerationService, exchange: HttpExchange) -> api.ModelList
     if why_not := service.models.why_not_ready:
         raise Unavailable(why_not, _RETRY_AFTER_S)
     return api.ModelList(
-        [api.ModelCard(model.name, model.max_context, root=model.root) for model in models]
+        [
+            api.ModelCard(
+                model.name, model.max_context, root=model.root, parent=model.parent or None
+            )
+            for model in models
+        ]
     )
 
 
@@ -225,7 +230,7 @@ def _get_and_head(route: Operation) -> dict[str, Operation]:
 
 @functools.cache
 def _described() -> Raw:
-    return Raw(msgspec.json.encode(document({**ROUTES, **batches.ROUTES})))
+    return Raw(msgspec.json.encode(document({**ROUTES, **adapters.ROUTES, **batches.ROUTES})))
 
 
 _completion = partial(CompletionGeneration, kind=CompletionOutput)

@@ -17,7 +17,6 @@ from baton.client import Client
 from baton.client.results import device_of, fields_of, gb_per_s
 from baton.errors import BatonError
 from baton.local.doctor import Finding, fail, ok, warn
-from baton.registry.membership import ROLES
 from baton.v1 import common_pb2
 from baton.v1.common_pb2 import WorkerRecord
 from baton.v1.fleet_pb2 import GetStatusResponse, WorkerStatus
@@ -25,6 +24,8 @@ from baton.v1.worker_pb2 import PairStatus
 from kvtransfer import pairing
 from kvtransfer.pairing import Kind, transport_name
 
+_PARTS = {"prefill": common_pb2.WORKER_ROLE_PREFILL, "decode": common_pb2.WORKER_ROLE_DECODE}
+_MIXED = common_pb2.WORKER_ROLE_MIXED
 _MAX_PAIRS_NAMED = 4
 _TEST_TOKENS = 1024  # in a test's prompt
 _MOST_TESTS, _MOST_FAILURES, _TEST_S = 64, 8, 30.0
@@ -68,7 +69,7 @@ def check_cluster(status: GetStatusResponse) -> tuple[list[dict[str, Any]], list
     links = {(pair.prefill, pair.decode): pair for pair in status.pairs}
     pairs: list[dict[str, Any]] = []
     grouped: dict[Problem, list[str]] = {}  # pairs with the same problem
-    for prefill, decode in product(*(_workers(status, role) for role in ROLES)):
+    for prefill, decode in _pairs(status):
         names = prefill.incarnation, decode.incarnation
         pair, problems = _check_pair(prefill, decode, links.get(names, PairStatus()))
         pairs.append(pair)
@@ -86,7 +87,7 @@ def check_handoffs(client: Client, status: GetStatusResponse) -> Iterator[Findin
 
     The prompts are random tokens, which no worker has cached; KV is verified at Commit.
     """
-    pairs = list(product(*(_workers(status, role, "READY") for role in ROLES)))
+    pairs = list(_pairs(status, "READY"))
     verified, failed = 0, dict[str, list[str]]()  # pairs by cause
     for prefill, decode in pairs[:_MOST_TESTS]:
         names = prefill.incarnation, decode.incarnation
@@ -154,20 +155,30 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_MAX_PAIRS_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
+def _pairs(
+    status: GetStatusResponse, state: str = ""
+) -> Iterator[tuple[WorkerRecord, WorkerRecord]]:
+    """Those that routers may pair, by roles."""
+    for prefill, decode in product(*(_workers(status, role, state) for role in _PARTS.values())):
+        if prefill.incarnation != decode.incarnation:
+            yield prefill, decode
+
+
 def _workers(
     status: GetStatusResponse, role: common_pb2.WorkerRole, state: str = ""
 ) -> list[WorkerRecord]:
-    mine = (one for one in status.workers if one.record.role == role)
+    """Workers with this role, mixed ones included."""
+    mine = (one for one in status.workers if one.record.role in (role, _MIXED))
     return [worker.record for worker in mine if not state or worker.state == state]
 
 
 def _check_workers(status: GetStatusResponse) -> Iterator[Finding]:
-    for role, name in ROLES.items():
+    for name, role in _PARTS.items():
         if _workers(status, role):
             continue
         text, fix = f"has no {name} worker", f"start one: baton {name}-worker"
         if status.router.state == "SERVING":
-            yield warn("cluster", f"{text}: decode workers compute prompts, but no embeddings", fix)
+            yield warn("cluster", f"{text}: the others do its work, too", fix)
         else:
             yield fail("cluster", text, fix)
     if not status.router.registry_connected:

@@ -35,7 +35,7 @@ _PLAIN_WIDTH = 160  # without a terminal
 _SEQUENCE = re.compile(rb"\x1b(\[[0-9;]*[A-Za-z~]|O.)?")  # arrow and function keys
 _DRAW_S = 0.05  # shortest time between two frames: routers answer at about the same time
 
-ROLES = ("all", "prefill", "decode")
+ROLES = ("all", "prefill", "decode", "mixed")
 SORTS: dict[str, Callable[[WorkerLine], float] | None] = {
     "name": None,
     "queue": lambda w: w.load.queue_tokens,

@@ -39,6 +39,8 @@ _CALLERS = {
     "/baton.v1.DispatchService/": frozenset({"router"}),
     "/baton.v1.HandoffService/": frozenset({"worker"}),
     "/baton.v1.WorkerService/Drain": frozenset({"admin"}),
+    "/baton.v1.WorkerService/LoadAdapter": frozenset({"admin", "router"}),
+    "/baton.v1.WorkerService/UnloadAdapter": frozenset({"admin", "router"}),
     "/baton.v1.WorkerService/SetRole": frozenset({"admin"}),
 }
 

@@ -167,7 +167,8 @@ class Observer:
         if not self._steps:
             return None
         running, steps = np.array(self._steps).T
-        if running.max() >= _SPREAD * running.min():
+        # In small batches the sequences' share of a step is lost in the noise.
+        if running.max() >= max(STEP_BASE_SEQUENCES, _SPREAD * running.min()):
             slope, base = np.polyfit(running, steps, 1)
             if slope >= 0 and base >= 0:
                 return float(base), float(slope)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from baton.config import SimulatedSpeed
 from baton.engine.block_manager import BlockManager
+from baton.engine.busy_share import BusyShare
 from baton.engine.engine import SEQUENCES_PER_PLACE
 from baton.engine.scheduler import ChunkBudget
 from baton.simulator.prompt import Prompt
@@ -149,6 +150,7 @@ class SimulatedWorker:
         self._num_sequences = 0  # also reserved ones
         self._lag_s = 0.0  # of virtual time behind the clock, as of the engine's scheduler
         self._step_ms = 0.0
+        self._prompt_share = BusyShare()
 
     # What others ask for, between two steps.
 
@@ -298,6 +300,9 @@ class SimulatedWorker:
             self._grow()
         if steps.chunks:
             self.chunk.record_step(steps, steps.step_s)
+            self._prompt_share.add(
+                self._loop.time(), max(0.0, steps.step_s - self._step_ms / 1e3 * bool(num_decoding))
+            )
         else:
             weight = (1 - _SMOOTHING) ** count if self._step_ms else 0.0
             self._step_ms = self._step_ms * weight + steps.step_s * 1e3 * (1 - weight)
@@ -469,4 +474,5 @@ class SimulatedWorker:
             tokens_computed=self.totals.prompt_tokens + self.totals.generated,
             tokens_generated=self.totals.generated,
             chunk_tokens=self.chunk.tokens,
+            prefill_share=self._prompt_share.share(self._loop.time()),
         )

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from baton.block_hash import hash_chain
+from baton.block_hash import adapted_salt, hash_chain
 from baton.config import PROVING_TOKENS
 from baton.engine.build import Loaded
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs
@@ -70,18 +70,19 @@ def sequence_of(
         )
     limits.check_token(max(spec.token_ids), "sequence.token_ids")
     params.validate(limits.vocab_size)
-    tokens = list(spec.token_ids)
+    tokens, salt = list(spec.token_ids), adapted_salt(spec.cache_salt, spec.adapter)
     return Sequence(
         seq_id=spec.handoff_id,
         tokens=tokens,
         prompt_tokens=spec.prompt_tokens,
         params=params,
-        cache_salt=spec.cache_salt,
+        cache_salt=salt,
+        adapter=spec.adapter,
         priority=time.monotonic() + spec.virtual_finish_ms / 1000,
         prompt_s=spec.prompt_us / 1e6,
         exclusive_tokens=PROVING_TOKENS if spec.alone else 0,
         pause_after=pause_after,
-        block_hashes=hash_chain(tokens, limits.block_size, spec.cache_salt),
+        block_hashes=hash_chain(tokens, limits.block_size, salt),
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from baton.config import WorkerConfig
 from baton.engine.block_manager import CacheChanges
+from baton.engine.busy_share import BusyShare
 from baton.engine.runner import StepRunner
 from baton.engine.step_report import StepReport
 from baton.errors import BatonError
@@ -33,12 +34,13 @@ class LoadTracker:
     def __init__(self) -> None:
         self.load = worker_pb2.Load()
         self.mean_step_s = 0.0  # over steps of every kind; 0 before the first
+        self._prompts = BusyShare()
         self.cached: set[int] = set()  # every prefix hash that can be hit
         self.watchers: set[CacheWatcher] = set()
 
     def update(self, report: StepReport) -> None:
         load = worker_pb2.Load(**vars(report.load))
-        load.step_ms = self.load.step_ms
+        load.step_ms, load.prefill_share = self.load.step_ms, self.load.prefill_share
         load.tokens_computed = self.load.tokens_computed + report.num_kept
         load.tokens_generated = self.load.tokens_generated + report.num_sampled
         step_s = (report.ended_ns - report.started_ns) / 1e9
@@ -46,6 +48,10 @@ class LoadTracker:
             self.mean_step_s = _smooth(self.mean_step_s, step_s)
         if report.num_tokens and kind_of(report) == "decode":
             load.step_ms = _smooth(load.step_ms, step_s * 1e3)
+        elif report.num_tokens:
+            streams_s = load.step_ms / 1e3 if kind_of(report) == "mixed" else 0.0
+            self._prompts.add(report.ended_ns / 1e9, max(0.0, step_s - streams_s))
+        load.prefill_share = self._prompts.share(report.ended_ns / 1e9)
         self.load = load
         self.cached.difference_update(report.cache.evicted)
         self.cached.update(report.cache.stored)

@@ -15,6 +15,7 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -51,6 +52,7 @@ from baton.v1 import common_pb2, worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage
 from baton.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from baton.worker import dispatch_service, hardware, rank_hosts
+from baton.worker.adapters import Adapters
 from baton.worker.dispatch_service import DispatchService, RouterStream
 from baton.worker.messages import ModelLimits
 from baton.worker.metrics import LoadTracker, WorkerMetrics
@@ -152,6 +154,7 @@ class Node(WorkerServiceServicer):
         self._failure: Exception | None = None  # that no request here can survive
         self._health = Health()
         self._dispatch = DispatchService(self)
+        self.adapters: Adapters
 
     async def run(self, load: Callable[[RemoteRanks], tuple[Loaded, list[KvPool]]]) -> None:
         """From binding to leaving; returns when it has drained.
@@ -203,6 +206,10 @@ class Node(WorkerServiceServicer):
                 ending.push_async_callback(server.stop, STOP_GRACE_S)
                 ending.push_async_callback(self._leave)
                 await self._describe(loaded, usable, every_pool)
+                self.adapters = Adapters(self.engine, loaded, self._publish_adapters)
+                for name, directory in loaded.settings.adapters.items():
+                    await self.adapters.load(name, directory)
+                await self.adapters.load_as(self.members.records.values())
                 await self._serve(server)
 
     def load(self) -> worker_pb2.Load:
@@ -268,6 +275,18 @@ class Node(WorkerServiceServicer):
         await self._drained.wait()
         return worker_pb2.DrainResponse()
 
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadAdapterRequest, context: Any
+    ) -> worker_pb2.LoadAdapterResponse:
+        adapter = await self.adapters.load(request.name, Path(request.directory))
+        return worker_pb2.LoadAdapterResponse(adapter=adapter)
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadAdapterRequest, context: Any
+    ) -> worker_pb2.UnloadAdapterResponse:
+        await self.adapters.unload(request.name, request.wait_ms / 1e3 or self.config.drain_s)
+        return worker_pb2.UnloadAdapterResponse()
+
     async def SetRole(self, request: Any, context: Any) -> worker_pb2.SetRoleResponse:
         """Raises InvalidRequest for an unknown role, Unavailable where the worker is leaving."""
         if request.role not in ROLES:
@@ -308,6 +327,7 @@ class Node(WorkerServiceServicer):
         record.blocks_total = loaded.layout.num_blocks
         record.max_context = loaded.max_context
         record.max_batch = loaded.settings.max_batch
+        record.max_adapters = loaded.settings.lora_slots
 
     def _call(self, loop: asyncio.AbstractEventLoop, run: Callable[..., None], *args: Any) -> None:
         """Runs a function on the event loop, from another thread, while the loop is open."""
@@ -361,6 +381,11 @@ class Node(WorkerServiceServicer):
             raise InternalError(f"a step's report was lost: {self._failure}") from self._failure
         if failed:
             self.engine.ended.result()
+
+    async def _publish_adapters(self, adapters: list[common_pb2.Adapter]) -> None:
+        del self.record.adapters[:]
+        self.record.adapters.extend(adapters)
+        await self._register()
 
     async def _enter(self, state: common_pb2.WorkerState) -> None:
         self.record.state = state

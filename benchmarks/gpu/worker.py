@@ -55,7 +55,7 @@ def run(part: Part) -> None:
 
 def start(part: Part, title: str) -> None:
     """Starts an engine as a worker does, with KV in all free memory, then sends requests."""
-    max_batch, chunk, context = part.sized((64, 2048, 8192), (2, 16, 64))
+    max_batch, chunk, context = part.sized((64, 2048, 8192), (1, 8, 32))
     with tempfile.TemporaryDirectory() as folder, new_kernels() as compiled:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps(part.models[-1].config()), encoding="utf-8")

@@ -102,12 +102,14 @@ class Admission:
         choices: PromptChoices,
         number: int = 0,
         model: str = "",
+        adapter: str = "",
     ) -> TokenizedRequest:
         """Validates and tokenizes a request.
 
         `number`: index of the choice, which is added to the seed. `max_context`: the workers'
-        limit, 0 if not known. `model`: full name of the version that serves it. The tenant is
-        charged by `enter` only, but Overloaded is raised while none of its requests may enter.
+        limit, 0 if not known. `model`: full name of the version that serves it. `adapter`:
+        identity of its LoRA adapter. The tenant is charged by `enter` only, but Overloaded is
+        raised while none of its requests may enter.
         Raises InvalidRequest or DeadlineExceeded.
         """
         if charged := choices.num_charged(number):
@@ -140,6 +142,7 @@ class Admission:
             include_stop=request.include_stop,
             show_special_tokens=request.show_special_tokens,
             cache_salt=tenant.salt(request.cache_salt),
+            adapter=adapter,
             deadline=deadline,
             tenant=tenant.name,
             model=model,

@@ -26,6 +26,8 @@ def check_fields(request: inference_pb2.GenerateRequest) -> None:
     """Checks priority, cache salt and the number of workers named."""
     if request.priority not in _PRIORITIES:
         raise InvalidRequest(f"there is no priority {request.priority}", "priority")
+    if "\0" in request.cache_salt:
+        raise InvalidRequest("cache_salt has a NUL character", "cache_salt")
     if (size := len(request.cache_salt)) > (limit := MAX_CACHE_SALT_CHARS):
         text = f"cache_salt has {size} characters and at most {limit} are accepted"
         raise InvalidRequest(text, "cache_salt")

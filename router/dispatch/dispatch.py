@@ -125,14 +125,15 @@ class Dispatch:
         loop = asyncio.get_running_loop()
 
         def reserve_workers(reserved: frozenset[str]) -> frozenset[str] | None:
-            return scoring.soonest_room(self._fleet.snapshot(), demand, reserved)
+            snapshot = self._fleet.snapshot().holding(state.request.adapter)
+            return scoring.soonest_room(snapshot, demand, reserved)
 
         def pick(full: Set[str]) -> Pair:
             nonlocal missing
             began = time.perf_counter()
             full = full | self._wait_queue.reserved_for_others(demand.pending)
             try:
-                snapshot = self._fleet.snapshot()
+                snapshot = self._fleet.snapshot().holding(state.request.adapter)
                 if state.request.workers:
                     return _pick_among(snapshot.only(state.request.workers), demand, full)
                 missing = snapshot.why_unserved(state.decodes)

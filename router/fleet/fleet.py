@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 
 from baton.errors import Unavailable
@@ -100,6 +101,19 @@ class Fleet:
             self._judged = self.breakers.without_ejected(seen)
             self._judged_by = seen, opened
         return self._judged
+
+    def adapters(self) -> dict[str, str]:
+        """Identities of the LoRA adapters that requests may use, by name.
+
+        Where workers have different ones by a name, as while it is being replaced, it is that which
+        most of them have.
+        """
+        counts = Counter(
+            (one.name, one.identity)
+            for member in self._members.values()
+            for one in member.record.adapters
+        )
+        return dict(key for key, _ in reversed(counts.most_common()))
 
     def tokens_in_flight(self) -> int:
         """Prompt tokens that workers have and did not compute yet."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,10 +26,11 @@ UNREACHABLE = "UNREACHABLE"
 SILENT = "SILENT"  # connected, but without a heartbeat
 STALLED = "STALLED"  # it answers, but its engine makes no progress
 EJECTED = "EJECTED"  # calls to it fail
+NO_ADAPTER = "NO_ADAPTER"  # it does not have the request's LoRA adapter
 
 _MAX_LISTED = 8  # workers in one message
 _SPARE_SHARE = 8  # of a batch
-_MAX_SHARE = 0.9  # of its time that a worker with streams can spend on prompts
+MAX_PREFILL_SHARE = 0.9  # of its time that a worker with streams can spend on prompts
 
 Column = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -105,6 +106,9 @@ class WorkerView:
         reason = f": {self.reason}" if self.reason else ""
         return f"{self.incarnation} is {self.state}{reason}"
 
+    def has_adapter(self, identity: str) -> bool:
+        return any(one.identity == identity for one in self.record.adapters)
+
     @property
     def assigned_tokens(self) -> int:
         """Tokens sent there by this router and not known to be computed."""
@@ -128,6 +132,7 @@ class Snapshot:
         self.hosts: dict[str, int] = {}  # with their numbers
         numbers = [self._reported_numbers(view) for view in self.workers]
         self.table = Table(numbers, self.workers)
+        self._holding = dict[str, Snapshot]()
         self._find_usable()
 
     @property
@@ -142,6 +147,7 @@ class Snapshot:
         """A snapshot of the same workers, some of them changed."""
         new = Snapshot.__new__(Snapshot)  # `copy` takes several times as long
         new.__dict__.update(self.__dict__)
+        new._holding = {}
         every = list(self.workers)
         changed: dict[int, tuple[WorkerView, tuple[float, ...] | None]] = {}
         usable_changed = excluded_pairs is not None
@@ -191,13 +197,30 @@ class Snapshot:
             load.running,
             batch + max(1, batch // _SPARE_SHARE) if (batch := record.max_batch) else math.inf,
             load.steps,
-            min(load.prefill_share, _MAX_SHARE),
+            min(load.prefill_share, MAX_PREFILL_SHARE),
             available := load.blocks_free + cached,
             cached,
             held := load.blocks_held,
             available if held else math.inf,
             load.blocks_total,
         )
+
+    def holding(self, adapter: str) -> Snapshot:
+        """A snapshot in which only workers with a LoRA adapter, by its identity, are READY.
+
+        The same one where all have it, and without an adapter.
+        """
+        if not adapter:
+            return self
+        if adapter not in self._holding:
+            reason = f"it does not have the adapter {adapter}"
+            lacking = [
+                replace(view, state=NO_ADAPTER, reason=reason)
+                for view in self.workers
+                if view.ready and not view.has_adapter(adapter)
+            ]
+            self._holding[adapter] = self.replaced(lacking) if lacking else self
+        return self._holding[adapter]
 
     def only(self, names: Set[str]) -> Snapshot:
         """A snapshot of these workers only."""

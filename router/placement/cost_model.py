@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from baton.v1 import common_pb2
-from router.fleet.snapshot import Column, Flags, Snapshot, Table, WorkerColumns, WorkerView
+from router.fleet.snapshot import (
+    MAX_PREFILL_SHARE,
+    Column,
+    Flags,
+    Rows,
+    Snapshot,
+    Table,
+    WorkerColumns,
+    WorkerView,
+)
 from router.request import Demand
 
 _WINDOW_CHUNKS = 2  # queued on a prefill worker: one that runs and the next one
@@ -111,7 +120,6 @@ class Speeds:
         usual_ms = _median(single_ms[decodes & (single_ms > 0)], _STEP_MS)
         outdated = (single_ms > usual_ms) & (w.running == 0)  # measured with an earlier batch
         self.single_us = 1e3 * np.where(outdated, usual_ms, _without_noise(single_ms, usual_ms))
-        self.waiting_factor = 1 / (1 - w.prefill_share)  # streams wait while prompts are computed
         self.block_share = 1 / np.maximum(w.blocks_total, 1)  # of the pool
         self.used_share = 1 - w.blocks_available * self.block_share
 
@@ -125,7 +133,12 @@ class FleetCosts:
         prompts = np.where(w.role == _DECODE, 0, w.num_assigned)
         self.streams = np.maximum(w.busy - prompts, 0) + 1
         self.step_us = self.speeds.single_us * _relative_step(self.streams)
-        self.tpot_us = self.step_us * self.speeds.waiting_factor
+        # Streams wait while prompts are computed.
+        share, self.spared = w.prefill_share, np.zeros(w.ready.shape, np.bool_)
+        mixed = np.flatnonzero(self.speeds.is_mixed & w.ready)
+        if mixed.size:
+            share, self.spared = _expected_shares(share, self.streams, mixed)
+        self.tpot_us = self.step_us / (1 - share)
         self.batch_full = w.busy >= w.max_busy
         # The queue, and the rest of the current step, on average.
         self.wait_us = w.queued_tokens * self.speeds.token_us + self.step_us / 2
@@ -170,6 +183,8 @@ class Costs:
             # long where the step exceeds their SLO.
             part_us = np.minimum(uncached, np.maximum(w.chunk_tokens, 1)) * speeds.token_us
             is_late = fleet.step_us + part_us > self.demand.max_itl_s * 1e6
+            # Such a prompt waits for a worker with fewer streams, if those have the time for it.
+            full |= is_late & fleet.spared & (fleet.streams > 1)
             price = np.where(is_late, _LATE_PRICE, 1.0) * speeds.is_mixed
             others_us = np.rint(uncached * speeds.token_us * (fleet.streams - 1) * price)
         return PrefillCosts(cached, ahead, blocks, full, wait_us, us, others_us)
@@ -209,7 +224,7 @@ class Costs:
             may = is_mixed | always | is_short
             near_us[always & ~is_mixed] = far_us[always & ~is_mixed] = np.inf
         local_us = np.where(may, alone_us, np.inf)
-        local_full = is_mixed & (prefill.ahead >= speeds.window)
+        local_full = is_mixed & prefill.full
         costs = local_ttft_us, local_us, alone_us, near_us, far_us
         return DecodeCosts(cached, blocks, full, local_full, *costs)
 
@@ -256,8 +271,10 @@ class Costs:
             no_room = _REFUSED
         elif ahead >= window:
             no_room = f"has {ahead} tokens to compute first and is given at most {window:.0f} ahead"
-        elif costs.full[row]:
+        elif costs.blocks[row] > self.snapshot.columns.blocks_freeable[row]:
             no_room = _blocks_missing(worker, costs.blocks[row])
+        elif costs.full[row]:
+            no_room = "leaves prompts that would delay its streams to workers with fewer"
         return self._estimate(worker, no_room, costs.cached[row], ahead)
 
     def on_decode(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
@@ -321,6 +338,22 @@ def _fleet_costs(snapshot: Snapshot) -> FleetCosts:
 @lru_cache(maxsize=1)
 def _speeds(reported: Table) -> Speeds:
     return Speeds(reported)
+
+
+def _expected_shares(share: Column, streams: Column, mixed: Rows) -> tuple[Column, Flags]:
+    """The shares of their time that workers will spend on prompts, by those of the last seconds,
+    and which workers are not needed for prompts.
+
+    Of mixed workers, those with the fewest streams get prompts first. So they take all that the
+    mixed workers together had, and streams gather on the others.
+    """
+    order = mixed[np.lexsort((-share[mixed], streams[mixed]))]
+    before = np.arange(order.size) * MAX_PREFILL_SHARE
+    expected = share.copy()
+    expected[order] = np.clip(share[mixed].sum() - before, 0.0, MAX_PREFILL_SHARE)
+    spared = np.zeros(share.shape, np.bool_)
+    spared[order[1:]] = expected[order[1:]] == 0
+    return expected, spared
 
 
 def _blocks_missing(worker: WorkerView, needed: float) -> str:

@@ -25,7 +25,7 @@ class AccessLog(RequestListener):
         state = record.state
         fields: dict[str, object] = {
             "tenant": state.request.tenant if state else record.tenant,
-            "model": record.model,
+            "model": record.model or record.asked_model,  # the version that served it, if any
             "operation": record.operation,
             "status": outcome.status,
             "error": type(outcome.error).__name__ if outcome.error else "",

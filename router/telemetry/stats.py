@@ -45,6 +45,7 @@ class RequestRecord:
     operation: str = ""  # name in OpenTelemetry's GenAI conventions
     tenant: str = ""  # empty until it is known
     callers_id: str = ""  # the caller's own id
+    asked_model: str = ""  # the name in the request
     labels: Mapping[str, str] = field(default_factory=dict)  # of its model; empty until known
     route: str = ""  # name of the route that chose the model's version
     fleet: Fleet | None = None  # the model's workers

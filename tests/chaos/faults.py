@@ -19,8 +19,12 @@ from pathlib import Path
 
 import psutil
 
+from baton.errors import BatonError
 from baton.local.cluster import LocalCluster, router_says, serves, workers_ready
 from baton.local.router_processes import RouterProcess
+from baton.net import rpc
+from baton.registry.membership import ROLES
+from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.proxy import Proxy
 from tests.waiting import WAIT_S
 
@@ -34,6 +38,7 @@ KINDS: Mapping[str, tuple[int, tuple[float, float] | None]] = {
     "slow": (2, (1.0, 4.0)),
     "sluggish": (2, (1.0, 4.0)),
     "kv": (4, (1.0, 4.0)),
+    "role": (3, None),
     "etcd": (1, (1.0, 5.0)),
     "etcd_stop": (2, (5.0, 8.0)),  # longer than leases live: on waking it ends all at once
 }
@@ -43,7 +48,13 @@ TARGETS = {
 }  # fmt: skip
 ROUTER_KINDS = ("kill", "stop", "drain")
 ROUTER_SHARE = 0.25  # of the faults that may hit a router or a worker, this share hits a router
-HARMLESS = ("slow", "kv", "etcd", "etcd_stop")  # their targets serve on: they excuse nothing
+HARMLESS = (
+    "slow",
+    "kv",
+    "role",
+    "etcd",
+    "etcd_stop",
+)  # their targets serve on: they excuse nothing
 RECOVERED_S = 1.5  # after a fault was taken back, until others are expected to have seen it
 SLOW_BYTES_PER_S = 200_000.0
 STOPPED_S, RUNNING_S = 0.15, 0.05  # a sluggish process does the two by turns
@@ -58,7 +69,7 @@ class Fault:
     Of a connection that is cut, held or slowed, `other` is the end that opened it: a process's
     name, or empty for all connections. `may_hit_last` says that the fault may also hit the
     only healthy worker of a role. `share`, from 0 to 1, chooses which of a worker's ranks is
-    killed or stopped.
+    killed or stopped, or the role that it takes.
     """
 
     at_s: float
@@ -230,6 +241,8 @@ class Injector:
                 self.proxies[target].slow(SLOW_BYTES_PER_S, other)
                 await asyncio.sleep(duration_s)
                 self.proxies[target].slow(0.0, other)
+            case "role":
+                await self._change_role(fault)
             case "kv":
                 share = 1 - (1 - KV_SHARE) ** (1 / self.rank_pairs)
                 self.kv_control.write_text(json.dumps({"fault": target, "share": share}))
@@ -250,6 +263,17 @@ class Injector:
                     etcd.resume()
         if fault.kind not in HARMLESS:
             await asyncio.sleep(RECOVERED_S)
+
+    async def _change_role(self, fault: Fault) -> None:
+        """Has the worker take another role; one that does not answer now keeps its own."""
+        pid = self.cluster.processes[fault.target].pid
+        records = self.cluster.membership.records.values()
+        for record in [one for one in records if one.pid == pid]:
+            role = list(ROLES)[int(fault.share * len(ROLES))]
+            with contextlib.suppress(BatonError), rpc.translated():
+                async with rpc.channel(record.address, role="worker") as channel:
+                    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+                    await stub.SetRole(worker_pb2.SetRoleRequest(role=role), timeout=RECOVERED_S)
 
     def _rank(self, fault: Fault) -> psutil.Process:
         """The target's process, or one of the ranks that it started."""

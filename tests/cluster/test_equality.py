@@ -409,27 +409,6 @@ async def test_a_tool_that_must_be_called_is_called_though_its_decode_worker_is_
     assert (await own.chat(answered, tools=[WEATHER], max_tokens=4)).usage.prompt_tokens > 20
 
 
-async def test_a_stream_survives_its_decode_worker(clusters, simulated):
-    """Over HTTP too: every token once, the oracle's."""
-    cluster, own = await clusters(alone=True, engine=SIMULATED, decode=2)
-    case = simulated.case(100, new_tokens=400)
-    tokens: list[int] = []
-    killed = False
-    async with openai.AsyncOpenAI(**settings(cluster)) as client:
-        stream = await client.completions.create(
-            model="demo", prompt=list(case.prompt), max_tokens=400, temperature=0, stream=True,
-            extra_body={"ignore_eos": True, "return_token_ids": True},
-        )  # fmt: skip
-        async for chunk in stream:
-            assert chunk.choices[0].model_extra is not None
-            tokens += chunk.choices[0].model_extra["token_ids"]
-            if len(tokens) > 10 and not killed:
-                killed = True
-                cluster.kill(await decoding_process(cluster, own))
-    assert killed
-    assert tuple(tokens) == simulated.tokens(case)
-
-
 def children_of(pid):
     """Of all its threads."""
     threads = Path(f"/proc/{pid}/task").glob("*/children")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from baton import cli
 from baton.client import AsyncClient, RetryPolicy
 from baton.config import ClusterConfig, RouterLimits
 from baton.errors import DeadlineExceeded, Overloaded, Unavailable
@@ -199,7 +200,7 @@ async def test_a_decode_worker_outlives_its_prefill_workers(clusters, simulated)
 
 
 async def test_no_worker_of_a_role(clusters, simulated):
-    """Decode serves alone, also what prefill is lost with; without it requests wait, then end."""
+    """Each role serves alone, also what the other is lost with; without both requests wait."""
     limits = RouterLimits(silence_s=SILENCE_S, recovery_s=RECOVERY_S)
     cluster, _ = await clusters(**{**TWO, "limits": limits})
 
@@ -221,14 +222,59 @@ async def test_no_worker_of_a_role(clusters, simulated):
         await start_again(cluster, "prefill-0")
         await until_state(client, "prefill", True, "SERVING")
 
+        running = await streams.start()
         cluster.kill("decode-0")
-        await until_state(client, "decode", False, "NOT_SERVING")
-        with pytest.raises(Unavailable, match="no decode worker is ready") as refused:
+        await running
+        await until_state(client, "decode", False, "SERVING")
+        done = await check(client, simulated, simulated.case(1000, 9))
+        assert (done.route.prefill, done.route.decode[:9]) == (None, "prefill-0")
+        cluster.kill("prefill-0")
+        await until_state(client, "prefill", False, "NOT_SERVING")
+        with pytest.raises(Unavailable, match="no prefill worker is ready") as refused:
             await client.generate([5] * 40, max_tokens=4, timeout=WAIT_S)
         assert refused.value.retry_after_s > 0
+        await start_again(cluster, "prefill-0")
         await start_again(cluster, "decode-0")
         await until_state(client, "decode", True, "SERVING")
         await check(client, simulated, simulated.case(64, 7))
+
+
+async def test_roles_change_under_streams(clusters, simulated):
+    """In both directions and to mixed; then the worker that changed last is killed."""
+    cluster, client = await clusters(alone=True, **TWO)
+
+    async def change(worker, role):
+        argv = ["role", worker, role, "--target", cluster.address, "--timeout", str(WAIT_S)]
+        assert await asyncio.to_thread(cli.main, argv) == 0
+        name = (await view(client, cluster, worker))["incarnation"]
+        await eventually(
+            client.status,
+            lambda status: {w["incarnation"]: w["role"] for w in status["workers"]}[name] == role,
+            f"{worker} is no {role} worker",
+        )
+
+    streams = Streams(client, simulated, simulated.mixed(6, 300))
+    for number, (prefill, decode) in enumerate(
+        (("decode", "prefill"), ("mixed", "mixed"), ("prefill", "decode"))
+    ):
+        running = await streams.start()
+        await change("prefill-0", prefill)
+        await change("decode-0", decode)
+        done = await check(client, simulated, simulated.case(600, 13 * number))
+        if "mixed" not in (prefill, decode):
+            places = (
+                ("prefill-0", "decode-0") if prefill == "prefill" else ("decode-0", "prefill-0")
+            )
+            assert done.route.prefill.startswith(places[0])
+            assert done.route.decode.startswith(places[1])
+        await running
+    running = await streams.start()
+    await change("decode-0", "mixed")
+    cluster.kill("decode-0")
+    await running
+    await start_again(cluster, "decode-0")
+    await check(client, simulated, simulated.case(64, 7))
+    await all_blocks_free(client)
 
 
 async def test_a_deadline_is_kept_wherever_it_passes(clusters, simulated):

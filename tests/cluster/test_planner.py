@@ -5,10 +5,11 @@ import contextlib
 import signal
 from dataclasses import replace
 
+from tests.cluster.command import running
+
 from baton.local import ports
 from baton.net import rpc
 from baton.v1 import externalscaler_pb2, externalscaler_pb2_grpc
-from tests.cluster.command import running
 from tests.cluster.oracle import SIMULATED, all_blocks_free, check
 from tests.waiting import WAIT_S, eventually
 

@@ -36,9 +36,13 @@ def peer(*arguments, first=()):
 
 
 @pytest.mark.parametrize(
-    "first", [(), pytest.param(OWN_PIDS, marks=needs_namespaces)], ids=["", "own pids"]
+    ("name", "first"),
+    [
+        ("gloo", ()),
+        *((name, ()) for name in ("shm", "cuda_ipc")),
+        *(pytest.param(name, OWN_PIDS, marks=needs_namespaces) for name in ("shm", "cuda_ipc")),
+    ],
 )
-@pytest.mark.parametrize("name", ["shm", "gloo", "cuda_ipc"])
 async def test_handoff_to_another_process_that_is_killed_then(name, first):
     """The next handoff, and a put into its memory, fail at once."""
     async with (

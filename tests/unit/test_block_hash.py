@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.block_hash import block_hash, hash_chain, root_hash, token_digest
+from baton.block_hash import adapted_salt, block_hash, hash_chain, root_hash, token_digest
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 
@@ -40,3 +40,9 @@ def test_a_digest_covers_all_tokens_their_order_and_the_tenant():
     assert len(same) == 16 and same == token_digest([1, 2, 3], "a")
     others = {token_digest(ids, "a") for ids in ([1, 2, 4], [1, 3, 2], [1, 2], [1, 2, 3, 0])}
     assert same not in others | {token_digest([1, 2, 3], "")}
+
+
+def test_prompts_of_adapters_share_no_block():
+    salts = {adapted_salt(salt, adapter) for salt in ("", "t") for adapter in ("", "a", "b")}
+    assert len({root_hash(salt) for salt in salts}) == 6
+    assert adapted_salt("t", "") == "t"

@@ -113,7 +113,7 @@ def test_defaults_are_those_of_the_settings():
 CONFIGS = {
     "up": lambda args: cli.options.settings(ClusterConfig, "up", args),
     "router": router_config, "planner": planner_config,
-    "prefill-worker": worker_config, "decode-worker": worker_config,
+    "worker": worker_config, "prefill-worker": worker_config, "decode-worker": worker_config,
 }  # fmt: skip
 
 
@@ -137,7 +137,8 @@ def flags_of(cls):
         "http-port": "99", "random-weights": "/c.json", "port": "7701", "etcd": "https://h:1",
         "etcd-cert": "/c", "etcd-key": "/k", "slo": "batch:e2e=9", "kv-cache": "12345",
         "device": "cpu", "simulate": "5000,2", "ttft-target": "0.9", "gpu-memory": "0.5",
-        "trace-sample": "0.25", "advertise": "h:8", "cpus": "4,5", "metrics-port": "9400",
+        "trace-sample": "0.25", "access-log": "0.25",
+        "advertise": "h:8", "cpus": "4,5", "metrics-port": "9400",
         "cors-origins": "https://a.example", "node-rank": "6", "target": "h:7,i:7",
     }  # fmt: skip
     argv = []
@@ -151,7 +152,7 @@ def flags_of(cls):
     return argv
 
 
-@pytest.mark.parametrize("command", CONFIGS)
+@pytest.mark.parametrize("command", CONFIGS.keys() & cli.options.CONFIGS.keys())
 def test_every_option_reaches_its_settings(command):
     cls = cli.options.CONFIGS[command]
     given = json.loads(options.to_json(settings(command, *flags_of(cls))))

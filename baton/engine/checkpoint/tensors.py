@@ -23,8 +23,6 @@ from baton.errors import CheckpointError, quoted
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-LORA_CONFIG = "adapter_config.json"  # PEFT's names
-LORA_FILE = "adapter_model.safetensors"
 MAX_TEXT = 256  # longest name or reason from a file that an error shows
 # safetensors' names.
 FLOATS = ("F32", "F16", "BF16", "F64")
@@ -125,20 +123,18 @@ def file_tensors(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def fingerprint(path: Path, random_seed: int | None = None, lora: Path | None = None) -> str:
+def fingerprint(path: Path, random_seed: int | None = None) -> str:
     """A hex digest that is equal on two workers if and only if they serve the same model.
 
-    path: a model directory or a config file · random_seed: of random weights · lora: an adapter's
-    directory. Reads configs, tokenizer, safetensors headers, sizes, and samples of the data, in
-    which alone fine-tuned siblings differ: milliseconds for a model of any size.
+    path: a model directory or a config file · random_seed: of random weights. Reads configs,
+    tokenizer, safetensors headers, sizes, and samples of the data, in which alone fine-tuned
+    siblings differ: milliseconds for a model of any size.
     """
     digest = hashlib.sha256()
     files = [path]
     if path.is_dir():
         names = ("config.json", "generation_config.json", "tokenizer.json")
         files = [file for name in names if (file := path / name).is_file()]
-    if lora is not None:
-        files.append(lora / LORA_CONFIG)
     for file in files:
         content = read_bytes(file, MAX_TOKENIZER_BYTES)
         digest.update(f"{file.name} {len(content)}\n".encode())
@@ -146,10 +142,7 @@ def fingerprint(path: Path, random_seed: int | None = None, lora: Path | None = 
     if random_seed is not None:
         digest.update(f"random {random_seed}".encode())
         return digest.hexdigest()
-    files = sorted({tensor.file for tensor in stored_tensors(path).values()})
-    if lora is not None:
-        files.append(lora / LORA_FILE)
-    for file in files:
+    for file in sorted({tensor.file for tensor in stored_tensors(path).values()}):
         _digest_weights(digest, file)
     return digest.hexdigest()
 

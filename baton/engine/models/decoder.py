@@ -6,7 +6,7 @@ Hugging Face transformers' modeling files, which the tests compare it with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -14,12 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.adapters import LoraAdapter
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.torch.attention import Scoring, attend, place, softcapped, write_kv
+from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.moe_routing import route
 from baton.engine.kernels.torch.rows import Norm, RowOps, rms_norm, rotate
+from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.models.shard import WHOLE, Shard
@@ -75,7 +78,8 @@ class DecoderModel:
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Runs a batch and writes its K and V into the pool: logits `[logit_rows, vocab_size]`."""
         num_rows, num_logits, self.hidden = len(batch.token_ids), len(batch.logit_rows), None
-        hidden = self._forward(batch.token_ids, self._place(batch, pool), pool)
+        placed = self._place(batch, pool)
+        hidden = self._forward(batch.token_ids, placed, pool, batch.lora_slots)
         if not num_logits:
             return hidden.rows.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         if num_logits < num_rows:
@@ -97,19 +101,40 @@ class DecoderModel:
         """See `TensorParallelModel`; here there are no other ranks."""
         return nullcontext()
 
-    def _forward(self, token_ids: Tensor, placed: Any, pool: Tensor) -> ResidualStream:
+    @property
+    def lora(self) -> LoraSlots:
+        """The memory of adapters."""
+        assert self._weights.lora is not None, "adapters have slots"
+        return self._weights.lora
+
+    def write_lora(self, slot: int, adapter: LoraAdapter) -> None:
+        """Writes an adapter to a slot that no sequence uses."""
+        self.lora.write(slot, adapter)
+
+    def _forward(
+        self, token_ids: Tensor, placed: Any, pool: Tensor, lora_slots: Tensor | None = None
+    ) -> ResidualStream:
         """The residual stream after all layers. placed: as `_place` returned it."""
         embedded = self._embed(token_ids)
         if self._embedding_scale != 1:
             embedded = embedded * self._embedding_scale
-        hidden = ResidualStream(embedded)
+        hidden = ResidualStream(embedded, lora_slots=lora_slots)
         for index, layer in enumerate(self._weights.layers):
-            qkv = self._normed_product(hidden, layer.input_norm, layer.qkv, layer.qkv_bias)
+            lora = self._lora(hidden, index)
+            qkv = self._normed_product(
+                hidden, layer.input_norm, layer.qkv, layer.qkv_bias, lora=lora.get("qkv")
+            )
             q = self._rope_and_write(qkv, placed, index, layer, pool)
             attended = self._attend(q, placed, index, pool)
-            self._add_product(hidden, attended, layer.o, layer.o_bias, layer.attention_norm)
+            norm = layer.attention_norm
+            self._add_product(hidden, attended, layer.o, layer.o_bias, norm, lora.get("o"))
             self._add_mlp(hidden, layer, placed, index)
         return hidden
+
+    def _lora(self, hidden: ResidualStream, index: int) -> Mapping[str, LoraMatrices]:
+        """What adapters add to a layer's products, by field; empty where no row has an adapter."""
+        slots = self._weights.lora
+        return {} if slots is None or hidden.lora_slots is None else slots.layers[index]
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """Rows of the embedding `[rows, hidden_size]`, of which each rank has a part."""
@@ -131,9 +156,12 @@ class DecoderModel:
             self._add(hidden, mixed, layer.output_norm)
             return
         assert layer.gate_up is not None and layer.down is not None
-        act = self.config.activation
-        inner = self._normed_product(hidden, layer.mlp_norm, layer.gate_up, layer.gate_up_bias, act)
-        self._add_product(hidden, inner, layer.down, layer.down_bias, layer.output_norm)
+        act, lora = self.config.activation, self._lora(hidden, index)
+        inner = self._normed_product(
+            hidden, layer.mlp_norm, layer.gate_up, layer.gate_up_bias, act, lora.get("gate_up")
+        )
+        norm = layer.output_norm
+        self._add_product(hidden, inner, layer.down, layer.down_bias, norm, lora.get("down"))
 
     def _shared_expert(self, x: Tensor, layer: LayerWeights) -> Tensor:
         """The output of the expert that all rows take."""
@@ -178,22 +206,41 @@ class DecoderModel:
 
     def _normed_product(
         self, hidden: ResidualStream, norm: Tensor | None, weight: LinearWeight,
-        bias: Tensor | None, act: Activation | None = None,
+        bias: Tensor | None, act: Activation | None = None, lora: LoraMatrices | None = None,
     ) -> Any:  # fmt: skip
-        """The product of the stream, normed if the layer has a norm there, with a weight."""
+        """The product of the stream, normed if the layer has a norm there, with a weight.
+
+        Adapters change what is behind the norm and before the gate, so nothing is fused with it.
+        """
+        if lora is not None:
+            x = self._normed(hidden, norm)
+            y = self._adapted(hidden, x, weight, bias, lora)
+            return y if act is None else self.ops.act_mul(y, act)
         if norm is None:
             return weight.product(hidden.read(), bias, act=act)
         return weight.product(hidden, bias, norm=Norm(norm, self.config.rms_eps), act=act)
 
     def _add_product(
         self, hidden: ResidualStream, x: Any, weight: LinearWeight, bias: Tensor | None,
-        norm: Tensor | None,
+        norm: Tensor | None, lora: LoraMatrices | None = None,
     ) -> None:  # fmt: skip
         """Adds the product of x, normed if the layer has a norm there, to the stream."""
-        if self._adds_directly(norm):
+        if lora is not None:
+            self._add(hidden, self._adapted(hidden, x, weight, bias, lora), norm)
+        elif self._adds_directly(norm):
             weight.product(x, bias, residual=hidden)
         else:
             self._add(hidden, weight.product(x, bias), norm)
+
+    def _adapted(
+        self, hidden: ResidualStream, x: Tensor, weight: LinearWeight, bias: Tensor | None,
+        lora: LoraMatrices,
+    ) -> Tensor:  # fmt: skip
+        """The product of x with what the rows' adapters add to it."""
+        assert hidden.lora_slots is not None
+        y: Tensor = weight.product(x, bias)
+        self.ops.add_lora(y, x, hidden.lora_slots, lora)
+        return y
 
     def _adds_directly(self, norm: Tensor | None) -> bool:
         """Whether a product is added to the stream without a reduction, norm or scale."""

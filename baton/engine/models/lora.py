@@ -1,32 +1,36 @@
-"""LoRA adapters in PEFT's format, merged into a model's matrices as they are read.
+"""LoRA adapters in PEFT's format, and the memory in which a model holds those that it serves.
 
-Each adapted matrix becomes `W + scale * B @ A` before it is quantised or packed, so steps cost no
-more than without, and all kernels and formats work. Adapters that are not such a sum (DoRA, trained
-embeddings or biases) are refused by name.
+A step adds `x @ A.T @ B` to the products of the rows that use an adapter: rows of several adapters
+and of none share a step. Adapters that are not such a sum (DoRA, trained embeddings or biases) are
+refused by name.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from baton.engine.adapters import LoraAdapter, Update
 from baton.engine.checkpoint.fields import BOOLEAN, NOT_NEGATIVE, Fields, one_of
-from baton.engine.checkpoint.tensors import (
-    FLOATS,
-    LORA_CONFIG,
-    LORA_FILE,
-    StoredTensor,
-    file_tensors,
-    read_json,
-)
+from baton.engine.checkpoint.tensors import FLOATS, StoredTensor, file_tensors, read_json
+from baton.engine.kernels.torch.lora import LoraMatrices
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import BY_INPUTS, WHOLE, Shard
+from baton.engine.models.tensor_names import layer_tensors
+from baton.engine.quantization.linear_weight import DenseWeight
 from baton.errors import CheckpointError
 
+LORA_CONFIG = "adapter_config.json"  # PEFT's names
+LORA_FILE = "adapter_model.safetensors"
+FIELDS = ("qkv", "o", "gate_up", "down")  # of `LayerWeights`, which adapters may change
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 _REMEDY = "; merge it with PEFT: model.merge_and_unload().save_pretrained(DIR)"
@@ -50,38 +54,169 @@ _PLAIN: dict[str, tuple[object, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class LoraAdapter:
-    """An adapter. scales: by the name of the model's matrix."""
+class _Place(NamedTuple):
+    """A matrix of the checkpoint: its section of a layer's field, and its `[out, in]`."""
 
-    file: Path
-    scales: Mapping[str, float]
+    layer: int
+    field: str
+    section: int
+    shape: tuple[int, ...]
 
-    @classmethod
-    def load(cls, path: Path, matrices: Mapping[str, tuple[int, ...]]) -> LoraAdapter:
-        """Loads an adapter's directory. matrices: shapes of the model's dense matrices, by name.
 
-        Raises CheckpointError naming the file, and the key or tensor that is wrong.
-        """
-        fields = Fields(path / LORA_CONFIG, read_json(path / LORA_CONFIG), remedy=_REMEDY)
-        fields.read("peft_type", one_of("LORA"))
-        for key, values in _PLAIN.items():
-            fields.read(key, one_of(*values), values[0])
-        file = path / LORA_FILE
-        stored = file_tensors(file)
-        ranks = {
-            name: _rank(file, name, stored, matrices)
-            for name in sorted({_target(file, part) for part in stored})
-        }
-        return cls(file, _scales(fields, ranks))
+def load_lora(path: Path, config: ModelConfig, max_rank: int) -> LoraAdapter:
+    """Loads an adapter's directory for a model.
 
-    def adapted(self, name: str, matrix: Tensor) -> Tensor:
-        """The matrix `[out, in]` with the adapter's update, in float32; itself without one."""
-        if name not in self.scales:
-            return matrix
-        with safe_open(self.file, framework="pt", device="cpu") as opened:
-            a, b = (opened.get_tensor(part).to(matrix.device).float() for part in _parts(name))
-        return matrix.float().addmm(b, a, alpha=self.scales[name])
+    Raises CheckpointError naming the file, and the key or tensor that is wrong.
+    """
+    file, places = path / LORA_FILE, _places(config)
+    fields = Fields(path / LORA_CONFIG, read_json(path / LORA_CONFIG), remedy=_REMEDY)
+    fields.read("peft_type", one_of("LORA"))
+    for key, values in _PLAIN.items():
+        fields.read(key, one_of(*values), values[0])
+    stored = file_tensors(file)
+    names = sorted({_target(file, part) for part in stored})
+    ranks = {name: _rank(file, name, stored, places) for name in names}
+    if not ranks:
+        raise CheckpointError(f"{file} has no tensors")
+    if (rank := max(ranks.values())) > max_rank:
+        raise CheckpointError(
+            f"{path} has rank {rank}, and this worker holds adapters up to rank {max_rank}: "
+            f"start workers with --max-lora-rank {rank}"
+        )
+    updates, scales = dict[tuple[int, str], Update](), _scales(fields, ranks)
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        for name in names:
+            layer, field, section, _ = places[name]
+            if (layer, field) not in updates:
+                updates[layer, field] = empty_update(config, layer, field, rank)
+            whole_a, whole_b = updates[layer, field]
+            a, b = (opened.get_tensor(part).float() for part in _parts(name))
+            outputs = _outputs(config, layer, field)[section]
+            whole_a[section, : len(a)] = a
+            whole_b[: len(a), outputs.start : outputs.stop] = b.T * scales[name]
+    return LoraAdapter(identity_of(path), rank, updates)
+
+
+class LoraSlots:
+    """The memory of `count` adapters on one rank, allocated once.
+
+    layers: for each layer by field; fields that adapters cannot change are absent.
+    """
+
+    def __init__(
+        self, config: ModelConfig, count: int, max_rank: int, dtype: torch.dtype,
+        device: torch.device, shard: Shard = WHOLE,
+    ) -> None:  # fmt: skip
+        """config: of the unsharded model."""
+        self.config, self._shard = config, shard
+        self._ranks = torch.zeros(count, dtype=torch.int32, device=device)
+        self.count, self.max_rank = count, max_rank
+        layers = list[dict[str, LoraMatrices]]()
+        for layer in range(config.num_layers):
+            layers.append({})
+            for field in _fields(config, layer):
+                a, b, ends = self._sharded(layer, field, empty_update(config, layer, field, 1))
+                layers[-1][field] = LoraMatrices(
+                    torch.zeros(count, len(a) * max_rank, a.shape[2], dtype=dtype, device=device),
+                    torch.zeros(count, max_rank, b.shape[1], dtype=dtype, device=device),
+                    ends,
+                    self._ranks,
+                )
+        self.layers = tuple(layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all slots."""
+        return sum(one.a.nbytes + one.b.nbytes for fields in self.layers for one in fields.values())
+
+    @torch.inference_mode()
+    def write(self, slot: int, adapter: LoraAdapter) -> None:
+        """Writes an adapter of the unsharded model to a slot that no row uses."""
+        rank, updates = adapter.rank, adapter.updates
+        self._ranks[slot] = rank
+        for layer, fields in enumerate(self.layers):
+            for field, matrices in fields.items():
+                matrices.a[slot].zero_()
+                matrices.b[slot].zero_()
+                if (update := updates.get((layer, field))) is not None:
+                    a, b, _ = self._sharded(layer, field, update)
+                    by_section = matrices.a[slot].view(len(a), self.max_rank, -1)
+                    by_section[:, :rank] = a.to(matrices.a)
+                    matrices.b[slot, :rank] = b.to(matrices.b)
+
+    def _sharded(
+        self, layer: int, field: str, update: Update
+    ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """This rank's part of an update, and where its sections end."""
+        (a, b), config, shard = update, self.config, self._shard
+        sections = _outputs(config, layer, field)
+        if field in BY_INPUTS:
+            whole = a.flatten(0, 1)
+            part = shard.weight(config, field, DenseWeight(whole))
+            assert isinstance(part, DenseWeight)
+            return part.tensor.unflatten(0, a.shape[:2]), b, (b.shape[1],)
+        # A further column has the section of each output.
+        numbers = torch.repeat_interleave(
+            torch.arange(len(sections)), torch.tensor([len(one) for one in sections])
+        )
+        columns = torch.cat([b.T, numbers[:, None].float()], dim=1)
+        if field == "qkv" and config.head_order is not None:
+            columns = _rotated(config, columns)
+        part = shard.weight(config, field, DenseWeight(columns))
+        assert isinstance(part, DenseWeight)
+        counts = part.tensor[:, -1].long().bincount(minlength=len(sections))
+        return a, part.tensor[:, :-1].T, tuple(counts.cumsum(0).tolist())
+
+
+def identity_of(path: Path) -> str:
+    """The hash of an adapter's content, whatever its name and place. Raises CheckpointError."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in (LORA_CONFIG, LORA_FILE):
+        try:
+            with (path / name).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "blake2b").digest())
+        except OSError as error:
+            raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _fields(config: ModelConfig, layer: int) -> list[str]:
+    """The fields of a layer that adapters may change: not those of experts."""
+    has_experts = config.experts is not None and config.experts.layers[layer]
+    return ["qkv", "o"] if has_experts else list(FIELDS)
+
+
+def _places(config: ModelConfig) -> dict[str, _Place]:
+    """Where each matrix that adapters may change belongs."""
+    return {
+        name: _Place(layer, field, section, shape)
+        for layer in range(config.num_layers)
+        for field in _fields(config, layer)
+        for section, (name, shape) in enumerate(layer_tensors(config, layer)[field].items())
+    }
+
+
+def _outputs(config: ModelConfig, layer: int, field: str) -> list[range]:
+    """The outputs of each section of a field."""
+    outputs, start = list[range](), 0
+    for shape in layer_tensors(config, layer)[field].values():
+        outputs.append(range(start, start := start + shape[0]))
+    return outputs
+
+
+def empty_update(config: ModelConfig, layer: int, field: str, rank: int) -> Update:
+    """An update of a field that changes nothing."""
+    shapes = list(layer_tensors(config, layer)[field].values())
+    outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
+    return torch.zeros(len(shapes), rank, inputs), torch.zeros(rank, outputs)
+
+
+def _rotated(config: ModelConfig, columns: Tensor) -> Tensor:
+    """Rows of queries, keys and values in the decoder's order, as those of weights."""
+    heads = columns.view(-1, config.head_size, columns.shape[1]).clone()
+    rotated = heads[: config.num_heads + config.num_kv_heads]
+    rotated.copy_(rotated[:, config.head_order])
+    return heads.flatten(0, 1)
 
 
 def _parts(name: str) -> tuple[str, str]:
@@ -101,10 +236,13 @@ def _rank(
     file: Path,
     name: str,
     stored: Mapping[str, StoredTensor],
-    matrices: Mapping[str, tuple[int, ...]],
+    places: Mapping[str, _Place],
 ) -> int:
-    if name not in matrices:
-        raise CheckpointError(f"{file} adapts {name}: no dense matrix of this model{_REMEDY}")
+    if name not in places:
+        raise CheckpointError(
+            f"{file} adapts {name}, which is no projection of attention or of a dense MLP of this "
+            f"model{_REMEDY}"
+        )
     for part in _parts(name):
         if part not in stored:
             raise CheckpointError(f"{file} lacks tensor {part}")
@@ -114,7 +252,7 @@ def _rank(
                 f"{', '.join(FLOATS)}"
             )
     a, b = (stored[part].shape for part in _parts(name))
-    outputs, inputs = matrices[name]
+    outputs, inputs = places[name].shape
     if len(a) != 2 or a[0] == 0 or a[1] != inputs or b != (outputs, a[0]):
         raise CheckpointError(
             f"{file}: {name} is [{outputs}, {inputs}], and its update {list(b)} by {list(a)}: the "

@@ -23,8 +23,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.checkpoint.tensors import ELEMENT_BYTES, FLOATS, StoredTensor, stored_tensors
-from baton.engine.models.lora import LoraAdapter
+from baton.engine.checkpoint.tensors import ELEMENT_BYTES, StoredTensor, stored_tensors
+from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.tensor_names import (
@@ -73,13 +73,11 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     prepare: Prepare = _as_read,
-    lora: Path | None = None,
     shard: Shard = WHOLE,
 ) -> ModelWeights:
     """The weights in a model directory, converted to dtype and moved to device.
 
-    lora: an adapter's directory · prepare: applied to every weight but routers; embedding, norms
-    and biases stay as they are.
+    prepare: applied to every weight but routers; embedding, norms and biases stay as they are.
 
     Raises CheckpointError naming the file and the tensor when a file is missing, broken, truncated
     or pickled, or when a tensor is missing, unknown or of another shape than the config implies.
@@ -99,7 +97,7 @@ def load_weights(
             file: stack.enter_context(safe_open(file, framework="pt", device="cpu"))
             for file in {tensor.file for tensor in stored.values()}
         }
-        reader = _Reader(config, stored, files, dtype, device, shard, lora)
+        reader = _Reader(config, stored, files, dtype, device, shard)
         return _assemble(config, reader.tensor, reader.weight, lambda shapes: None, prepare, shard)
 
 
@@ -114,20 +112,11 @@ class _Reader:
         dtype: torch.dtype,
         device: torch.device,
         shard: Shard,
-        lora: Path | None,
     ) -> None:
-        """files: `safe_open` results by path · lora: an adapter's directory."""
+        """files: `safe_open` results by path."""
         self._config, self._stored, self._files = config, stored, files
         self._dtype, self._device = dtype, device
         self._specs = specs = checkpoint_tensors(config)
-        self._adapter = None
-        if lora is not None:
-            dense = {
-                name: spec.shape
-                for name, spec in specs.items()
-                if len(spec.shape) == 2 and spec.dtypes == FLOATS
-            }
-            self._adapter = LoraAdapter.load(lora, dense)
         own = shard.experts(config)
         self._unread = {name for name in stored.keys() & specs.keys() if _is_here(name, own)}
         self._total_bytes = sum(_num_bytes(stored[name]) for name in self._unread)
@@ -135,15 +124,12 @@ class _Reader:
         self._began = self._logged = time.monotonic()
 
     def tensor(self, shapes: Shapes) -> Tensor:
-        """The tensor that these parts join to, with the adapter's updates."""
+        """The tensor that these parts join to."""
         result = torch.empty(_joined_shape(shapes), dtype=self._dtype, device=self._device)
         parts = result.split([shape[0] for shape in shapes.values()])
         for name, target in zip(shapes, parts, strict=True):
             part = stacked_part(self._config, name)
-            tensor = _read_stacked(part, self._read) if part else self._read(name)
-            if self._adapter is not None:
-                tensor = self._adapter.adapted(name, tensor.to(self._device))
-            target.copy_(tensor)
+            target.copy_(_read_stacked(part, self._read) if part else self._read(name))
         self._log_progress()
         return result
 
@@ -368,15 +354,19 @@ def load_or_make_weights(
     if seed is not None:
         weights = random_weights(config, dtype, device, seed, prepare, shard)
     else:
-        weights = load_weights(path, config, dtype, device, prepare, settings.lora, shard)
+        weights = load_weights(path, config, dtype, device, prepare, shard)
     log.info(
-        "loaded %s%s: %.1f M parameters, %.2f GiB a step, %s%s on %s, %s kernels, %.1f s",
-        path.name, f" with {settings.lora.name}" if settings.lora else "",
+        "loaded %s: %.1f M parameters, %.2f GiB a step, %s%s on %s, %s kernels, %.1f s",
+        path.name,
         num_parameters(config) / 1e6, weights.num_bytes / _GIB,
         f"{held} weights, " if held != "none" else "", dtype, device, kernels,
         time.monotonic() - started,
     )  # fmt: skip
-    return weights
+    if not (count := settings.lora_slots):
+        return weights
+    slots = LoraSlots(config, count, settings.max_lora_rank, dtype, device, shard)
+    log.info("memory for %d adapters: %.2f GiB", count, slots.num_bytes / _GIB)
+    return replace(weights, lora=slots)
 
 
 def random_seed(settings: EngineConfig, device: torch.device) -> int | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from baton.engine.models.lora import LoraSlots
 from baton.engine.quantization.linear_weight import LinearWeight
 
 
@@ -57,12 +58,16 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """A model's weights; a tied `lm_head` shares `embedding`'s tensor, unless it is quantised."""
+    """A model's weights; a tied `lm_head` shares `embedding`'s tensor, unless it is quantised.
+
+    lora: the memory of adapters, if there may be any.
+    """
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     lm_head: LinearWeight
+    lora: LoraSlots | None = None
 
     @property
     def num_bytes(self) -> int:

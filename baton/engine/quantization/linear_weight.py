@@ -29,11 +29,13 @@ class ResidualStream:
     """The residual stream of a step's rows, `[rows, hidden_size]`.
 
     pending: a layer's output that is added when the stream is next read, or None. Adding it late
-    lets one kernel do the addition and the norm that follows.
+    lets one kernel do the addition and the norm that follows · lora_slots: as `StepBatch`'s.
     """
 
-    def __init__(self, rows: Tensor, pending: Tensor | None = None) -> None:
-        self.rows, self.pending = rows, pending
+    def __init__(
+        self, rows: Tensor, pending: Tensor | None = None, lora_slots: Tensor | None = None
+    ) -> None:
+        self.rows, self.pending, self.lora_slots = rows, pending, lora_slots
 
     def add(self, output: Tensor) -> None:
         """Adds a layer's output at the next read."""

@@ -105,7 +105,7 @@ async def test_status(connect, serve):
     ]  # fmt: skip
     assert known == {
         "role": "prefill", "incarnation": "w", "address": "h:1", "pid": 42, "device": "cpu",
-        "state": "READY", "reason": "", "model": "", "version": "", **load,
+        "state": "READY", "reason": "", "adapters": [], "model": "", "version": "", **load,
     }  # fmt: skip
     assert (unknown["role"], unknown["blocks_total"], unknown["reason"]) == ("77", 50, "asleep")
     assert status["pairs"] == [

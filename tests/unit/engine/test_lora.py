@@ -1,32 +1,50 @@
-"""A LoRA adapter gives what the model with its update added to the weights gives."""
+"""Rows of several LoRA adapters and of none in one step: each as the model merged with its own."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.config import EngineConfig
-from baton.engine import build
-from baton.engine.checkpoint.tensors import LORA_CONFIG, LORA_FILE, fingerprint
+from baton.engine.kernels.native.rows import NATIVE_ROW_OPS
+from baton.engine.kernels.torch.lora import add_lora
+from baton.engine.models.lora import (
+    LORA_CONFIG,
+    LORA_FILE,
+    LoraSlots,
+    identity_of,
+    load_lora,
+)
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weight_loader import load_weights
-from baton.errors import CheckpointError, ConfigError
+from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.paged import PagedRun
-from tests.unit.engine.quantized_checkpoints import make_quantized
-from tests.unit.engine.small_models import KERNELS, feed, make
-from tests.unit.engine.test_quantized_checkpoints import FORMATS
+from tests.unit.engine.small_models import KERNELS, feed, make, require
 
 CPU = torch.device("cpu")
-TOKENS = torch.randint(2, 300, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+LAYERS = ("model.layers.0.", "model.layers.1.")
+ALL = tuple(
+    layer + module
+    for layer in LAYERS
+    for module in (
+        *(f"self_attn.{name}_proj" for name in "qkvo"),
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    )
+)
+Q, DOWN = ALL[0], ALL[-1]
 PREFIX = "base_model.model."
 
 
-def make_adapter(directory, model, *, tensors=None, modules=(Q, DOWN), rank=4, **config):
+def tokens(length, seed):
+    return torch.randint(2, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make_adapter(directory, model, *, tensors=None, modules=(Q, DOWN), rank=4, seed=0, **config):
     """An adapter in PEFT's format, as it saves one, and the updates `B @ A` of its modules."""
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(100 * seed + rank)
     updates, stored = {}, {}
     for module in modules:
         outputs, inputs = model.get_submodule(module).weight.shape
@@ -41,13 +59,132 @@ def make_adapter(directory, model, *, tensors=None, modules=(Q, DOWN), rank=4, *
     return updates
 
 
-def load(tmp_path):
+def load(tmp_path, kernels, *adapters, dtype=torch.float32):
+    """The model with these adapters in its slots, and one slot more."""
     config = ModelConfig.load(tmp_path / "base")
-    adapter = tmp_path / "adapter"
-    return config, load_weights(tmp_path / "base", config, torch.float32, CPU, lora=adapter)
+    weights = load_weights(tmp_path / "base", config, dtype, CPU)
+    slots = LoraSlots(config, len(adapters) + 1, 8, dtype, CPU)
+    model = make(kernels, config, replace(weights, lora=slots), dtype)
+    for slot, name in enumerate(adapters):
+        model.write_lora(slot, load_lora(tmp_path / name, config, 8))
+    return model
+
+
+class AdaptedRun(PagedRun):
+    """`slots`: of each sequence that has an adapter."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.slots = {}
+
+    def _batch(self, work):
+        slots = [self.slots.get(sequence, -1) for sequence, _ in work]
+        if max(slots) < 0:
+            return super()._batch(work)
+        rows = np.repeat(np.array(slots, np.int32), [count for _, count in work])
+        return replace(super()._batch(work), lora_slots=torch.from_numpy(rows))
+
+
+def merged(tmp_path, model, updates, scale):
+    """transformers' model with an adapter merged."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for module, update in updates.items():
+        model.get_submodule(module).weight.data += scale * update
+    with torch.inference_mode():
+        yield model
+    model.load_state_dict(before)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Phi3ForCausalLM", "Glm4ForCausalLM"])
+def test_rows_of_two_adapters_and_of_none_share_a_step(tmp_path, kernels, architecture):
+    reference = make_checkpoint(tmp_path / "base", architecture)
+    modules = [name for name, one in reference.named_modules() if name.endswith("_proj")]
+    everything = make_adapter(tmp_path / "a", reference, modules=modules)
+    few = make_adapter(tmp_path / "b", reference, modules=modules[1::3], rank=8, seed=1)
+    model = load(tmp_path, kernels, "a", "b")
+    run = AdaptedRun(model)
+    prompts = [tokens(length, seed) for seed, length in enumerate((9, 21, 14))]
+    sequences = [run.add(prompt) for prompt in prompts]
+    run.slots = {sequences[0]: 0, sequences[1]: 1}
+    parts = [[] for _ in sequences]
+    for counts in ((5, 7, 6), (4, 14, 8)):
+        logits = run.step(*zip(sequences, counts, strict=True))
+        for part, rows in zip(parts, logits, strict=True):
+            part.append(rows)
+    for number, (updates, scale) in enumerate(((everything, 3), (few, 1.5), ({}, 0))):
+        for changed in merged(tmp_path, reference, updates, scale):
+            expected = changed(torch.tensor([prompts[number]])).logits[0]
+            found = torch.cat(parts[number])
+            torch.testing.assert_close(found, expected, atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_row_has_the_same_bits_in_any_batch(tmp_path, kernels, dtype):
+    if kernels == "torch" and dtype == torch.bfloat16:
+        pytest.skip("torch's products of bfloat16 depend on the batch")
+    reference = make_checkpoint(tmp_path / "base")
+    for seed, name in enumerate("ab"):
+        make_adapter(tmp_path / name, reference, modules=ALL, seed=seed)
+    run = AdaptedRun(load(tmp_path, kernels, "a", "b", dtype=dtype))
+    prompts = [tokens(12, seed) for seed in range(3)]
+
+    def outputs(chunk, *slots):
+        sequences = [run.add(prompt) for prompt in prompts]
+        run.slots = dict(zip(sequences, slots, strict=True))
+        found = [[] for _ in sequences]
+        for _ in range(12 // chunk):
+            for part, rows in zip(
+                found, run.step(*((one, chunk) for one in sequences)), strict=True
+            ):
+                part.append(rows)
+        return [torch.cat(part) for part in found]
+
+    together = outputs(12, 0, 1, -1)
+    assert torch.equal(outputs(3, 0, 0, 1)[0], together[0])
+    assert torch.equal(outputs(1, -1, 1, 0)[1], together[1])
+    assert torch.equal(outputs(4, 1, -1, -1)[2], together[2])
+    assert not torch.equal(outputs(12, -1, -1, -1)[0], together[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_native_products_equal_the_reference(tmp_path, dtype):
+    require("native")
+    reference = make_checkpoint(tmp_path / "base", hidden_size=72)
+    make_adapter(tmp_path / "a", reference, modules=ALL, rank=13)
+    config = ModelConfig.load(tmp_path / "base")
+    slots = LoraSlots(config, 2, 24, dtype, CPU)
+    slots.write(1, load_lora(tmp_path / "a", config, 24))
+    of_rows = torch.tensor([1, -1, 0, 1, 1], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(5)
+    for field, lora in slots.layers[1].items():
+        x, y = (
+            torch.randn(5, size, generator=generator).to(dtype)
+            for size in (lora.a.shape[2], lora.b.shape[2])
+        )
+        expected, found = y.clone(), y.clone()
+        add_lora(expected, x, of_rows, lora)
+        NATIVE_ROW_OPS.add_lora(found, x, of_rows, lora)
+        torch.testing.assert_close(found, expected, msg=field)
+        assert torch.equal(found[1:3], y[1:3]) and not torch.equal(found[3], y[3])
+
+
+def test_a_slot_that_is_written_again_keeps_nothing(tmp_path):
+    reference = make_checkpoint(tmp_path / "base")
+    make_adapter(tmp_path / "large", reference, modules=ALL, rank=8)
+    make_adapter(tmp_path / "small", reference, rank=2, seed=1)
+    fresh, used = load(tmp_path, "torch", "small"), load(tmp_path, "torch", "large")
+    used.write_lora(0, load_lora(tmp_path / "small", used.config, 8))
+    found = []
+    for model in (fresh, used):
+        run = AdaptedRun(model)
+        sequence = run.add(tokens(10, 1))
+        run.slots = {sequence: 0}
+        found.append(feed(run, sequence, 10))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize(
     ("options", "scales"),
     [
@@ -57,27 +194,27 @@ def load(tmp_path):
     ],
     ids=["alpha by rank", "stabilized", "patterns"],
 )
-def test_an_adapted_model_has_the_logits_of_the_merged_one(tmp_path, kernels, options, scales):
+def test_scales(tmp_path, options, scales):
     reference = make_checkpoint(tmp_path / "base", "Qwen2ForCausalLM")
     updates = make_adapter(tmp_path / "adapter", reference, **options)
-    for (module, update), scale in zip(updates.items(), scales, strict=True):
-        reference.get_submodule(module).weight.data += scale * update
-    model = make(kernels, *load(tmp_path), torch.float32)
-    with torch.inference_mode():
-        expected = reference(torch.tensor([TOKENS])).logits[0]
-    run = PagedRun(model)
-    torch.testing.assert_close(feed(run, run.add(TOKENS), 17), expected, atol=2e-4, rtol=1e-4)
+    config = ModelConfig.load(tmp_path / "base")
+    adapter = load_lora(tmp_path / "adapter", config, 8)
+    assert adapter.updates.keys() == {(0, "qkv"), (1, "down")}
+    for (key, section), update, scale in zip(
+        (((0, "qkv"), 0), ((1, "down"), 0)), updates.values(), scales, strict=True
+    ):
+        a, b = adapter.updates[key]
+        torch.testing.assert_close(b[:, : len(update)].T @ a[section], scale * update)
 
 
-def test_adapters_are_part_of_what_workers_must_share(tmp_path):
+def test_an_identity_is_that_of_the_content(tmp_path):
     model = make_checkpoint(tmp_path / "base")
-    for name, rank, alpha in (("a", 4, 1), ("b", 4, 2), ("c", 8, 1)):
+    for name, rank, alpha in (("a", 4, 1), ("b", 4, 2), ("c", 8, 1), ("d", 4, 1)):
         make_adapter(tmp_path / name, model, rank=rank, lora_alpha=alpha)
-    found = {fingerprint(tmp_path / "base", None, tmp_path / name) for name in "abc"}
-    assert len(found | {fingerprint(tmp_path / "base")}) == 4
-    settings = EngineConfig(model=str(tmp_path / "base"), lora=tmp_path / "a", device="cpu")
-    loaded = build.load(settings)
-    assert loaded.descriptor.model_fingerprint in found
+    found = {name: identity_of(tmp_path / name) for name in "abcd"}
+    assert found["a"] == found["d"] and len(set(found.values())) == 3
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json cannot be read"):
+        identity_of(tmp_path)
 
 
 def one(module, half, *shape):
@@ -94,14 +231,20 @@ WRONG = {
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
     "no alpha": ({"lora_alpha": "x"}, "lora_alpha is"),
     "a pattern": ({"alpha_pattern": {"(": 2}}, "alpha_pattern is"),
+    "nothing": ({"tensors": {}}, "has no tensors"),
+    "a large rank": ({"rank": 9}, "has rank 9, and this worker holds adapters up to rank 8"),
     "half": ({"tensors": one(Q, "A", 4, 64)}, "lacks tensor base_model.model.model.layers.0.self"),
     "an embedding": (
         {"tensors": {f"{PREFIX}model.embed_tokens.lora_embedding_A": torch.zeros(1)}},
         "is no half of a LoRA update; merge it",
     ),
+    "the output layer": (
+        {"tensors": one("lm_head", "A", 4, 64)},
+        "adapts lm_head.weight, which is no projection of attention or of a dense MLP",
+    ),
     "another layer": (
         {"tensors": one("model.layers.7.mlp.up_proj", "A", 4, 64)},
-        "adapts model.layers.7.mlp.up_proj.weight: no dense matrix of this model; merge it",
+        "adapts model.layers.7.mlp.up_proj.weight, which is no projection",
     ),
     "another size": (
         {"tensors": one(Q, "A", 4, 32) | one(Q, "B", 64, 4)},
@@ -115,27 +258,11 @@ def test_what_is_no_plain_adapter_of_this_model_is_refused_by_name(tmp_path, opt
     model = make_checkpoint(tmp_path / "base")
     make_adapter(tmp_path / "adapter", model, **options)
     with pytest.raises(CheckpointError) as caught:
-        load(tmp_path)
+        load_lora(tmp_path / "adapter", ModelConfig.load(tmp_path / "base"), 8)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["awq 32", "fp8"])
-def test_quantised_matrices_take_no_adapter(tmp_path, name):
-    model = make_quantized(tmp_path / "base", FORMATS[name])
-    make_adapter(tmp_path / "adapter", model)
-    with pytest.raises(CheckpointError, match="no dense matrix of this model; merge it"):
-        load(tmp_path)
-
-
-def test_made_up_weights_take_no_adapter_and_one_without_a_config_is_refused(tmp_path):
+def test_a_directory_without_an_adapter_is_refused(tmp_path):
     make_checkpoint(tmp_path / "base")
-    with pytest.raises(ConfigError, match="--lora adapts the weights of a checkpoint"):
-        build.load(EngineConfig(random_weights=True, lora=tmp_path))
     with pytest.raises(CheckpointError, match=r"adapter_config\.json is missing"):
-        load_weights(
-            tmp_path / "base",
-            ModelConfig.load(tmp_path / "base"),
-            torch.float32,
-            CPU,
-            lora=tmp_path,
-        )
+        load_lora(tmp_path, ModelConfig.load(tmp_path / "base"), 8)

@@ -21,6 +21,8 @@ from baton.engine import build, collectives, rank_executor, rank_process, tensor
 from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.collectives import GlooCollectives
 from baton.engine.kv_cache import KvLayout
+from baton.engine.models.lora import load_lora
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
 from baton.engine.quantization.fp8 import Fp8BlockWeight
 from baton.engine.quantization.int4 import Int4Weight
@@ -37,6 +39,7 @@ from baton.rendezvous import Rendezvous
 from tests.contract.kvtransfer_driver import DRIVER, StandIn
 from tests.unit.engine.bench import WAIT_S, Bench
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.test_lora import ALL, make_adapter
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 PROMPTS = [[(n * i) % 250 + 2 for i in range(20 * n)] for n in (1, 2, 3)]
@@ -50,6 +53,31 @@ def load(path, **settings):
 def connections():
     """Both ends of a rank's connection."""
     return [ObjectConnection(end, MESSAGES) for end in socket.socketpair()]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_each_rank_has_its_part_of_an_adapter(tmp_path, backend):
+    """The tokens of one process: of two adapters and of none, in the same steps."""
+    model = make_checkpoint(tmp_path / "base", "Qwen2ForCausalLM", num_key_value_heads=2)
+    for seed, name in enumerate("ab"):
+        make_adapter(tmp_path / name, model, modules=ALL, seed=seed)
+    config = ModelConfig.load(tmp_path / "base")
+    adapters = [load_lora(tmp_path / name, config, 16) for name in "ab"]
+
+    def generated(**settings):
+        loaded = load(tmp_path / "base", max_loras=2, **settings)
+        with Bench(loaded.engine) as bench:
+            for one in adapters:
+                bench.engine.load_adapter(one).result(WAIT_S)
+            identities = ("", *(one.identity for one in adapters))
+            return bench.tokens(
+                *(
+                    Sequence(f"{n}", list(p), len(p), GREEDY, identities[n], adapter=identities[n])
+                    for n, p in enumerate(PROMPTS)
+                )
+            )
+
+    assert generated(tp=2, tp_backend=backend) == generated()
 
 
 def generated(loaded):

@@ -14,7 +14,7 @@ from baton.net.http_server import listen
 from baton.net.server import EventLoop
 from baton.v1 import common_pb2
 from tests.unit.router import scripted_workers
-from tests.unit.router.scripted_workers import TIMEOUT_S, UNFINISHED, Cluster
+from tests.unit.router.scripted_workers import TIMEOUT_S, UNFINISHED, Cluster, seen
 from tests.unit.router.small_tokenizers import admission, byte_tokenizer
 
 PROMPT = [1, 2, 3]
@@ -59,6 +59,20 @@ class Gateway:
         client = httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT_S)
         self.client = await self._stack.enter_async_context(client)
         return self
+
+    async def begun_with_three_choices(self, timeout_s=TIMEOUT_S):
+        """A body under way, of whose choices one has entered, and what lets that have its token."""
+        prefill, go_on = self.cluster.prefills[0], asyncio.Event()
+
+        async def slow(request):
+            await go_on.wait()
+            async for message in prefill.good(request):
+                yield message
+
+        prefill.scripts = [slow]
+        call = asyncio.create_task(self.complete({"x-request-timeout": f"{timeout_s}"}, n=3))
+        await seen(lambda: not prefill.scripts)
+        return call, go_on
 
     async def __aexit__(self, *exc):
         await self.idle()

@@ -20,7 +20,7 @@ from baton.gateway.parsed_request import ParsedRequest
 from baton.v1 import common_pb2, inference_pb2
 from router.generation_service import Caller
 from router.request import RequestState
-from tests.unit.router.scripted_workers import LENGTH, first_token, seen, started
+from tests.unit.router.scripted_workers import LENGTH, first_token, started
 
 from .conftest import PROMPT
 
@@ -150,16 +150,8 @@ async def test_tokens_of_logprobs_can_be_shown_as_ids(gateway):
 
 
 async def test_a_prompt_of_several_choices_is_computed_before_the_others_begin(gateway):
-    prefill, go_on = gateway.cluster.prefills[0], asyncio.Event()
-
-    async def slow(request):
-        await go_on.wait()
-        async for message in prefill.good(request):
-            yield message
-
-    prefill.scripts = [slow]
-    call = asyncio.create_task(gateway.complete(n=3))
-    await seen(lambda: prefill.requests)
+    prefill = gateway.cluster.prefills[0]
+    call, go_on = await gateway.begun_with_three_choices()
     await asyncio.sleep(0.2)
     assert len(prefill.requests) == 1
     go_on.set()

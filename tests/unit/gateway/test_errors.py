@@ -252,13 +252,19 @@ async def test_keys_are_the_tenants(gateway_of, tmp_path):
     response = await gateway.client.get("/metrics", headers=good)
     assert "is for operators" in error_of(response, 401)["message"]
     # Without a key, nothing of a body is read.
+    assert b" 401 " in await answer_to_half_a_body(gateway)
+
+
+async def answer_to_half_a_body(gateway):
+    """The status line."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999999\r\n\r\n{"
     )
     async with asyncio.timeout(TIMEOUT_S):
-        assert b" 401 " in await reader.readline()
+        line = await reader.readline()
     writer.close()
+    return line
 
 
 @pytest.mark.parametrize(
@@ -279,7 +285,9 @@ def test_a_body_of_many_values_costs_little_to_refuse(body):
     begun = time.thread_time()
     with contextlib.suppress(errors.InvalidRequest):
         (parse_chat if b"messages" in body else parse_completion)(body)
-    assert time.thread_time() - begun < 0.2  # 0.02 where nothing else runs; json needs 0.5
+    ended = time.thread_time()
+    json.loads(b"[%s1]" % (b"[1]," * (512 << 10)))
+    assert ended - begun < (time.thread_time() - ended) / 4
 
 
 async def test_a_large_body_is_parsed_on_a_thread(gateway, monkeypatch):
@@ -362,26 +370,11 @@ async def test_prompts_of_one_body_fit_together_or_are_refused_for_good(gateway_
     assert tenant._usage.running == 0
 
 
-async def begun_with_three_choices(gateway, timeout_s=TIMEOUT_S):
-    """A body under way, of whose choices one has entered, and what lets that have its token."""
-    prefill, go_on = gateway.cluster.prefills[0], asyncio.Event()
-
-    async def slow(request):
-        await go_on.wait()
-        async for message in prefill.good(request):
-            yield message
-
-    prefill.scripts = [slow]
-    call = asyncio.create_task(gateway.complete({"x-request-timeout": f"{timeout_s}"}, n=3))
-    await seen(lambda: not prefill.scripts)
-    return call, go_on
-
-
 async def test_a_tenants_places_are_taken_for_all_choices_with_the_first(gateway_of, tmp_path):
     limits = "[default]\nmax_running = 4\ntokens_per_minute = 100"
     gateway = await gateway_of(tenants=tenants(tmp_path, limits))
     tenant = gateway.service.tenants.tenant_for(None)
-    call, go_on = await begun_with_three_choices(gateway)
+    call, go_on = await gateway.begun_with_three_choices()
     # It would have kept one of the three from running, and the other way round.
     error_of(await gateway.complete(n=2), 429)
     tenant.charge_tokens(200)
@@ -389,7 +382,7 @@ async def test_a_tenants_places_are_taken_for_all_choices_with_the_first(gateway
     assert len((await call).json()["choices"]) == 3
     assert tenant._usage.running == 0
     tenant.charge_tokens(-300)
-    call, _ = await begun_with_three_choices(gateway, 3.0)
+    call, _ = await gateway.begun_with_three_choices(3.0)
     assert tenant._usage.running == 3
     error_of(await call, 504)  # two of them have never entered
     assert tenant._usage.running == 0
@@ -397,7 +390,7 @@ async def test_a_tenants_places_are_taken_for_all_choices_with_the_first(gateway
 
 @pytest.mark.parametrize("why", ["drain", "queue"])
 async def test_what_has_begun_is_not_refused_its_further_choices(gateway, monkeypatch, why):
-    call, go_on = await begun_with_three_choices(gateway)
+    call, go_on = await gateway.begun_with_three_choices()
     service = gateway.service
     if why == "drain":
         service.draining = True
@@ -627,10 +620,4 @@ async def test_a_body_is_not_read_for_a_tenant_whose_requests_are_used_up(gatewa
     text = "[default]\nrequests_per_minute = 1"
     gateway = await gateway_of(tenants=tenants(tmp_path, text))
     assert (await gateway.complete()).status_code == 200
-    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999999\r\n\r\n{"
-    )
-    async with asyncio.timeout(TIMEOUT_S):
-        assert b" 429 " in await reader.readline()
-    writer.close()
+    assert b" 429 " in await answer_to_half_a_body(gateway)

@@ -21,7 +21,7 @@ from schemathesis.config import (
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from baton.config import ApiConfig
-from baton.gateway import batch_store, batches, routes
+from baton.gateway import adapters, batch_store, batches, routes
 from baton.gateway.openapi import document
 from tests.unit.router.scripted_workers import Cluster
 from tests.unit.router.small_tokenizers import byte_tokenizer
@@ -42,7 +42,7 @@ def described():
     project = ProjectConfig(generation=generation, checks=ChecksConfig(not_a_server_error=fine))
     projects = ProjectsConfig(default=project)
     return schemathesis.openapi.from_dict(
-        document({**routes.ROUTES, **batches.ROUTES}),
+        document({**routes.ROUTES, **adapters.ROUTES, **batches.ROUTES}),
         config=SchemathesisConfig(seed=1, projects=projects),
     )
 

@@ -171,6 +171,14 @@ def test_a_decode_step_is_a_line_through_what_was_measured():
     assert (seen.step_ms, seen.sequence_ms) == pytest.approx((12.0, 0.5))
 
 
+def test_a_line_through_small_batches_is_not_trusted():
+    observer = Observer()
+    for time_s, (running, step_ms) in enumerate([(1, 18.0), (2, 60.0), (3, 22.0)]):
+        workers = [worker("d", DECODE, load={"running": running, "step_ms": step_ms})]
+        seen = observer.observe(float(time_s), {"a": status(router(), workers)})
+    assert (seen.step_ms, seen.sequence_ms) == pytest.approx((16.0, 2.0)), "the median's"
+
+
 @pytest.mark.parametrize("running", [0, 1])
 def test_where_one_batch_was_measured_the_line_is_the_cost_models(running):
     workers = [worker("d", DECODE, load={"running": running, "step_ms": 18.0})]

@@ -12,7 +12,7 @@ from baton.errors import ModelNotFound, Unavailable
 from baton.registry import Membership
 from baton.v1 import common_pb2
 from baton.v1.route_pb2 import ModelRoute, RouteTarget
-from router.models import Models, ModelVersion, describe_targets, pick_target
+from router.models import Models, ModelVersion, describe_targets, pick_target, resumed_name
 
 READY, STARTING = common_pb2.WORKER_STATE_READY, common_pb2.WORKER_STATE_STARTING
 
@@ -29,9 +29,13 @@ class FakeFleet:
         async for _ in self.membership.changes():
             self.on_changed()
 
+    def adapters(self):
+        records = self.membership.records.values()
+        return {one.name: one.identity for record in records for one in record.adapters}
+
     def snapshot(self):
         ready = any(one.state == READY for one in self.membership.records.values())
-        return SimpleNamespace(why_not_ready="" if ready else "no worker", prefill=(), decode=())
+        return SimpleNamespace(why_not_ready="" if ready else "no worker", workers=())
 
 
 def new_version(name, version, admission, membership):
@@ -197,3 +201,26 @@ async def test_models_follow_the_registry_to_its_end():
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(60):
             await following
+
+
+def test_an_adapter_is_found_by_its_name_and_found_again_by_its_content():
+    world = World("chat=a")
+    world.worker("chat", "v1")
+    adapted = world.worker("chat", "v2")
+    world.records[adapted].adapters.add(name="sql", identity="1f")
+    world.publish()
+    found = world.models.resolve("sql", "k")
+    assert (str(found.version), found.adapter) == ("chat@v2", "1f")
+    assert dict(world.models.listed())["sql"] == "chat@v2"
+    again = resumed_name(found.version.full_name, found.adapter)
+    world.records[adapted].adapters[0].identity = "2e"  # another one by the same name
+    world.publish()
+    assert world.models.resolve(again, "k") == found
+    assert world.models.resolve("sql", "k").adapter == "2e"
+    assert world.models.resolve("chat@v2", "k").adapter == ""
+    world.route("db", ("sql",))
+    assert world.models.resolve("db", "k").adapter == "2e"
+    assert world.models.resolve("db", "k").route == "db"
+    world.leave(adapted)
+    with pytest.raises(ModelNotFound, match="model 'sql' is not served here"):
+        world.models.resolve("sql", "k")

@@ -598,3 +598,62 @@ def test_where_decode_prefills_the_prefill_worker_is_the_emptiest():
     request = needs(8, local_prefill_max_tokens=16)
     pair = pick(fleet(prefill, [worker("d0")]), request)
     assert pair.decode_prefills and pair.names == ("p1", "d0")
+
+
+def test_a_request_with_an_adapter_is_placed_on_workers_that_have_it():
+    held = [common_pb2.Adapter(name=name, identity=name) for name in ("1f", "2")]
+    snapshot = fleet(
+        [worker("p0"), worker("p1", adapters=held)],
+        [worker("d0", adapters=held[1:]), worker("d1", adapters=held), worker("d2")],
+    )
+    assert snapshot.holding("") is snapshot
+    assert pick(snapshot.holding("1f"), needs()).names == ("p1", "d1")
+    with pytest.raises(Overloaded):
+        pick(snapshot.holding("1f"), needs(), full={"p1", "d1"})
+    assert {pick(snapshot, needs()).names for _ in range(3)} == {("p0", "d0")}
+    with pytest.raises(Unavailable, match="p1 is NO_ADAPTER: it does not have the adapter 3"):
+        pick(snapshot.holding("3"), needs())
+    everywhere = fleet([worker("p0", adapters=held)], [worker("d0", adapters=held)])
+    assert everywhere.holding("1f") is everywhere
+    changed = snapshot.workers[snapshot.rows["p0"]]
+    changed.record.adapters.extend(held)
+    later = snapshot.replaced([changed]).holding("1f")
+    assert {view.incarnation for view in later.workers if view.ready} == {"p0", "p1", "d1"}
+
+
+# Mixed workers.
+
+
+MIXED = {"prefill_tokens_per_s": 1000, "step_ms": 10.0, "chunk_tokens": 100, **POOL}
+
+
+def test_a_mixed_worker_alone_serves_whole_requests():
+    pair = pick(fleet([], [], mixed=[worker("m0", **MIXED)]), needs(400))
+    assert (pair.names, pair.decode_prefills) == (("m0", "m0"), True)
+    assert pair.local_prefill_max_tokens == 400
+
+
+def test_of_idle_mixed_workers_one_serves_the_whole_request_and_the_next_goes_to_the_other():
+    first, other = worker("m0", **MIXED), worker("m1", **MIXED)
+    pair = pick(fleet([], [], mixed=[first, other]), needs(400))
+    assert (pair.decode.incarnation, pair.decode_prefills) == ("m0", True)
+    busy = worker("m0", running=4, sequences=4, **MIXED)
+    assert pick(fleet([], [], mixed=[busy, other]), needs(400)).decode.incarnation == "m1"
+
+
+def test_prompts_go_where_few_streams_wait_and_streams_where_few_prompts_come():
+    """It is the 1P1D of two mixed workers, by what each reports."""
+    prompts = worker("m0", prefill_share=0.6, **MIXED)
+    streams = worker("m1", running=8, sequences=8, prefill_share=0.1, **MIXED)
+    pair = pick(fleet([], [], mixed=[prompts, streams]), needs(400, max_new_tokens=100))
+    assert (pair.names, pair.decode_prefills) == (("m0", "m1"), False)
+    full = worker("m0", prefill_share=0.6, tokens=5000, **MIXED)
+    with pytest.raises(Overloaded, match="leaves prompts that would delay its streams"):
+        pick(fleet([], [], mixed=[full, streams]), needs(400))
+    assert pick(fleet([], [], mixed=[full, streams]), needs(400, max_itl_s=10.0)).decode_prefills
+
+
+def test_roles_only_decide_what_is_preferred():
+    """Prefill, decode and mixed workers in one fleet."""
+    snapshot = fleet([worker("p0", **RATE)], [worker("d0", **RATE)], mixed=[worker("m0", **MIXED)])
+    assert usable_pairs(snapshot) == {("p0", "d0"), ("p0", "m0"), ("m0", "d0"), ("m0", "m0")}

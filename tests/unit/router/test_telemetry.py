@@ -55,7 +55,7 @@ class World(Traces):
         self.recorder = Recorder("router", {})
         self.stats = RouterStats(clock)
         self.metrics = RouterMetrics(self.recorder, slos)
-        self.fleet = fleet or SimpleNamespace(snapshot=lambda: Snapshot((), ()))
+        self.fleet = fleet or SimpleNamespace(snapshot=lambda: Snapshot(()))
         self.fleet.on_ejected = self.metrics.ejected
         self.version = SimpleNamespace(labels=OF_MODEL, output_tokens=0)
         self.sampler = SamplingPolicy(self.telemetry, slow_s=1.0, slos=slos)
@@ -85,8 +85,7 @@ class World(Traces):
 
     @property
     def workers(self):
-        snapshot = self.fleet.snapshot()
-        return [*snapshot.prefill, *snapshot.decode]
+        return self.fleet.snapshot().workers
 
     def request(
         self, error=None, *, tokens=3, ttft_s=0.1, tpot_s=0.01, admitted=True, placed=True,
@@ -102,6 +101,7 @@ class World(Traces):
                 record.span, record.trace_id = span, tracing.trace_id_of(span)
                 record.held = tracing.is_held(span)
                 record.operation, record.tenant, record.in_batch = "chat", "t", in_batch
+                record.asked_model = "tiny"
                 record.labels, record.fleet = OF_MODEL, self.fleet
                 if admitted:
                     self._run(record, tokens if placed else 0, ttft_s, tpot_s, fields)
@@ -405,16 +405,19 @@ def test_the_access_log_has_a_line_for_each_request_or_for_a_sample(caplog):
     world = World()
     world.stats.listeners = (AccessLog(1.0),)
     with caplog.at_level("INFO", "baton.access"):
-        world.request(tokens=3, ttft_s=0.1, tpot_s=0.01, cached=2)
+        world.request(tokens=3, ttft_s=0.1, tpot_s=0.01, cached=2, model="tiny@v1")
         world.request(FULL, admitted=False)
         world.stats.listeners = (AccessLog(0.0),)
         world.request()
     served, refused = [one.fields for one in caplog.records if one.name == "baton.access"]
-    known = {"tenant": "t", "model": "tiny", "operation": "chat", "batch": False}
+    known = {"tenant": "t", "operation": "chat", "batch": False}
     numbers = {"cached_tokens": 2, "output_tokens": 3, "ttft_ms": 100.0, "tpot_ms": 10.0}
-    assert served.items() >= {**known, **numbers, "status": "OK", "queue_ms": 20.0}.items()
+    assert (
+        served.items()
+        >= {**known, **numbers, "model": "tiny@v1", "status": "OK", "queue_ms": 20.0}.items()
+    )
     assert served["request_id"] and served["trace_id"] and served["prompt_tokens"]
     assert refused == {
-        **known, "status": "RESOURCE_EXHAUSTED", "error": "Overloaded",
+        **known, "model": "tiny", "status": "RESOURCE_EXHAUSTED", "error": "Overloaded",
         "trace_id": refused["trace_id"],
     }  # fmt: skip

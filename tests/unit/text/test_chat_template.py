@@ -191,11 +191,11 @@ WITHOUT_BOUNDS = [
 
 @pytest.mark.parametrize("source", WITHOUT_BOUNDS, ids=range(len(WITHOUT_BOUNDS)))
 def test_a_template_without_bounds_is_refused_at_load(source):
-    """In a second, whatever it is; each would take minutes, or gigabytes."""
+    """In seconds, whatever it is; each would take minutes, or gigabytes."""
     began = time.thread_time()
     with pytest.raises(CheckpointError, match=r"template\.jinja: chat template without bounds"):
         ChatTemplate(source, SPECIAL, "template.jinja")
-    assert time.thread_time() - began < 1
+    assert time.thread_time() - began < 10
 
 
 def test_a_template_that_a_message_makes_endless_is_stopped(monkeypatch):

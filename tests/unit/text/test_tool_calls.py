@@ -114,7 +114,7 @@ def test_a_long_output_costs_little_wherever_it_stops_to_make_sense(form, text):
     begun = time.thread_time()
     for before in (form.call[0].partition("NAME")[0], "{}".join(form.call)):
         parsed(form, [before, *[text] * 10_000])
-    assert time.thread_time() - begun < 2.0  # 0.2; 7 where each piece looks at all before it
+    assert time.thread_time() - begun < 4.0  # 0.2; 7 where each piece looks at all before it
 
 
 def test_arguments_come_as_they_are_written_and_further_calls_can_be_dropped():

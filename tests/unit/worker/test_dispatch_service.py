@@ -239,6 +239,23 @@ async def test_a_report_is_sent_though_its_timer_fires_early(service, connect):
         assert WorkerMessage.FromString(await call.read()).report.load.queue_tokens == 5
 
 
+async def test_a_report_that_is_early_goes_with_the_next_message(service, connect):
+    call = await connect("r")
+    await call.read()
+    (router,) = service.routers
+    service.worker.report = lambda: LoadReport(load={"queue_tokens": 5})
+    router._report_after = router._loop.time() + 1e6
+    service.worker.load_tracker.wake()
+    router.outgoing.events.add(handoff_id="before")
+    async with asyncio.timeout(PATIENCE_S):
+        assert not WorkerMessage.FromString(await call.read()).HasField("report")
+        router._report_after = 0.0
+        router.outgoing.events.add(handoff_id="after")
+        message = WorkerMessage.FromString(await call.read())
+    assert [event.handoff_id for event in message.events] == ["after"]
+    assert message.report.load.queue_tokens == 5
+
+
 async def test_a_router_that_wants_no_heartbeats_gets_none_and_may_say_nothing(service, connect):
     silent = await connect("silent")
     often = await connect("often", **{"baton-heartbeat-ms": "50"})

@@ -6,6 +6,8 @@ the same to the bit in any batch or chunk, because a row's order of additions de
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,9 @@ from baton.engine.kernels.native.interface import (
     Step,
 )
 from baton.engine.kernels.native.packing import PackedWeight
-from baton.engine.kernels.native.rows import c_norm
+from baton.engine.kernels.native.rows import c_lora, c_norm
+from baton.engine.kernels.torch.lora import LoraMatrices
+from baton.engine.models.lora import FIELDS
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.weights import LayerWeights, ModelWeights
@@ -78,8 +82,8 @@ class NativeModel(NativeOps):
             self.hidden = torch.empty(num_logits, self.config.hidden_size, dtype=self.dtype)
         inputs = (
             batch.token_ids, batch.context_lens, batch.query_lens, batch.block_tables,
-            batch.logit_rows, self._logit_buffer, self._own_logit_buffer, self.hidden,
-            self._workspace,
+            batch.logit_rows, batch.lora_slots, self._logit_buffer, self._own_logit_buffer,
+            self.hidden, self._workspace,
         )  # fmt: skip
         sizes = (rows, len(batch.query_lens), batch.block_tables.shape[1], num_logits)
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in inputs)
@@ -92,11 +96,15 @@ class NativeModel(NativeOps):
         config, experts, own = self.config, self.config.experts, self._own_experts
         assert all(tensor.is_contiguous() for tensor in (weights.embedding, self._tables))
         counted = iter(() if self.expert_tokens is None else self.expert_tokens)
+        none: list[dict[str, LoraMatrices]] = [{} for _ in weights.layers]
+        lora = weights.lora.layers if weights.lora else none
         tokens = (next(counted) if layer.experts else None for layer in weights.layers)
         return Model(
             Embedding(weights.embedding.data_ptr(), self._tokens.start, len(self._tokens)),
             c_norm(weights.final_norm, self.dtype),
-            (Layer * config.num_layers)(*map(self._layer, weights.layers, self._shapes, tokens)),
+            (Layer * config.num_layers)(
+                *map(self._layer, weights.layers, self._shapes, tokens, lora)
+            ),
             _linear(weights.lm_head),
             self._ranks,
             *(
@@ -115,8 +123,9 @@ class NativeModel(NativeOps):
         )
 
     def _layer(
-        self, layer: LayerWeights, attention: AttentionShape, expert_tokens: Tensor | None
-    ) -> Layer:
+        self, layer: LayerWeights, attention: AttentionShape, expert_tokens: Tensor | None,
+        lora: Mapping[str, LoraMatrices],
+    ) -> Layer:  # fmt: skip
         norms = (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)
         products = [
             _linear(layer.qkv, layer.qkv_bias),
@@ -144,8 +153,9 @@ class NativeModel(NativeOps):
             experts = (Expert * len(each))(*each)
         products += router, shared_gate
         return Layer(
-            *(c_norm(norm, self.dtype) for norm in norms), *products, tokens, experts, attention
-        )
+            *(c_norm(norm, self.dtype) for norm in norms), *products, tokens, experts, attention,
+            *(c_lora(lora.get(field)) for field in FIELDS),
+        )  # fmt: skip
 
 
 def _linear(weight: LinearWeight | None, bias: Tensor | None = None) -> Linear:

@@ -203,12 +203,15 @@ class _GpuRankExecutor(rank_executor.RankExecutor):
             case rank_executor.ReplayStep(shape):
                 assert self._graphs is not None, "PrepareGraphs comes first"
                 with torch.inference_mode():
-                    self._stream.put(partial(self._graphs.run, StepShape(*shape)))
+                    self._stream.put(partial(self._graphs.run, StepShape._make(shape)))
             case _:
                 super().execute(command)
 
     def run_step(self, command: rank_executor.RunStep) -> None:
         self._stream.put(partial(super().run_step, command))
+
+    def write_lora(self, command: rank_executor.WriteLora) -> None:
+        self._stream.put(partial(super().write_lora, command))
 
     def zero_blocks(self, blocks: list[int]) -> None:
         self._stream.put(partial(super().zero_blocks, blocks))

@@ -48,6 +48,7 @@ _NARROWEST = 128  # blocks of the narrowest table; each wider table is four time
 _ALIGNMENT = 32
 PADDING = -1  # context length of padding rows
 KNOWN = -1  # source of a row whose token the host has written
+NO_ADAPTER = -1  # slot of a row
 Part = TypeVar("Part")
 
 
@@ -55,12 +56,13 @@ class StepShape(NamedTuple):
     """The shape of a padded step.
 
     decodes: number of decode rows · chunk_rows: total rows of chunks; 0 for a step without chunks ·
-    width: blocks of each block table.
+    width: blocks of each block table · lora: whether rows may have adapters.
     """
 
     decodes: int
     chunk_rows: int
     width: int
+    lora: bool = False
 
     @property
     def rows(self) -> int:
@@ -83,10 +85,10 @@ class StepInputs(NamedTuple, Generic[Part]):
 
     token_ids: `[rows]` · context_lens: `[sequences]` · query_lens `[sequences]` and logit_rows
     `[logits]`: as in `StepBatch`; empty in steps without chunks · sources: `[decodes]`, the row of
-    logits of the previous step whose sampled token is the row's token, or KNOWN · positions:
-    `[logits]`, position of the token to sample; 0 for padding · seeds: int64 `[logits]` and
-    settings: float64 `[logits, 4]`, arguments of `sampling.sample` · block_tables: `[sequences,
-    width]` · all: the buffer.
+    logits of the previous step whose sampled token is the row's token, or KNOWN · lora_slots:
+    `[rows]` as in `StepBatch`; empty in steps without adapters · positions: `[logits]`, position of
+    the token to sample; 0 for padding · seeds: int64 `[logits]` and settings: float64 `[logits,
+    4]`, arguments of `sampling.sample` · block_tables: `[sequences, width]` · all: the buffer.
     """
 
     token_ids: Part
@@ -94,6 +96,7 @@ class StepInputs(NamedTuple, Generic[Part]):
     query_lens: Part
     logit_rows: Part
     sources: Part
+    lora_slots: Part
     positions: Part
     seeds: Part
     settings: Part
@@ -107,7 +110,8 @@ def _section_words(shape: StepShape) -> tuple[int, ...]:
     of_chunks = (sequences, logits) if shape.chunk_rows else (0, 0)
     sampling = (logits, 2 * logits, 2 * NUM_SETTINGS * logits)
     tables = sequences * shape.width
-    return shape.rows, sequences, *of_chunks, shape.decodes, *sampling, tables
+    lora_slots = shape.rows if shape.lora else 0
+    return shape.rows, sequences, *of_chunks, shape.decodes, lora_slots, *sampling, tables
 
 
 def split_inputs(buffer: Tensor, shape: StepShape) -> StepInputs[Tensor]:
@@ -116,9 +120,10 @@ def split_inputs(buffer: Tensor, shape: StepShape) -> StepInputs[Tensor]:
     for words in _section_words(shape):
         parts.append(buffer[end : end + words])
         end += -(-words // _ALIGNMENT) * _ALIGNMENT
-    tokens, contexts, queries, logit_rows, sources, positions, seeds, settings, tables = parts
+    tokens, contexts, queries, logit_rows, sources, slots, positions, *of_sampling, tables = parts
+    seeds, settings = of_sampling
     return StepInputs(
-        tokens, contexts, queries, logit_rows, sources, positions, seeds.view(torch.int64),
+        tokens, contexts, queries, logit_rows, sources, slots, positions, seeds.view(torch.int64),
         settings.view(torch.float64).view(-1, NUM_SETTINGS),
         tables.view(shape.sequences, shape.width), buffer[:end],
     )  # fmt: skip
@@ -170,6 +175,8 @@ def shapes_of(settings: EngineConfig, max_context: int) -> list[StepShape]:
     if not settings.prefill_only:
         sizes = itertools.product(batch_sizes(settings.max_batch), widths)
         shapes = [*(StepShape(size, 0, width) for size, width in sizes), *shapes]
+    if settings.lora_slots:
+        shapes = [shape._replace(lora=lora) for shape in shapes for lora in (False, True)]
     return shapes[::-1]
 
 
@@ -195,7 +202,8 @@ class StepGraphs:
         self._chunk_widths = sorted({shape.width for shape in chunks})
         self._max_decodes = 0 if settings.prefill_only else settings.max_batch
         most_rows = max(self._chunk_sizes, default=0)
-        self.largest = StepShape(self._max_decodes, most_rows, self._widths[-1])
+        self._has_lora = settings.lora_slots > 0
+        self.largest = StepShape(self._max_decodes, most_rows, self._widths[-1], self._has_lora)
         self._buffer = torch.zeros(
             num_elements(self.largest), dtype=torch.int32, device=stream.device
         )
@@ -277,6 +285,7 @@ class StepGraphs:
         inputs.query_lens[: shape.decodes].fill_(1)
         inputs.query_lens[-1:].fill_(shape.chunk_rows)
         inputs.sources.fill_(KNOWN)
+        inputs.lora_slots.fill_(NO_ADAPTER)
 
     def _compute(self, shape: StepShape) -> Tensor:
         """The work of a step, which is what a graph captures: logits."""
@@ -284,11 +293,13 @@ class StepGraphs:
         self._load_tokens(inputs)
         model.collectives.broadcast(inputs.all)
         tokens, context_lens, tables = inputs.token_ids, inputs.context_lens, inputs.block_tables
+        slots = inputs.lora_slots if shape.lora else None
         if shape.chunk_rows:
             rows = (tokens, context_lens, inputs.query_lens, tables, inputs.logit_rows)
-            logits = model.local_shard.step(StepBatch(*rows, shape.decodes), self._pool)
+            batch = StepBatch(*rows, shape.decodes, lora_slots=slots)
+            logits = model.local_shard.step(batch, self._pool)
         else:
-            logits = model.local_shard.decode(tokens, context_lens, tables, self._pool)
+            logits = model.local_shard.decode(tokens, context_lens, tables, self._pool, slots)
         self._sample(inputs, logits)
         return logits
 

@@ -13,7 +13,14 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.backends.gpu.cuda_graphs import KNOWN, PADDING, StepInputs, StepShape
+from baton.engine.backends.gpu.cuda_graphs import (
+    KNOWN,
+    NO_ADAPTER,
+    PADDING,
+    StepInputs,
+    StepShape,
+)
+from baton.engine.batch import lora_slots
 from baton.engine.kernels.triton.sampling import settings_of
 from baton.engine.sampling.sampler import NUM_SETTINGS
 from baton.engine.scheduler import ScheduledSequence
@@ -81,6 +88,13 @@ class InputBatch:
         into.positions[at] = np.where(samples, ends, 0)
         into.sources[:num_decodes] = sources
         into.sources[num_decodes:] = KNOWN
+        if shape.lora:
+            slots = lora_slots(work)
+            assert slots is not None, "the shape is for rows with adapters"
+            into.lora_slots.fill(NO_ADAPTER)
+            into.lora_slots[:num_decodes] = slots[:num_decodes]
+            of_chunks = into.lora_slots[shape.decodes :]
+            of_chunks[: len(slots) - num_decodes] = slots[num_decodes:]
         for place in (sources == KNOWN).nonzero()[0]:
             into.token_ids[place] = sequences[place].tokens[work[place].start]
         into.seeds[at] = self._seeds[rows]

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.activation import Activation
+from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.rows import Norm, RowOps
 from baton.engine.kernels.triton.activation import act_mul
 from baton.engine.kernels.triton.group_scaled_linear import group_scaled_linear
 from baton.engine.kernels.triton.group_scaled_packing import PackedWeight, pack
+from baton.engine.kernels.triton.lora import add_lora
 from baton.engine.kernels.triton.rms_norm import add_rms_norm
 from baton.engine.kernels.triton.row_quantization import (
     LARGEST_WHOLE,
@@ -57,7 +59,7 @@ class Gate(NamedTuple):
 
 
 class TritonRowOps(RowOps):
-    """Norm and gate by Triton kernels; the norm adds x to the residual in place."""
+    """Norm, gate and adapters by Triton kernels; the norm adds x to the residual in place."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, *norm)
@@ -65,6 +67,9 @@ class TritonRowOps(RowOps):
     def act_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
         gated: Tensor = act_mul(gate_up, act)
         return gated
+
+    def add_lora(self, y: Tensor, x: Tensor, slots: Tensor, lora: LoraMatrices) -> None:
+        add_lora(y, x, slots, lora)
 
 
 TRITON_ROW_OPS = TritonRowOps()

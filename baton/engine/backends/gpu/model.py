@@ -95,17 +95,18 @@ class GpuModel(DecoderModel):
 
     @torch.inference_mode()
     def decode(
-        self, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, pool: Tensor
-    ) -> Tensor:
+        self, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, pool: Tensor,
+        lora_slots: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Computes one row of each sequence: logits `[rows, vocab_size]`, of the model's type.
 
         token_ids: int32 `[rows]`, valid also where rows are padding · context_lens: int32 `[rows]`,
         tokens before the row; -1 is padding, which touches no block and whose logits mean nothing ·
-        block_tables: int32 `[rows, width]`.
+        block_tables: int32 `[rows, width]` · lora_slots: as `StepBatch`'s.
         """
         rows = map_slots(context_lens, None, block_tables, len(token_ids), pool.shape[4])
         placed = _PlacedRows(rows, len(token_ids), block_tables, context_lens)
-        return self._logits(self._forward(token_ids, placed, pool))
+        return self._logits(self._forward(token_ids, placed, pool, lora_slots))
 
     def _add_mlp(
         self, hidden: ResidualStream, layer: LayerWeights, placed: _PlacedRows, index: int

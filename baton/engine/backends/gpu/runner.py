@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
+from baton.engine.adapters import LoraAdapter
 from baton.engine.backends.gpu.cuda_graphs import StepInputs, StepShape, num_elements, split_inputs
 from baton.engine.backends.gpu.device import Stream, new_stream
 from baton.engine.backends.gpu.device_sampling import (
@@ -175,7 +176,9 @@ class GpuRunner(Runner):
         shape = None
         if not plan.has_chunks and all(item.samples for item in work):
             shape = self._graphs.decode_shape(len(work), blocks)
-        return shape or self._graphs.chunk_shape([item.count for item in work], blocks)
+        shape = shape or self._graphs.chunk_shape([item.count for item in work], blocks)
+        has_lora = any(item.sequence.lora_slot >= 0 for item in work)
+        return shape and shape._replace(lora=has_lora)
 
     def _fits(self, item: ScheduledSequence) -> bool:
         """Whether a graph supports what a sequence asks for in this step."""
@@ -250,6 +253,10 @@ class GpuRunner(Runner):
         if blocks:
             self._stream.call(lambda: Runner.zero_blocks(self, blocks))
             self._stream.record_event().synchronize()
+
+    def write_lora(self, slot: int, adapter: LoraAdapter) -> None:
+        self._stream.call(lambda: Runner.write_lora(self, slot, adapter))
+        self._stream.record_event().synchronize()
 
     def wait_for_writes(self, blocks: list[int] | None = None) -> None:
         """Waits for launches that may write blocks which their sequences have released; None: for

@@ -79,7 +79,12 @@ def warm_up(model: StepModel, pool: Tensor, settings: EngineConfig, max_context:
     for num_decodes, chunk, width in step_shapes(settings, max_context):
         end = min(width * settings.block_size, max_context)
         rows = [1] * num_decodes + [chunk] * bool(chunk)
-        _step(model, pool, [_work(end, count, pool) for count in rows])
+        work = [_work(end, count, pool) for count in rows]
+        _step(model, pool, work)
+        if settings.lora_slots:
+            for item in work:
+                item.sequence.lora_slot = 0  # an adapter of zeros
+            _step(model, pool, work)
 
 
 def scored_decode(runner: StepRunner) -> None:

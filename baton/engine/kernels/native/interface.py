@@ -64,6 +64,15 @@ class Expert(Structure):
     _fields_ = _fields(("gate_up down", Linear))
 
 
+class Lora(Structure):
+    """What adapters add to a product; `ends` is of `sections` elements."""
+
+    _fields_ = (
+        *_fields(("a b ranks", c_void_p), ("inputs outputs max_rank sections", c_int32)),
+        ("ends", c_int32 * 3),
+    )
+
+
 class Layer(Structure):
     """One decoder layer."""
 
@@ -73,6 +82,7 @@ class Layer(Structure):
         ("expert_tokens", c_void_p),
         ("experts", POINTER(Expert)),
         ("attention", AttentionShape),
+        ("qkv_lora o_lora gate_up_lora down_lora", Lora),
     )
 
 
@@ -107,7 +117,7 @@ class Step(Structure):
     """Inputs and outputs of a step."""
 
     _fields_ = _fields(
-        ("token_ids context_lens query_lens block_tables logit_rows", c_void_p),
+        ("token_ids context_lens query_lens block_tables logit_rows lora_slots", c_void_p),
         ("logits own_logits hidden workspace", c_void_p),
         ("pool", Pool),
         ("rows sequences width num_logits", c_int32),
@@ -123,11 +133,12 @@ _ON_THREADS: dict[str, tuple[Any, ...]] = {
         *(c_float, c_int32, c_int32, c_void_p),
     ),
     "act_mul": (c_void_p, c_int32, c_int32, c_int32, c_void_p),
+    "add_lora": (c_void_p, c_int32, c_void_p, POINTER(Lora), c_void_p, c_void_p),
     "rotate": _ROW_ARGUMENTS,
     "attend": (*_ROW_ARGUMENTS, c_void_p),
     "step": (POINTER(Model), POINTER(Step)),
 }
-_SIZES = {"linear_scratch": Linear, "workspace": Model}
+_SIZES = {"linear_scratch": Linear, "lora_scratch": Lora, "workspace": Model}
 
 
 def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:

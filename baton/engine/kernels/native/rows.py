@@ -1,4 +1,4 @@
-"""Norm and gate in native code (`src/rows.cpp`)."""
+"""Norm, gate and adapters in native code (`src/rows.cpp`, `src/lora.cpp`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from baton.engine.kernels.activation import ACTIVATIONS, Activation
 from baton.engine.kernels.native import interface, library
+from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.rows import Norm, RowOps
 
 
@@ -33,6 +34,14 @@ class NativeRowOps(RowOps):
         )
         return out
 
+    def add_lora(self, y: Tensor, x: Tensor, slots: Tensor, lora: LoraMatrices) -> None:
+        native, rows, structure = _library(x.dtype), len(x), c_lora(lora)
+        scratch = torch.empty(native.baton_lora_scratch(structure, rows), dtype=torch.uint8)
+        native.baton_add_lora(
+            torch.get_num_threads(), x.data_ptr(), rows, slots.data_ptr(), structure,
+            y.data_ptr(), scratch.data_ptr(),
+        )  # fmt: skip
+
 
 NATIVE_ROW_OPS = NativeRowOps()
 
@@ -41,6 +50,15 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL:
     native = library.load(dtype)
     assert native is not None, "there is no native model without its library"
     return native
+
+
+def c_lora(lora: LoraMatrices | None) -> interface.Lora:
+    """What adapters add to a product, for native code; null if they do not change it."""
+    if lora is None:
+        return interface.Lora()
+    tensors = (lora.a, lora.b, lora.ranks)
+    sizes = (lora.a.shape[2], lora.b.shape[2], lora.max_rank, len(lora.ends))
+    return interface.Lora(*(one.data_ptr() for one in tensors), *sizes, lora.ends)
 
 
 def c_norm(weight: Tensor | None, dtype: torch.dtype) -> interface.Norm:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.kernels.torch.linear import is_exact
+from baton.engine.kernels.torch.lora import LoraMatrices, add_lora
 
 # torch runs an elementwise operation on fewer elements than this on one thread.
 SERIAL_ELEMENTS = 32768
@@ -28,7 +29,7 @@ class Norm(NamedTuple):
 
 
 class RowOps:
-    """A device's norm and gate. These are torch's."""
+    """A device's norm, gate and products of adapters. These are torch's."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         """Adds x to the residual stream, if there is one: (norm of the stream, stream)."""
@@ -38,6 +39,10 @@ class RowOps:
     def act_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
         """The gated half of `[rows, 2 * size]`; see `act_mul`."""
         return act_mul(gate_up, act)
+
+    def add_lora(self, y: Tensor, x: Tensor, slots: Tensor, lora: LoraMatrices) -> None:
+        """Adds to y what the rows' adapters compute from x; see `add_lora`."""
+        add_lora(y, x, slots, lora)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, mean_square: Tensor | None = None) -> Tensor:

@@ -45,12 +45,13 @@ class PaddedModel(DecoderModel):
             batch.block_tables[real],
             torch.arange(len(rows), dtype=torch.int32),
             int((real < batch.num_decodes).sum()),
+            lora_slots=None if batch.lora_slots is None else batch.lora_slots[rows],
         )
         logits = torch.full((len(owners), self.config.vocab_size), torch.nan)
         logits[rows] = super().step(whole, pool)
         return logits[batch.logit_rows]
 
-    def decode(self, token_ids, context_lens, block_tables, pool):
+    def decode(self, token_ids, context_lens, block_tables, pool, lora_slots=None):
         assert token_ids.dtype == context_lens.dtype == block_tables.dtype == torch.int32
         logits = torch.full((len(token_ids), self.config.vocab_size), torch.nan)
         real = (context_lens >= 0).nonzero()[:, 0]
@@ -58,7 +59,9 @@ class PaddedModel(DecoderModel):
         if len(real):
             ones = torch.ones(len(real), dtype=torch.int32)
             batch = StepBatch(
-                token_ids[real], context_lens[real], ones, block_tables[real], real.int(), len(real)
+                *(token_ids[real], context_lens[real], ones, block_tables[real], real.int()),
+                len(real),
+                lora_slots=None if lora_slots is None else lora_slots[real],
             )
             logits[real] = self.step(batch, pool)
         return logits
@@ -76,14 +79,16 @@ class Driven:
     """An engine whose thread is the test's."""
 
     def __init__(
-        self, runner, num_blocks, *, max_batch=6, speculate=0, overlap=False, block_size=SIZE
-    ):
+        self, runner, num_blocks, *, max_batch=6, speculate=0, overlap=False, block_size=SIZE,
+        lora_slots=0,
+    ):  # fmt: skip
         self.runner = runner
         self.blocks = BlockManager(num_blocks, block_size)
         proposer = NgramProposer(speculate, MAX_CONTEXT) if speculate else None
         self.scheduler = Scheduler(self.blocks, ChunkBudget(16), max_batch, proposer)
         overlap = overlap and not speculate
-        self.engine = Engine(runner, self.scheduler, EOS, MAX_CONTEXT, self._publish, overlap)
+        about = EOS, MAX_CONTEXT, self._publish, overlap, lora_slots
+        self.engine = Engine(runner, self.scheduler, *about)
         self.progress: list[SequenceProgress] = []  # of the last report
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[object]] = {}

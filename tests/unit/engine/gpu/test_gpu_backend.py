@@ -51,20 +51,31 @@ def on_gpu(checkpoint, gpu=None, allocate=None, **settings):
     return build.load(config, allocate, GpuBackend(config, gpu or FakeGpu()))
 
 
-@pytest.mark.parametrize("options", [{}, {"graphs": False, "overlap": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"graphs": False, "overlap": False}, {"tp": 2}],
+    ids=["graphs", "no graphs", "ranks"],
+)  # fmt: skip
 def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options):
-    """All of the GPU's path over its interpreted kernels."""
-    seeded = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8, top_p=0.9, seed=7)
+    """All of the GPU's path over its interpreted kernels.
+
+    Ranks are processes, in step from the profile run on; Gloo stands for NCCL.
+    """
+    seeded = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.8, top_p=0.9, seed=7)
     wanted = (replace(seeded, temperature=0.0), seeded, replace(seeded, logprobs=1, max_tokens=2))
     cpu = build.load(EngineConfig(str(checkpoint), **{**SETTINGS, "kernels": "torch"}))
     gpu, found = on_gpu(checkpoint, chunk_tokens=4, **options), []
-    build.warm_up(gpu)
+    if "tp" in options:
+        assert [pool.shape[0] for pool in gpu.runner.pools] == [8, 8]
+        assert [pool.shape[3] for pool in gpu.runner.pools] == [1, 1], "each has its heads"
+        gpu.runner.capture()
+    else:
+        build.warm_up(gpu)
     for loaded in (gpu, cpu):
         prompts = zip("abc", (list(range(10, 22)), [3, 5], [6]), wanted, strict=True)
         with Bench(loaded.engine) as bench:
             found.append(bench.tokens(*(Sequence(name, p, len(p), of) for name, p, of in prompts)))
     assert found[0] == found[1]
-    assert gpu.descriptor == cpu.descriptor
+    assert gpu.descriptor == cpu.descriptor, "they may be paired"
     assert gpu.max_context == cpu.max_context == 32
 
 
@@ -80,23 +91,6 @@ def test_a_warm_up_takes_log_probabilities_of_each_type_of_logits(checkpoint, op
     small = {"dtype": "bfloat16", "max_batch": 1, "chunk_tokens": 4, "max_context": 16}
     build.warm_up(on_gpu(checkpoint, **small, **options))
     assert types == {torch.float32, torch.bfloat16}
-
-
-def test_ranks_on_gpus_give_the_tokens_of_one_process(checkpoint):
-    """Each in a process of its own, in step from the profile run on; Gloo stands for NCCL."""
-    seeded = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8, top_p=0.9, seed=7)
-    wanted = (replace(seeded, temperature=0.0), seeded, replace(seeded, logprobs=1, max_tokens=2))
-    cpu = build.load(EngineConfig(str(checkpoint), **{**SETTINGS, "kernels": "torch"}))
-    gpu, found = on_gpu(checkpoint, tp=2, chunk_tokens=4), []
-    assert [pool.shape[0] for pool in gpu.runner.pools] == [8, 8]
-    assert [pool.shape[3] for pool in gpu.runner.pools] == [1, 1], "each has its heads"
-    gpu.runner.capture()
-    for loaded in (gpu, cpu):
-        prompts = zip("abc", (list(range(10, 22)), [3, 5], [6]), wanted, strict=True)
-        with Bench(loaded.engine) as bench:
-            found.append(bench.tokens(*(Sequence(name, p, len(p), of) for name, p, of in prompts)))
-    assert found[0] == found[1]
-    assert gpu.descriptor == cpu.descriptor, "they may be paired"
 
 
 def test_the_pool_of_ranks_is_what_the_least_gpu_has_left(checkpoint, caplog, monkeypatch):

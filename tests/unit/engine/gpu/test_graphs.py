@@ -72,7 +72,7 @@ def test_sections_are_aligned_apart_and_fit_their_memory(decodes, chunk_rows, wi
         part.fill_(number)
     assert all(bool((part == number).all()) for number, part in enumerate(apart, 1))
     chunks, padding = (MAX_CHUNKS, 1) if chunk_rows else (0, 0)
-    tokens, contexts, lengths, logit_rows, sources, positions, *_ = map(len, apart)
+    tokens, contexts, lengths, logit_rows, sources, _, positions, *_ = map(len, apart)
     assert (tokens, sources) == (decodes + chunk_rows, decodes)
     assert contexts == decodes + chunks + padding and positions == decodes + chunks
     assert (lengths, logit_rows) == ((contexts, positions) if chunk_rows else (0, 0))
@@ -227,7 +227,7 @@ def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone(cap
         pool += torch.linspace(-1, 1, pool.numel()).view_as(pool)
         for rows, size in enumerate((1, 2, 4, 4, 5), 1):
             shape = graphs.decode_shape(rows, 3)
-            assert shape == (size, 0, 16)
+            assert shape == StepShape(size, 0, 16)
             inputs = graphs.inputs(shape)
             inputs.token_ids.copy_(torch.arange(size) + 3)
             inputs.context_lens.fill_(PADDING)

@@ -20,6 +20,7 @@ struct Layer {
     const Expert* experts;   // this rank's, or null; gate_up and down are then the shared expert's, or
                              // null
     AttentionShape attention;
+    Lora qkv_lora, o_lora, gate_up_lora, down_lora;
 };
 
 struct Model {
@@ -41,6 +42,7 @@ struct Step {
     const int32_t* query_lens;    // [sequences]
     const int32_t* block_tables;  // [sequences][width]
     const int32_t* logit_rows;    // [num_logits]
+    const int32_t* lora_slots;    // [rows], or null: no row has an adapter
     float* logits;                // [num_logits][vocab_size], on rank 0
     float* own_logits;            // with several ranks, [num_logits][this rank's tokens]
     Activation* hidden;           // [num_logits][model.hidden], or null
@@ -69,7 +71,7 @@ struct Workspace {
 struct Buffers {
     Activation *hidden, *normed, *output, *qkv, *attended, *gate_up, *inner;
     Activation *gathered, *expert_outputs;  // of experts
-    float *squares, *scores, *shared_gate;
+    float *squares, *scores, *shared_gate, *lora;
     Routing routing;
     void* scratch;
 
@@ -81,7 +83,7 @@ struct Buffers {
         qkv = space.take<Activation>(rows * (q_size + 2 * size_t(model.kv_heads) * model.head_size));
         attended = space.take<Activation>(rows * q_size);
         squares = space.take<float>(2 * rows);
-        size_t scratch_size = linear_scratch(model.lm_head, int(rows)), inner_size = 0;
+        size_t scratch_size = linear_scratch(model.lm_head, int(rows)), inner_size = 0, lora_size = 0;
         const auto fit = [&](const Linear& weights) {
             scratch_size = std::max(scratch_size, linear_scratch(weights, int(rows)));
         };
@@ -95,10 +97,13 @@ struct Buffers {
             fit_mlp(layer.gate_up, layer.down);
             for (int j = 0; layer.experts && j < model.own_experts; j++)
                 fit_mlp(layer.experts[j].gate_up, layer.experts[j].down);
+            for (const Lora& one : {layer.qkv_lora, layer.o_lora, layer.gate_up_lora, layer.down_lora})
+                lora_size = std::max(lora_size, size_t(one.sections) * one.max_rank);
         }
         gate_up = space.take<Activation>(rows * 2 * inner_size);
         inner = space.take<Activation>(rows * inner_size);
         scratch = space.take<char>(scratch_size);
+        lora = space.take<float>(rows * lora_size);
         const size_t slots = rows * model.per_token;
         gathered = space.take<Activation>(slots * model.hidden);
         expert_outputs = space.take<Activation>(slots * model.hidden);
@@ -142,6 +147,14 @@ void move_wanted(const Step& step, int size, Activation* rows) {
                         size * sizeof(Activation));
 }
 
+// The adapter of each row whose logits are wanted, after `move_wanted`.
+std::vector<int32_t> wanted_lora_slots(const Step& step) {
+    std::vector<int32_t> wanted;
+    for (int i = 0; step.lora_slots && i < step.num_logits; i++)
+        wanted.push_back(step.lora_slots[step.logit_rows[i]]);
+    return wanted;
+}
+
 // One thread's part of a step.
 struct Forward {
     Team& team;
@@ -169,10 +182,18 @@ struct Forward {
         linear(team, x, rows, weights, y, at.scratch);
     }
 
-    void mlp(const Activation* x, int rows, const Linear& up, const Linear& down, Activation* y) {
-        product(x, rows, up, at.gate_up);
+    // The product with what the rows' adapters add to it.
+    void product(const Activation* x, int rows, const int32_t* slots, const Linear& weights,
+                 const Lora& lora, Activation* y) {
+        product(x, rows, weights, y);
+        if (slots && lora.a) add_lora(team, x, rows, slots, lora, y, at.lora);
+    }
+
+    void mlp(const Activation* x, int rows, const Linear& up, const Linear& down, Activation* y,
+             const int32_t* slots = nullptr, const Lora& up_lora = {}, const Lora& down_lora = {}) {
+        product(x, rows, slots, up, up_lora, at.gate_up);
         act_mul(team, at.gate_up, rows, down.in, model.activation, at.inner);
-        product(at.inner, rows, down, y);
+        product(at.inner, rows, slots, down, down_lora, y);
     }
 
     void moe(const Layer& layer, const Activation* x, int rows) {
@@ -203,7 +224,7 @@ struct Forward {
     void store_keys(int index, const std::vector<Span>& spans) {
         const Layer& layer = model.layers[index];
         const Activation* x = norm(index ? at.output : nullptr, layer.input_norm, step.rows);
-        product(x, step.rows, layer.qkv, at.qkv);
+        product(x, step.rows, step.lora_slots, layer.qkv, layer.qkv_lora, at.qkv);
         const AttentionShape& shape = layer.attention;
         float* squares = model.ranks.exchange && shape.row_norms ? at.squares : nullptr;
         if (squares) {
@@ -214,29 +235,31 @@ struct Forward {
     }
 
     // The rest of the layer: attention and MLP, whose output is left in `output`.
-    void attend_and_mlp(int index, int rows, const std::vector<Span>& spans) {
+    void attend_and_mlp(int index, int rows, const int32_t* slots, const std::vector<Span>& spans) {
         const Layer& layer = model.layers[index];
         attend(team, at.qkv, spans.data(), int(spans.size()), layer.attention, step.pool, at.attended);
-        product(at.attended, rows, layer.o, at.output);
+        product(at.attended, rows, slots, layer.o, layer.o_lora, at.output);
         exchanges.all_reduce(at.output, size_t(rows) * model.hidden);
         norm_output(layer.attention_norm, rows);
         const Activation* x = norm(at.output, layer.mlp_norm, rows);
         if (layer.experts)
             moe(layer, x, rows);
         else
-            mlp(x, rows, layer.gate_up, layer.down, at.output);
+            mlp(x, rows, layer.gate_up, layer.down, at.output, slots, layer.gate_up_lora,
+                layer.down_lora);
         exchanges.all_reduce(at.output, size_t(rows) * model.hidden);
         norm_output(layer.output_norm, rows);
     }
 
-    void run(const std::vector<Span>& spans, const std::vector<Span>& wanted) {
+    void run(const std::vector<Span>& spans, const std::vector<Span>& wanted,
+             const std::vector<int32_t>& wanted_slots) {
         const int last = model.num_layers - 1;
         embed(team, model.embedding, step.token_ids, step.rows, model.hidden,
               model.embedding_scale, at.hidden);
         exchanges.all_reduce(at.hidden, size_t(step.rows) * model.hidden);
         for (int i = 0; i < last; i++) {
             store_keys(i, spans);
-            attend_and_mlp(i, step.rows, spans);
+            attend_and_mlp(i, step.rows, step.lora_slots, spans);
         }
         // In the last layer, rows without logits only write their K and V.
         store_keys(last, spans);
@@ -246,7 +269,8 @@ struct Forward {
             move_wanted(step, (model.heads + 2 * model.kv_heads) * model.head_size, at.qkv);
         }
         team.barrier();
-        attend_and_mlp(last, step.num_logits, wanted);
+        const int32_t* slots = step.lora_slots ? wanted_slots.data() : nullptr;
+        attend_and_mlp(last, step.num_logits, slots, wanted);
         const Activation* x = norm(at.output, model.final_norm, step.num_logits);
         if (step.hidden && team.thread == 0)
             std::memcpy(step.hidden, x, size_t(step.num_logits) * model.hidden * sizeof(Activation));
@@ -268,9 +292,11 @@ bool baton_step(int threads, const Model* model, const Step* step) {
     Workspace space{uintptr_t(step->workspace)};
     const Buffers at(space, *model, step->rows);
     const std::vector<Span> spans = spans_of(*step), wanted = wanted_spans(*step, spans);
+    const std::vector<int32_t> wanted_slots = wanted_lora_slots(*step);
     with_team(threads,
               [&](Team& team) {
-                  Forward{team, *model, *step, at, Exchanges(team, model->ranks)}.run(spans, wanted);
+                  Forward{team, *model, *step, at, Exchanges(team, model->ranks)}.run(spans, wanted,
+                                                                                      wanted_slots);
               });
     return !model->ranks.exchange || !model->ranks.exchange->aborted.load();
 }

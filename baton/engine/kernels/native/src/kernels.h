@@ -69,6 +69,20 @@ void embed(Team& team, const Embedding& embedding, const int32_t* token_ids, int
 void add_rms_norm(Team& team, Activation* hidden, const Activation* added, float scale, Norm norm,
                   float eps, int rows, int size, Activation* out);
 
+// What LoRA adapters add to a product; as LoraMatrices in kernels/torch/lora.py.
+struct Lora {
+    const Activation* a;   // [slots][sections * max_rank][in], or null: adapters do not change this product
+    const Activation* b;   // [slots][max_rank][out]
+    const int32_t* ranks;  // [slots]
+    int32_t in, out, max_rank, sections;
+    int32_t ends[3];
+};
+
+// y [rows][out] += x [rows][in] @ a.T @ b of the slot of each row; none where it is negative. scratch:
+// [rows][sections * max_rank]. A row's bits do not depend on others.
+void add_lora(Team& team, const Activation* x, int rows, const int32_t* slots, const Lora& lora,
+              Activation* y, float* scratch);
+
 // Activation functions of the gate, in the order of kernels/activation.py.
 enum Gate : int32_t { SILU, GELU_TANH, SWIGLU_OAI };
 

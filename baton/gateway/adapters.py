@@ -1,0 +1,79 @@
+"""vLLM's paths that load and unload LoRA adapters on all workers; for operators."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+from msgspec import Struct
+
+from baton.errors import Unavailable
+from baton.gateway import api
+from baton.gateway.endpoint import Endpoint
+from baton.gateway.openapi import ERRORS, Operation, Routes
+from baton.net.http_server import HttpExchange
+from baton.v1 import fleet_pb2
+from router import adapters
+from router.generation_service import Caller, GenerationService
+
+
+class LoadLoraAdapter(Struct, kw_only=True):
+    """An adapter's name for requests, and its directory on each worker's host."""
+
+    unsupported: ClassVar[api.Unsupported] = {}
+
+    lora_name: api.ModelName
+    lora_path: str
+    base_model_name: api.ModelName | None = None
+
+
+class UnloadLoraAdapter(Struct, kw_only=True):
+    """The name of an adapter."""
+
+    unsupported: ClassVar[api.Unsupported] = {}
+
+    lora_name: api.ModelName
+
+
+class AdapterChanged(Struct):
+    """What each worker answered: an empty text where it is done."""
+
+    object: str
+    workers: dict[str, str]
+
+
+async def _load(
+    service: GenerationService, body: LoadLoraAdapter, caller: Caller, exchange: HttpExchange
+) -> None:
+    service.check_operator(caller)
+    request = fleet_pb2.LoadFleetAdapterRequest(
+        name=body.lora_name, directory=body.lora_path, model=body.base_model_name or ""
+    )
+    _answer(exchange, "load", await adapters.load(service.models, request, caller.time_left_s))
+
+
+async def _unload(
+    service: GenerationService, body: UnloadLoraAdapter, caller: Caller, exchange: HttpExchange
+) -> None:
+    service.check_operator(caller)
+    request = fleet_pb2.UnloadFleetAdapterRequest(name=body.lora_name)
+    _answer(exchange, "unload", await adapters.unload(service.models, request, caller.time_left_s))
+
+
+def _answer(exchange: HttpExchange, change: str, results: list[fleet_pb2.AdapterResult]) -> None:
+    if failed := [f"{one.worker}: {one.error}" for one in results if one.error]:
+        raise Unavailable(f"not all workers did {change} the adapter: {'; '.join(failed)}")
+    workers = {one.worker: one.error for one in results}
+    exchange.answer(200, msgspec.json.encode(AdapterChanged("adapter", workers)))
+
+
+ROUTES: Routes = {
+    "/v1/load_lora_adapter": {"POST": Operation(
+        Endpoint(lambda body: api.decode(LoadLoraAdapter, body), _load),
+        "Load a LoRA adapter on all workers.", AdapterChanged, ERRORS, LoadLoraAdapter,
+    )},
+    "/v1/unload_lora_adapter": {"POST": Operation(
+        Endpoint(lambda body: api.decode(UnloadLoraAdapter, body), _unload),
+        "Unload a LoRA adapter.", AdapterChanged, ERRORS, UnloadLoraAdapter,
+    )},
+}  # fmt: skip
