@@ -152,7 +152,7 @@ def flags_of(cls):
     return argv
 
 
-@pytest.mark.parametrize("command", CONFIGS.keys() & cli.options.CONFIGS.keys())
+@pytest.mark.parametrize("command", sorted(CONFIGS.keys() & cli.options.CONFIGS.keys()))
 def test_every_option_reaches_its_settings(command):
     cls = cli.options.CONFIGS[command]
     given = json.loads(options.to_json(settings(command, *flags_of(cls))))
