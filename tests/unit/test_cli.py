@@ -137,6 +137,7 @@ def flags_of(cls):
         "http-port": "99", "random-weights": "/c.json", "port": "7701", "etcd": "https://h:1",
         "etcd-cert": "/c", "etcd-key": "/k", "slo": "batch:e2e=9", "kv-cache": "12345",
         "device": "cpu", "simulate": "5000,2", "ttft-target": "0.9", "gpu-memory": "0.5",
+        "lora": "sql=/models/sql",
         "trace-sample": "0.25", "access-log": "0.25",
         "advertise": "h:8", "cpus": "4,5", "metrics-port": "9400",
         "cors-origins": "https://a.example", "node-rank": "6", "target": "h:7,i:7",
