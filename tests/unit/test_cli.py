@@ -167,9 +167,11 @@ def test_every_option_reaches_the_processes_of_a_local_cluster():
     for process in children(*argv):
         given = json.loads(options.to_json(process))
         own = {"host", "port", "http-port", "threads", "cpus", "nice", "lease-ttl", "model"}
+        own |= {"random-weights", "model-name"}  # a router gets them as one
         for key in options.declared(type(process)).keys() & cluster.keys() - own:
             assert given[key] == cluster[key], key
     router, worker = children(*argv)
+    assert (*router.models, str(worker.engine.model)) == ("7=/c.json", "/c.json")
     assert (router.host, router.port, worker.host, worker.port) == ("0.0.0.0", 7701, "127.0.0.1", 0)
     assert (worker.engine.nice, worker.engine.threads) == (7, 1)
 
