@@ -20,7 +20,7 @@ from baton.net import rpc
 from baton.net.http_errors import failure_of
 from router.admission.tenants import Tenants
 from router.output import sink
-from tests.unit.router.scripted_workers import TIMEOUT_S, seen
+from tests.unit.router.scripted_workers import DRAINING, TIMEOUT_S, seen
 from tests.unit.router.small_tokenizers import byte_tokenizer
 from tests.unit.router.snapshots import decode_views
 
@@ -198,13 +198,26 @@ async def test_unknown_paths_methods_and_models(gateway):
 
 
 async def test_no_worker_is_503_with_retry_after(gateway_of):
-    gateway = await gateway_of(decode=0, cluster={"recovery_s": 0.1})
+    gateway = await gateway_of(cluster={"recovery_s": 0.1})
+    for worker in gateway.cluster.workers:
+        worker.tell(state=DRAINING)
+        await gateway.cluster.until_state(worker, "DRAINING")
     response = await gateway.complete()
-    assert "no decode worker" in error_of(response, 503)["message"]
+    assert "no prefill worker" in error_of(response, 503)["message"]
     assert response.headers["retry-after"] == "1"
     response = await gateway.client.get("/ready")
-    assert "no decode worker" in error_of(response, 503)["message"]
+    assert "no prefill worker" in error_of(response, 503)["message"]
     assert (await gateway.client.get("/health")).status_code == 200
+
+
+async def test_a_prefill_worker_alone_serves_whole_requests(gateway_of):
+    gateway = await gateway_of(decode=0)
+    (prefill,) = gateway.cluster.prefills
+    prefill.tell(blocks_free=100)
+    assert (await gateway.client.get("/ready")).status_code == 200
+    response = await gateway.complete()
+    assert response.json()["choices"][0]["text"] == "abcde"
+    assert len(prefill.requests) == 1
 
 
 async def test_decode_workers_alone_serve_all_but_embeddings(gateway_of):

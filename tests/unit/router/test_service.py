@@ -39,6 +39,7 @@ from router.output import sink
 from tests.tracing import Traces
 
 from .scripted_workers import (
+    DRAINING,
     TIMEOUT_S,
     Cluster,
     counting,
@@ -446,9 +447,12 @@ async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
         assert getattr(rpc.error_of(error), "field", None) == field
     await router.cluster.leave(router.decode)
     await router.cluster.until(lambda s: not decode_views(s))
+    (prefill,) = router.cluster.prefills
+    prefill.tell(state=DRAINING)  # it would serve whole requests
+    await router.cluster.until_state(prefill, "DRAINING")
     error = await failure_of(router.generate())
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "no decode worker" in error.details()
+    assert "no prefill worker" in error.details()
     assert retry_after_s(error) == 1.0
     assert router.decode.requests == []
     router.service.draining = True
