@@ -62,7 +62,7 @@ def render(explanation: Mapping[str, Any]) -> str:
     if explanation["refused"]:
         verdict = f"would be refused or wait: {explanation['refused']}"
     elif explanation["decode_prefills"]:
-        best, instead = rows[0], "no prefill worker is ready"
+        best, instead = rows[0], "no pair of workers is ready"
         if best["prefill"]:
             instead = f"handed over in {best['handed_over_ttft_ms']:.1f} ms"
         verdict = (

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.process router|prefill-worker|decode-worker …`: baton for chaos.
+"""`python -m tests.chaos.process router|worker …`: baton for chaos.
 
 The real command with two additions: KV transfers may fail (`tests.chaos.kv_faults`), and on SIGUSR2
 it writes what it holds (tasks, threads, file descriptors) to the file BATON_CHAOS_HELD/<pid>.json.
@@ -39,7 +39,7 @@ def _write_held(directory: Path) -> None:
 def _main() -> int:
     if directory := os.environ.get(HELD_VARIABLE):
         signal.signal(signal.SIGUSR2, lambda *_: _write_held(Path(directory)))
-    if (path := os.environ.get("BATON_CHAOS_KV")) and sys.argv[1].endswith("-worker"):
+    if (path := os.environ.get("BATON_CHAOS_KV")) and sys.argv[1].endswith("worker"):
         # Imports torch, which a router does without.
         from tests.chaos import kv_faults  # noqa: PLC0415
 

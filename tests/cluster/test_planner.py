@@ -5,12 +5,11 @@ import contextlib
 import signal
 from dataclasses import replace
 
-from tests.cluster.command import running
-
 from baton.local import ports
 from baton.net import rpc
 from baton.v1 import externalscaler_pb2, externalscaler_pb2_grpc
 from tests.cluster.oracle import SIMULATED, all_blocks_free, check
+from tests.processes import baton_running
 from tests.waiting import WAIT_S, eventually
 
 SLOW = replace(SIMULATED, simulate="2000,4")  # prompt tokens a second
@@ -43,9 +42,11 @@ async def test_roles_follow_the_load_and_a_planner_that_dies_is_followed(cluster
     at = ("--target", cluster.address, "--etcd", cluster.etcd_address)
     command = ("planner", *at, *options.split())
     async with contextlib.AsyncExitStack() as stack:
-        first = await stack.enter_async_context(running(*command, "--port", "0", env={}))
+        first = await stack.enter_async_context(baton_running(*command, "--port", "0", env={}))
         await first.says(" leads")
-        second = await stack.enter_async_context(running(*command, "--port", f"{port}", env={}))
+        second = await stack.enter_async_context(
+            baton_running(*command, "--port", f"{port}", env={})
+        )
         await second.says("planner-")
         async with prompts(client, simulated):
             line = await first.says(" from decode to prefill")

@@ -85,8 +85,11 @@ async def test_a_cluster_with_tls_and_tenants(
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             with pytest.raises(Unavailable), rpc.translated():
                 await stub.Drain(worker_pb2.DrainRequest(), timeout=WAIT_S)
-    cluster.kill("decode-0")
-    await eventually(
-        lambda: baton("explain", "def", *target, "--tls-ca", ca, *key),
-        lambda ended: "no decode worker is ready" in ended.out, "the router's reason", 30.0,
-    )  # fmt: skip
+    for name, verdict in (
+        ("decode-0", "no pair of workers is ready"), ("prefill-0", "no prefill worker is ready")
+    ):  # fmt: skip
+        cluster.kill(name)
+        await eventually(
+            lambda: baton("explain", "def", *target, "--tls-ca", ca, *key),
+            lambda ended, verdict=verdict: verdict in ended.out, "the router's reason", WAIT_S,
+        )  # fmt: skip
