@@ -126,6 +126,7 @@ class CircuitBreakers:
         self._clock = clock
         self._breakers: dict[Key, CircuitBreaker] = {}
         self._not_closed: dict[Key, CircuitBreaker] = {}
+        self.num_closed = 0  # times that a probe has closed one
 
     def __getitem__(self, key: Key) -> CircuitBreaker:
         """The key's breaker; before its first failure a new one each time, which is not stored."""
@@ -140,7 +141,9 @@ class CircuitBreakers:
 
     def succeeded(self, key: Key) -> None:
         if breaker := self._breakers.get(key):
+            was_closed = breaker.open_until is None
             breaker.succeeded()
+            self.num_closed += not was_closed and breaker.open_until is None
 
     def failed_attempt(
         self, names: tuple[str, str], suspects: Set[str], error: BatonError

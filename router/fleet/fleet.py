@@ -50,6 +50,7 @@ class Fleet:
         self._membership = membership
         self._liveness = liveness
         self._open: Set[Key] = frozenset()  # breakers at the last tick
+        self._closed = 0  # probes that have closed a breaker, at the last tick
         self._router_id = router_id
         self._text_fingerprint = text_fingerprint
         self._members: dict[str, Member] = {}
@@ -222,8 +223,10 @@ class Fleet:
             self.on_ejected(key)
             name = key if isinstance(key, str) else " to ".join(key)
             log.warning("ejected %s: %s", name, opened[key])
-        if opened.keys() != self._open:
-            self._open = opened.keys()
+        # A probe may begin and end between two ticks, and meanwhile others found no worker.
+        closed = self.breakers.num_closed
+        if opened.keys() != self._open or closed != self._closed:
+            self._open, self._closed = opened.keys(), closed
             self._announce()
 
     def _announce(self) -> None:
