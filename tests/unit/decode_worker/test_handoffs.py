@@ -372,7 +372,7 @@ async def test_only_a_registered_prefill_worker_gets_a_link(decode, router, stor
     monkeypatch.setattr(node, "RECORD_WAIT_S", 0.05)
     for incarnation in ("unknown", decode.node.record.incarnation):
         offer = offer_of(decode, incarnation)
-        with pytest.raises(TransferFailed, match="no prefill worker"):
+        with pytest.raises(TransferFailed, match="no other worker"):
             await decode.handoff.call(offer, PATIENCE_S)
     # What was registered stays known while the registry is away.
     decode.knows_prefill("writer")

@@ -22,7 +22,7 @@ from baton.net.http_server import listen
 from baton.v1 import common_pb2
 from router.admission.tenants import Tenants
 from router.output.sink import Piece
-from tests.unit.router.scripted_workers import TIMEOUT_S, seen
+from tests.unit.router.scripted_workers import DRAINING, TIMEOUT_S, seen
 from tests.unit.router.small_tokenizers import byte_tokenizer, ids_only_tokenizer
 
 from .conftest import PROMPT
@@ -40,7 +40,7 @@ async def test_what_can_be_read(gateway):
         return (await gateway.client.get(path)).json()
 
     model = {"id": "tiny", "object": "model", "created": 0, "owned_by": "baton",
-             "max_model_len": 32, "root": "tiny"}  # fmt: skip
+             "max_model_len": 32, "root": "tiny", "parent": None}  # fmt: skip
     assert await read("/v1/models") == {"object": "list", "data": [model]}
     assert await read("/v1/models/tiny") == model
     assert await read("/health") == {"status": "ok"}
@@ -223,7 +223,10 @@ async def test_paths_may_end_with_a_slash(gateway):
 
 async def test_models_are_listed_once_requests_can_be_served(gateway_of):
     """Clients wait for this path: other servers open their port when they can serve."""
-    gateway = await gateway_of(decode=0)
+    gateway = await gateway_of()
+    for worker in gateway.cluster.workers:
+        worker.tell(state=DRAINING)
+        await gateway.cluster.until_state(worker, "DRAINING")
     for path in ("/v1/models", "/v1/models/tiny"):
         response = await gateway.client.get(path)
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
