@@ -17,6 +17,7 @@ COMMANDS = {
     "quality": ("scenarios.quality", "how well a model predicts text at low precision"),
     "structured_output": ("scenarios.structured_output", "how much of JSON Schema is kept to"),
     "router_cost": ("scenarios.router_cost", "CPU seconds of a router for 1,000 requests"),
+    "roles": ("scenarios.roles", "goodput of mixed workers and of fixed roles, simulated"),
     "fleet": ("scenarios.fleet", "one router in front of a thousand workers"),
 }
 

@@ -1,8 +1,6 @@
 """Goodput of mixed workers, whose router decides where each part of a request runs, beside fixed
 arrangements of the same two devices, simulated on a virtual clock.
 
-    python benchmarks/scenarios/roles.py [--requests 300] [--json FILE]
-
 Cells are prompts (short, long) x load (light, heavy) x TPOT target (tight, loose). A request counts
 if it meets both targets. Arrangements: one prefill and one decode worker; one engine on both
 devices, ideally twice as fast; two replicas, each with every other request; two mixed workers.
@@ -13,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,27 +70,18 @@ def cell(prompts: str, load: str, target: str, count: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Runs the sweep and prints it."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--requests", type=int, default=300, help="of each cell (default: 300)")
-    parser.add_argument("--json", type=Path, help="file for the table")
-    args = parser.parse_args()
-    rows = [
-        cell(*names, args.requests)
-        for names in itertools.product(PROMPTS, ("light", "heavy"), TPOT_S)
-    ]
-    rounded = [
-        {
-            name: round(value, 3) if isinstance(value, float) else value
-            for name, value in row.items()
-        }
-        for row in rows
-    ]
-    print("\n".join(table({name: name for name in rounded[0]}, rounded)))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--requests", type=int, default=300, help="of each cell (default: 300)")
+    add("--json", type=Path, help="file for the table")
+
+
+def main(args: argparse.Namespace) -> None:
+    rows = []
+    for names in itertools.product(PROMPTS, ("light", "heavy"), TPOT_S):
+        print("simulating", *names, file=sys.stderr, flush=True)
+        row = cell(*names, args.requests)
+        rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+    print("\n".join(table({name: name for name in rows[0]}, rows)))
     if args.json:
-        args.json.write_text(json.dumps(rounded, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+        args.json.write_text(json.dumps(rows, indent=1))

@@ -76,7 +76,7 @@ def test_a_part_ends_in_time_and_its_failures_are_reported_once_with_their_place
     monkeypatch.setattr(child, "_ENDING_S", 1.0)
 
     def messages_of(function: str) -> list[dict[str, Any]]:
-        settings = {**MACHINE, "seconds": 60.0}
+        settings = {**MACHINE, "seconds": 20 * WAIT_S}
         return list(run.run_part("speed", f"{__name__}:{function}", settings, grace_s=1.0))
 
     row, failed = messages_of("crash")

@@ -129,7 +129,7 @@ void run(Form form, bool int8_kv, float cap, bool experts) {
         for (auto& id : token_ids) id = random_bits() % VOCAB;
         float logits[2 * VOCAB];
         const Step step{token_ids.data(), context_lens, query_lens, block_tables, logit_rows.data(),
-                        logits, nullptr, nullptr, room<char>(baton_workspace(&model, rows)),
+                        nullptr, logits, nullptr, nullptr, room<char>(baton_workspace(&model, rows)),
                         {pool, LAYERS, KV_HEADS, 0, KV_HEADS, BLOCK, HEAD, int8_kv}, rows, 2,
                         WIDTH, 2};
         baton_step(2, &model, &step);
