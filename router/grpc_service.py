@@ -66,9 +66,8 @@ class _CallWriter:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if not self._writing.done():
-            self._writing.cancel()
-            await asyncio.wait([self._writing])
+        self._writing.cancel()
+        await asyncio.gather(self._writing, return_exceptions=True)  # the caller may have left
 
     def start(self, started: inference_pb2.Started) -> None:
         self._add(inference_pb2.GenerateResponse(started=started))

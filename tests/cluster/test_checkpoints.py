@@ -136,7 +136,8 @@ async def test_workers_that_do_not_match_are_not_paired(tmp_path, clusters):
         await all_blocks_free(client)
 
         make_checkpoint(other, "Qwen3ForCausalLM", seed=9, tokenizer=True)
-        await start_again(cluster, "decode-0", "--model", str(other))
+        same_name = ("--model", str(other), "--model-name", "sharded")
+        await start_again(cluster, "decode-0", *same_name)
         await cluster.wait_ready()
         pids = {process.pid for name, process in cluster.processes.items() if name != "router"}
         ready = lambda s: pids == {w["pid"] for w in s["workers"] if w["state"] == "READY"}  # noqa: E731
@@ -150,7 +151,7 @@ async def test_workers_that_do_not_match_are_not_paired(tmp_path, clusters):
 
     tokenizer = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(tokenizer.replace("</s>", "<|end|>"))
-    await start_again(cluster, "router", "--model", str(other))
+    await start_again(cluster, "router", *same_name)
     async with AsyncClient(cluster.address, retry=no_retry) as client:
         patience = RetryPolicy(max_attempts=sys.maxsize)  # the router is still starting
         async with AsyncClient(cluster.address, retry=patience) as patient:

@@ -27,8 +27,8 @@ async def worker(cluster: LocalCluster, role: str) -> AsyncIterator[list[Running
         "--etcd", cluster.etcd_address, "--name", f"several-{role}", "--model", "demo",
         "--dtype", "float32", "--kv-cache", "32MiB", "--tp", "2", "--tp-backend", "gloo",
         "--threads", "1", "--nnodes", "2", "--tls-client-ca", str(cluster.certs / "ca.pem"),
-        "--tls-cert", str(cluster.certs / f"{role}.pem"),
-        "--tls-key", str(cluster.certs / f"{role}-key.pem"),
+        "--tls-cert", str(cluster.certs / "worker.pem"),
+        "--tls-key", str(cluster.certs / "worker-key.pem"),
     ]  # fmt: skip
     async with contextlib.AsyncExitStack() as stack:
         nodes = []

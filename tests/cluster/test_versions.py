@@ -17,10 +17,11 @@ from baton.v1 import (
     inference_pb2,
     inference_pb2_grpc,
     worker_pb2,
+    worker_pb2_grpc,
 )
 from tests.cluster.oracle import SIMULATED, all_blocks_free, check
 from tests.cluster.other_version import changed
-from tests.waiting import WAIT_S
+from tests.waiting import WAIT_S, eventually
 
 PROGRAM = (sys.executable, "-m", "tests.cluster.other_version")
 SERVICES = [
@@ -36,9 +37,17 @@ MESSAGES = {
 } | {"RouterMessage", "WorkerMessage"}
 OF_CLIENTS = {
     "GenerateRequest", "TokenizeRequest", "ListModelsRequest", "GetStatusRequest", "ExplainRequest",
+    "SetRoleRequest",
 }  # fmt: skip
-# `baton` itself never calls these.
-UNUSED = {"DrainRequest", "DrainResponse", "DescribeRequest", "DescribeResponse"}
+# `baton` itself never calls the first two; adapters are not loaded here.
+UNUSED = {
+    f"{method}{kind}"
+    for method in (
+        "Drain", "Describe", "LoadFleetAdapter", "UnloadFleetAdapter", "LoadAdapter",
+        "UnloadAdapter",
+    )
+    for kind in ("Request", "Response")
+}  # fmt: skip
 
 
 async def test_newer_and_older_processes_serve_together(clusters, simulated):
@@ -78,6 +87,8 @@ async def test_newer_and_older_processes_serve_together(clusters, simulated):
     assert pairs == {(f"prefill-{p}", f"decode-{d}") for p in (0, 1) for d in (0, 1)}
 
     await check_clients_of_another_version(cluster.address, simulated, names)
+    await change_role(cluster, names, "decode-0")
+    await change_role(cluster, names, "decode-1")
     lines = {line for process in cluster.processes.values() for line in process.log}
     assert {f"sends {name}" for name in MESSAGES - OF_CLIENTS - UNUSED} <= lines
 
@@ -87,6 +98,25 @@ async def test_newer_and_older_processes_serve_together(clusters, simulated):
     async with AsyncClient(cluster.address, retry=RetryPolicy(max_attempts=1)) as client:
         with pytest.raises(Unavailable, match="layout_version: 1 != 2"):
             await client.generate(simulated.prompt(100), max_tokens=4, timeout=WAIT_S)
+
+
+async def change_role(cluster, names, name):
+    """A client of a newer version has the worker take the role mixed; its routers learn of it."""
+    (record,) = (one for key, one in cluster.membership.records.items() if names[key] == name)
+    request = worker_pb2.SetRoleRequest(role=common_pb2.WORKER_ROLE_MIXED)
+    async with rpc.channel(record.address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        await stub.SetRole(changed(request, "newer"), timeout=WAIT_S)
+    for address in cluster.addresses:
+        async with AsyncClient(address) as client:
+            await eventually(
+                client.status,
+                lambda status: (
+                    (record.incarnation, "mixed")
+                    in {(one["incarnation"], one["role"]) for one in status["workers"]}
+                ),
+                f"{name} is not mixed",
+            )
 
 
 async def check_clients_of_another_version(address, simulated, names):

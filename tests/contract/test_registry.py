@@ -301,7 +301,7 @@ async def test_other_clusters_and_rubbish_are_passed_over(etcd, caplog):
         await client.put(prefix + "n1", newer, lease)
         await until_names(members, "n1")
     for name in ("before", "during", "alias", "r0", "r77", "rj"):
-        assert f"decode/{name}" in caplog.text
+        assert f"workers/{name}' " in caplog.text
 
 
 async def test_what_others_do_to_a_record_is_undone_while_its_lease_lives(etcd, caplog):
