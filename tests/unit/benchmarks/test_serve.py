@@ -59,7 +59,7 @@ async def test_the_aggregated_cluster_computes_every_prompt_on_its_decode_worker
     with pytest.raises(Failed):
         async with serve.SERVERS["baton-aggregated"](start(tmp_path, Rivals())):
             pass
-    assert (seen.config.prefill, seen.config.decode) == (0, 1)
+    assert seen.config.workers == {"prefill": 0, "decode": 1, "mixed": 0}
     threads = seen.extra["decode"].index("--threads")
     assert int(seen.extra["decode"][threads + 1]) == len(cores())
 

@@ -47,7 +47,7 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
     (WorkerConfig, {"role": "decode", "nnodes": 2, "name": "a"}, "cannot share --tp 1 ranks"),
     (WorkerConfig, {"role": "decode", "nnodes": 2, "engine": EngineConfig(tp=2)}, "needs --name"),
     (RouterConfig, {"port": -1}, "--port must be between 0 and 65535, not -1"),
-    (ClusterConfig, {"decode": 0}, "--decode must be at least 1, not 0: only decode workers"),
+    (ClusterConfig, {"prefill": 0, "decode": 0}, "a cluster needs a worker: --mixed 1"),
     (ClusterConfig, {"routers": 3, "port": 65534}, "--port 65534 leaves no ports for 3 routers"),
     (RouterLimits, {"slos": ("x",)}, "--slo 'x'"),
     (ClusterConfig, {"etcd": "x"}, "--etcd must be HOST:PORT, not 'x'"),

@@ -40,8 +40,8 @@ async def routing(registry):
 
 async def main():
     die_with_parent()
-    role = sys.argv[1].removesuffix("-worker")
     settings = json.loads(sys.argv[sys.argv.index("--config") + 1])
+    role = settings["role"] if sys.argv[1] == "worker" else sys.argv[1]
     if "--fail" in sys.argv:
         sys.exit("the checkpoint is broken")
     stop = asyncio.Event()

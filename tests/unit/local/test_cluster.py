@@ -84,8 +84,8 @@ async def test_starts_with_its_gpus_programs_and_arguments_and_leaves_nothing(mo
     assert "GPUs: prefill-0 on cuda:0, decode-0 on cuda:1, decode-1 on cuda:1" in said
     assert sum(" ready in " in text for text in said) == 4  # etcd and three workers
     first, second = (started.processes[f"decode-{n}"] for n in (0, 1))
-    assert first.argv[:3] == [*MEMBER, "decode-worker"]
-    assert second.argv[:5] == [*named, "decode-worker"]
+    assert first.argv[:3] == [*MEMBER, "worker"]
+    assert second.argv[:5] == [*named, "worker"]
     assert first.argv[-6:] == ["--name", "decode-0", "--advertise", "h:1", "--advertise", "h:2"]
     assert second.argv[-4:] == ["--name", "decode-1", "--advertise", "h:1"]
     assert ("decode-1", "decode begins") in lines
