@@ -18,6 +18,7 @@ from schemathesis.config import (
     ProjectsConfig,
     SchemathesisConfig,
 )
+from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from baton.config import ApiConfig
@@ -80,4 +81,6 @@ def test_answers_are_as_described(case, url):
     excluded = list(NOT_IN_THE_DESCRIPTION)
     if UNKNOWN_HEADER in (case.headers or {}):  # which HTTP has ignored
         excluded.append(negative_data_rejection)
+    if "load_lora_adapter" in case.path:  # scripted workers load none: 503
+        excluded.append(not_a_server_error)
     case.validate_response(response, excluded_checks=excluded)
