@@ -10,6 +10,7 @@ import pytest
 import schemathesis
 from anyio.from_thread import start_blocking_portal
 from hypothesis import HealthCheck, Phase, settings
+from schemathesis.checks import not_a_server_error
 from schemathesis.config import (
     ChecksConfig,
     GenerationConfig,
@@ -18,7 +19,6 @@ from schemathesis.config import (
     ProjectsConfig,
     SchemathesisConfig,
 )
-from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from baton.config import ApiConfig
