@@ -83,7 +83,7 @@ async def _on_one(worker: WorkerView, timeout_s: float, call: _Call) -> fleet_pb
             with rpc.translated():
                 await call(worker_pb2_grpc.WorkerServiceStub(channel), timeout_s)
     except (TimeoutError, DeadlineExceeded):
-        error = f"no answer within {timeout_s:.0f} s"
+        error = f"no answer within {timeout_s:.3g} s"
     except BatonError as failure:
         error = str(failure)
     return fleet_pb2.AdapterResult(worker=record.incarnation, error=error)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import ClassVar
 
 import msgspec
 from msgspec import Struct
 
-from baton.errors import Unavailable
+from baton.errors import DeadlineExceeded, Unavailable
 from baton.gateway import api
 from baton.gateway.endpoint import Endpoint
 from baton.gateway.openapi import ERRORS, Operation, Routes
@@ -49,7 +50,9 @@ async def _load(
     request = fleet_pb2.LoadFleetAdapterRequest(
         name=body.lora_name, directory=body.lora_path, model=body.base_model_name or ""
     )
-    _answer(exchange, "load", await adapters.load(service.models, request, caller.time_left_s))
+    began = time.monotonic()
+    results = await adapters.load(service.models, request, caller.time_left_s)
+    _answer(exchange, caller, began, "load", results)
 
 
 async def _unload(
@@ -57,12 +60,23 @@ async def _unload(
 ) -> None:
     service.check_operator(caller)
     request = fleet_pb2.UnloadFleetAdapterRequest(name=body.lora_name)
-    _answer(exchange, "unload", await adapters.unload(service.models, request, caller.time_left_s))
+    began = time.monotonic()
+    results = await adapters.unload(service.models, request, caller.time_left_s)
+    _answer(exchange, caller, began, "unload", results)
 
 
-def _answer(exchange: HttpExchange, change: str, results: list[fleet_pb2.AdapterResult]) -> None:
+def _answer(
+    exchange: HttpExchange,
+    caller: Caller,
+    began: float,
+    change: str,
+    results: list[fleet_pb2.AdapterResult],
+) -> None:
     if failed := [f"{one.worker}: {one.error}" for one in results if one.error]:
-        raise Unavailable(f"not all workers did {change} the adapter: {'; '.join(failed)}")
+        text = f"not all workers did {change} the adapter: {'; '.join(failed)}"
+        limit_s = caller.time_left_s
+        is_late = limit_s is not None and time.monotonic() - began >= limit_s
+        raise DeadlineExceeded(text) if is_late else Unavailable(text)
     workers = {one.worker: one.error for one in results}
     exchange.answer(200, msgspec.json.encode(AdapterChanged("adapter", workers)))
 

@@ -10,6 +10,7 @@ import pytest
 import schemathesis
 from anyio.from_thread import start_blocking_portal
 from hypothesis import HealthCheck, Phase, settings
+from schemathesis.checks import not_a_server_error
 from schemathesis.config import (
     ChecksConfig,
     GenerationConfig,
@@ -80,4 +81,6 @@ def test_answers_are_as_described(case, url):
     excluded = list(NOT_IN_THE_DESCRIPTION)
     if UNKNOWN_HEADER in (case.headers or {}):  # which HTTP has ignored
         excluded.append(negative_data_rejection)
+    if "load_lora_adapter" in case.path:  # scripted workers load none: 503
+        excluded.append(not_a_server_error)
     case.validate_response(response, excluded_checks=excluded)

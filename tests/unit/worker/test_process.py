@@ -16,9 +16,9 @@ from kvtransfer import copier
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
-@pytest.mark.parametrize(("role", "prefill_only"), [("prefill", True), ("decode", False)])
-def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, role, prefill_only):
-    """What only decode steps use is captured where they run."""
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, role):
+    """Decode steps are captured whatever the role, which may change."""
     calls = []
 
     def load(config, allocate, remote_ranks):
@@ -36,7 +36,7 @@ def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, rol
     monkeypatch.setattr(build, "warm_up", lambda loaded: calls.append("warm up"))
     monkeypatch.setattr(copier, "prepare", prepare)
     _, (pool,) = node._load(WorkerConfig(role, EngineConfig(device="cpu")))
-    assert calls == [(True, True, prefill_only), "prepare", "warm up"]
+    assert calls == [(True, True, False), "prepare", "warm up"]
     assert isinstance(pool.area, SharedMemoryArea)
     assert pool.tensor.data_ptr() == pool.area.tensor.data_ptr()
     pool.area.close()
