@@ -548,9 +548,12 @@ async def test_names_of_workers_and_sizes_of_queues_are_for_operators(
     waiting = generate()
     await router.cluster.until_waiting(1)
     refused = [(await failure_of(generate()), "1 requests are waiting already")]
-    await router.cluster.leave(router.decode)
-    refused.append((await failure_of(waiting), "no decode worker is ready (none is registered)"))
-    refused.append((await failure_of(generate()), "no decode worker is ready (none is registered)"))
+    for one in router.cluster.workers:
+        await router.cluster.leave(one)
+    refused.append((await failure_of(waiting), "no prefill worker is ready (none is registered)"))
+    refused.append(
+        (await failure_of(generate()), "no prefill worker is ready (none is registered)")
+    )
     for error, text in refused:
         assert (text in error.details()) == shown, error.details()
         assert retry_after_s(error) > 0
