@@ -218,7 +218,9 @@ async def test_a_line_that_fails_again_and_again_is_given_up(gateway):
         gateway.decode.requests.clear()
         raise Unavailable("the worker died")
 
-    gateway.decode.reserves = [fails] * 100
+    (prefill,) = gateway.cluster.prefills
+    prefill.tell(blocks_free=100)  # it would serve, too
+    prefill.reserves, gateway.decode.reserves = [fails] * 100, [fails] * 100
     batch = await finished(gateway, await create(gateway, [line(0)]))
     assert batch["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
     _, (failed,) = await results(gateway, batch)
