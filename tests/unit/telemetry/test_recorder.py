@@ -21,10 +21,17 @@ OPEN = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
 TTFT = "gen_ai.server.time_to_first_token"
 CHAT = {
     "gen_ai.request.model": "m",
+    "baton.model.version": "v1",
     "gen_ai.provider.name": "baton",
     "gen_ai.operation.name": "chat",
 }
-LABELS = {name.replace(".", "_"): value for name, value in CHAT.items()}
+
+
+def labels_of(attributes):
+    return {name.replace(".", "_"): value for name, value in attributes.items()}
+
+
+LABELS = labels_of(CHAT)
 
 
 @pytest.fixture
@@ -58,7 +65,8 @@ def test_counters_gauges_and_histograms(recorder, accept):
     recorder.count("baton.failovers", 2, {"reason": "Stale"})
     recorder.count("baton.failovers", 0, {"reason": "Unavailable"})
     recorder.observe("baton.requests.running", lambda: [(7, {})])
-    recorder.observe("baton.tokens.output", lambda: [(1234567, {"gen_ai.request.model": "m"})])
+    labels = {"gen_ai.request.model": "m", "baton.model.version": "v1"}
+    recorder.observe("baton.tokens.output", lambda: [(1234567, labels)])
     gaps = recorder.gaps(GAPS)
     for value in (0.005, 0.0051, 100.0):
         recorder.record(TTFT, value, CHAT)
@@ -71,7 +79,7 @@ def test_counters_gauges_and_histograms(recorder, accept):
     assert value_of("baton_failovers_total", reason="Stale") == 3
     assert value_of("baton_failovers_total", reason="Unavailable") == 0
     assert value_of("baton_requests_running") == 7
-    assert value_of("baton_tokens_output_total", gen_ai_request_model="m") == 1234567
+    assert value_of("baton_tokens_output_total", **labels_of(labels)) == 1234567
     target = {"service_name": "baton-router", "service_instance_id": 'a "b"\\'}
     assert value_of("target_info", **target) == 1
     for name, labels in ((TTFT, LABELS), (GAPS, {})):
