@@ -378,23 +378,17 @@ async def test_a_reservation_that_expires_is_made_elsewhere(clusters, simulated)
     await all_blocks_free(client)
 
 
-async def test_a_full_decode_worker_costs_no_prefill(clusters, simulated):
-    """Blocks are reserved before a prompt is computed; one without them waits at the router."""
-    cluster, client = await clusters(engine=SMALL)
-    waiting = simulated.case(600, 1)
-    await check(client, simulated, simulated.case(40))
-    first = simulated.prompt(480, 9)
-    async with client.stream(first, max_tokens=540, ignore_eos=True) as stream:
+async def test_what_a_full_decode_worker_has_no_room_for_runs_on_its_prefill_worker(
+    clusters, simulated
+):
+    """Without waiting, and without a handoff: the prefill worker keeps the sequence."""
+    _, client = await clusters(engine=SMALL)
+    done = await check(client, simulated, simulated.case(40))
+    prefill = done.route.prefill
+    async with client.stream(simulated.prompt(480, 9), max_tokens=540, ignore_eos=True) as stream:
         await anext(stream)
-        steps = (await load_of_only(cluster, PREFILL)).steps
-        asked = asyncio.ensure_future(check(client, simulated, waiting))
-        await eventually(client.status, lambda s: s["router"]["queued"] == 1, "not queued")
-        for _ in range(3):
-            await anext(stream)
-        load = await load_of_only(cluster, PREFILL)
-        assert (load.steps, load.queue_tokens) == (steps, 0)
-        assert not asked.done()
-    await asked  # leaving the block gave the other stream's room up
+        done = await check(client, simulated, simulated.case(600, 1))
+        assert done.route.decode == prefill
 
 
 NICE = ClusterConfig.prefill_nice
