@@ -260,7 +260,7 @@ def shared(before: Sequence[RouteTarget], target: RouteTarget, percent: float) -
 
 
 def fisher_greater(errors: int, ended: int, others_errors: int, others_ended: int) -> float:
-    """One-sided p of Fisher's exact test: so many errors or more if both had one error rate."""
+    """One-sided p of Fisher's exact test: these errors or more if both had one error rate."""
     failed, total = errors + others_errors, ended + others_ended
 
     def log_choose(n: int, k: int) -> float:

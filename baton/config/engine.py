@@ -45,8 +45,8 @@ class SimulatedSpeed:
     prefill_tokens_per_s: float
     step_ms: float  # of a decode step
     ms_per_sequence: float = 0.0  # added to a decode step for each sequence
-    ms_per_1000_tokens: float = 0.0  # added to it for the KV of so many tokens, of all sequences
-    # A prompt's token after so many others takes twice as long as its first one; 0: none does.
+    ms_per_1000_tokens: float = 0.0  # added to it for each 1,000 tokens of the batch's contexts
+    # Tokens of context after which a prompt's tokens take twice as long as its first; 0: none.
     doubled_at: float = 0.0
     mixed: float = 1.0  # duration of a step with prompts and sequences, over the sum of both parts
 
@@ -134,8 +134,8 @@ class CacheConfig(ServedModel):
         0.0,
         "--chunk-ms MS",
         "target time of a prompt chunk: about how long a short prompt waits behind a long one; "
-        "chunks have at least 64 tokens, 256 on a GPU (default: 60 on a CPU, 25 on a GPU, 100 on a "
-        "prefill worker's GPU)",
+        "chunks have at least 64 tokens, 256 on a GPU (default: 60 on a CPU; on a GPU 25, and 100 "
+        "while no sequence runs)",
     )
     chunk_tokens: int = option(
         2048, "--chunk-tokens TOKENS", "most prompt and draft tokens in one engine step", least=1
@@ -246,7 +246,6 @@ class EngineConfig(CacheConfig):
     overlap: bool = option(
         True, "--overlap", "prepare the next step while one runs (asynchronous scheduling, GPUs)"
     )
-    prefill_only: bool = False  # on prefill workers: sequences end after their first token
 
     def __post_init__(self) -> None:
         options.check(self)

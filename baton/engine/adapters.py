@@ -78,7 +78,7 @@ class AdapterTable:
         resident = self._residents[identity]
         if resident.unused is None:
             resident.unused = Future()
-            resident.unused.set_running_or_notify_cancel()  # nobody can cancel it any more
+            resident.unused.set_running_or_notify_cancel()  # from here on cancel() has no effect
             if not resident.users:
                 resident.unused.set_result(None)
         return resident.unused

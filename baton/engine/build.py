@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -42,11 +43,19 @@ from baton.generation.sampling_params import SamplingParams
 from baton.v1 import common_pb2
 
 log = logging.getLogger(__name__)
-# Duration of a chunk in seconds, and its minimum of tokens. On a GPU (derived, not measured) fewer
-# tokens take as long, as all weights are read: up to 295 on an H100 in bfloat16.
-_CHUNKS = {"cpu": (0.060, 64), "cuda": (0.025, 256)}
-# On a prefill worker's GPU no stream waits for a chunk, only shorter prompts do.
-_PREFILL_ONLY_S = 0.100
+
+
+class _Chunks(NamedTuple):
+    """A chunk's duration beside running sequences and without, and its minimum of tokens."""
+
+    seconds: float
+    alone_s: float
+    min_tokens: int
+
+
+# On a GPU (derived, not measured) fewer tokens take as long, as all weights are read: up to 295 on
+# an H100 in bfloat16. Without sequences only shorter prompts wait for a chunk.
+_CHUNKS = {"cpu": _Chunks(0.060, 0.060, 64), "cuda": _Chunks(0.025, 0.100, 256)}
 
 
 @dataclass(frozen=True)
@@ -75,19 +84,16 @@ class Loaded:
     @property
     def chunk_s(self) -> float:
         """Target duration of a chunk."""
-        kind = self.runner.pool.device.type
-        usual_s, _ = _CHUNKS[kind]
-        if kind == "cuda" and self.settings.prefill_only:
-            usual_s = _PREFILL_ONLY_S
-        return self.settings.chunk_ms / 1e3 or usual_s
+        return self.settings.chunk_ms / 1e3 or _CHUNKS[self.runner.pool.device.type].seconds
 
     def engine(self, publish: Callable[[StepReport], None]) -> Engine:
         """A new engine, not started, over this model and pool."""
         settings, runner, most = self.settings, self.runner, self.max_context
         blocks = BlockManager(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
         proposer = NgramProposer(settings.speculate, most) if settings.speculate else None
-        _, least = _CHUNKS[runner.pool.device.type]
-        chunk = ChunkBudget(settings.chunk_tokens, self.chunk_s, least)
+        usual = _CHUNKS[runner.pool.device.type]
+        alone_s = 0.0 if settings.chunk_ms else usual.alone_s
+        chunk = ChunkBudget(settings.chunk_tokens, self.chunk_s, usual.min_tokens, alone_s)
         scheduler = Scheduler(blocks, chunk, settings.max_batch, proposer)
         eos = frozenset(self.model_config.eos_token_ids)
         overlap = settings.overlap and not proposer  # proposals need known tokens

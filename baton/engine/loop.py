@@ -451,7 +451,7 @@ class EngineLoop:
     def _abort_broken(self, sequence: Sequence) -> SequenceProgress:
         """Aborts a sequence whose KV may hold numbers that are not finite.
 
-        Nobody may get them: neither from the prefix cache nor with the memory of its blocks.
+        Its blocks leave the prefix cache and are zeroed, so that no other sequence reads them.
         """
         log.error("sequence %s is aborted: %s", sequence.seq_id, NOT_FINITE)
         private = self._blocks.uncache(sequence.block_ids)

@@ -143,7 +143,8 @@ class StepSize(Protocol):
 
 
 class ChunkBudget:
-    """How many prompt tokens a step may compute: about as many as take `seconds`.
+    """How many prompt tokens a step may compute: about as many as take `seconds`, or `alone_s` in a
+    step that no running sequence waits for.
 
     max_tokens: upper limit, which memory is planned for · min_tokens: lower limit, also used before
     anything is measured; fewer tokens would take as long. The rate is tokens over seconds, both
@@ -154,9 +155,13 @@ class ChunkBudget:
     _DECAY = 0.8  # of earlier steps' weight, with each step
     _MIN_MEASURED = 32  # prompt tokens of a step that is measured
 
-    def __init__(self, max_tokens: int, seconds: float = 0.060, min_tokens: int = 64) -> None:
+    def __init__(
+        self, max_tokens: int, seconds: float = 0.060, min_tokens: int = 64, alone_s: float = 0.0
+    ) -> None:
+        """alone_s: 0 stands for `seconds`."""
         self.max_tokens = max_tokens
         self._seconds, self._min_tokens = seconds, min_tokens
+        self._alone_s = alone_s or seconds
         self._sum_tokens = self._sum_s = 0.0
 
     @property
@@ -166,7 +171,16 @@ class ChunkBudget:
 
     @property
     def tokens(self) -> int:
-        return min(self.max_tokens, max(self._min_tokens, int(self.tokens_per_s * self._seconds)))
+        """Beside running sequences."""
+        return self._tokens(self._seconds)
+
+    @property
+    def alone_tokens(self) -> int:
+        """Without running sequences."""
+        return self._tokens(self._alone_s)
+
+    def _tokens(self, seconds: float) -> int:
+        return min(self.max_tokens, max(self._min_tokens, int(self.tokens_per_s * seconds)))
 
     def estimate_s(self, step: ScheduledStep) -> float:
         """Estimated seconds of a step with chunks; 0 for one without, or before any measurement."""
@@ -266,7 +280,7 @@ class Scheduler:
         step = ScheduledStep()
         self._decode(step)
         num_decodes = len(step.sequences)
-        self._catch_up(step, self.chunk.tokens)
+        self._catch_up(step, self.chunk.tokens if num_decodes else self.chunk.alone_tokens)
         if len(step.sequences) > num_decodes:
             step.sort()
         if self._proposer is not None:

@@ -31,7 +31,7 @@ _NEAR = 0.7  # of a target: a latency above it keeps workers from being taken aw
 _LATENCY_S = 60.0  # over which routers take percentiles
 _BAND = 0.1  # workers by which a need must exceed a number, or fall below it, to change it
 _GAIN = 0.9  # a change of roles must lower the higher load to this share of it
-_FLIP_SHARE = 8  # at most one worker in so many changes its role at a time
+_FLIP_SHARE = 8  # of 8 workers at most one changes its role at a time
 _USUAL_BATCH = 64  # where workers report no limit
 
 

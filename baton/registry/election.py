@@ -40,7 +40,7 @@ class Election:
             try:
                 await self._renew() if self.left_s else await self._stand()
                 self._connected = True
-            except Exception as error:  # after a bug, too: nobody would lead, and this one serve on
+            except Exception as error:  # after a bug, too: else no process would lead
                 bug = None if isinstance(error, BatonError) else error
                 if self._connected or bug:
                     text = "the election cannot be followed for now: %s"

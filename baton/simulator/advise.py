@@ -239,19 +239,19 @@ class Advisor:
 
     def _why(self, best: Tried, meets: bool) -> str:
         same = [one for one in self._tried if one.num_workers == best.num_workers]
-        apart = max((one.share for one in same if one.is_disaggregated), default=None)
+        split = max((one.share for one in same if one.is_disaggregated), default=None)
         mixed = max((one.share for one in same if not one.is_disaggregated), default=None)
         text = f"{best.share:.1%} of the requests meet the limits"
         if not meets:
             text += f", and {self._config.share:.0%} should: more or faster workers are needed"
-        elif apart is None or mixed is None:
+        elif split is None or mixed is None:
             pass
         elif best.is_disaggregated:
             text += f", and {mixed:.1%} with as many workers that do both"
-        elif apart >= mixed - _SMALL:
+        elif split >= mixed - _SMALL:
             text += ", as many as with separate prefill and decode workers, which add handoffs"
         else:
-            text += f", and {apart:.1%} at most with separate prefill and decode workers"
+            text += f", and {split:.1%} at most with separate prefill and decode workers"
         return text
 
 

@@ -270,7 +270,8 @@ class SimulatedWorker:
 
     def _chunks(self) -> list[tuple[SimulatedSequence, int]]:
         """The prompts of the next step, by order, and how many of their tokens are computed."""
-        budget, chunks, running, no_blocks = self.chunk.tokens, [], self._num_running, False
+        budget = self.chunk.tokens if self._decoding else self.chunk.alone_tokens
+        chunks, running, no_blocks = [], self._num_running, False
         for _, _, one in self._prompts:
             if budget <= 0:
                 break
@@ -424,7 +425,7 @@ class SimulatedWorker:
         insort(queue, (*sequence.order, sequence))
 
     def _reserve(self, sequence: SimulatedSequence, extra_tokens: int = 0) -> bool:
-        """Takes blocks for a sequence's known tokens and so many more, cached ones first."""
+        """Takes blocks for a sequence's known tokens and further ones, cached ones first."""
         prompt, size = sequence.prompt, self.spec.block_size
         found = self.blocks.get_computed_blocks(prompt.units, "", prompt.hashes)
         needed = -(-(sequence.num_tokens + extra_tokens) // size)

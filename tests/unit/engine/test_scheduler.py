@@ -87,6 +87,19 @@ def test_a_chunk_takes_its_time_at_the_rate_of_the_last_steps():
     assert scheduler.chunk.tokens_per_s > 5120
 
 
+def test_a_chunk_may_take_longer_while_no_sequence_runs():
+    chunk = ChunkBudget(512, seconds=0.1, alone_s=0.2)
+    scheduler = Scheduler(BlockManager(4096, SIZE), chunk, max_batch=4)
+    scheduler.add(make_sequence("long", 3000))
+    run(scheduler, step := scheduler.schedule())
+    scheduler.record_step(step, step.num_chunk_tokens / 1000)
+    assert scheduler.schedule().num_chunk_tokens == 200
+    scheduler.add(make_sequence("stream", 1, first=5000, priority=-1.0))
+    run(scheduler, scheduler.schedule())
+    assert shape(scheduler.schedule())[0] == ("stream", 1, 1)
+    assert scheduler.schedule().num_chunk_tokens == 100
+
+
 def test_only_steps_with_some_tokens_of_prompts_measure_their_rate():
     scheduler = Scheduler(BlockManager(64, SIZE), ChunkBudget(64), max_batch=64)
     scheduler.add(make_sequence("short", 31))

@@ -22,7 +22,7 @@ def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, rol
     calls = []
 
     def load(config, allocate, remote_ranks):
-        calls.append((config.graphs, config.overlap, config.prefill_only))
+        calls.append((config.graphs, config.overlap))
         pool = (
             allocate(2 * 64, torch.device("cpu")).tensor.view(torch.float32).view(2, 1, 2, 1, 4, 2)
         )
@@ -36,7 +36,7 @@ def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, rol
     monkeypatch.setattr(build, "warm_up", lambda loaded: calls.append("warm up"))
     monkeypatch.setattr(copier, "prepare", prepare)
     _, (pool,) = node._load(WorkerConfig(role, EngineConfig(device="cpu")))
-    assert calls == [(True, True, False), "prepare", "warm up"]
+    assert calls == [(True, True), "prepare", "warm up"]
     assert isinstance(pool.area, SharedMemoryArea)
     assert pool.tensor.data_ptr() == pool.area.tensor.data_ptr()
     pool.area.close()

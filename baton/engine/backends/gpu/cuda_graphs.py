@@ -168,13 +168,11 @@ def shapes_of(settings: EngineConfig, max_context: int) -> list[StepShape]:
     if not settings.graphs:
         return []
     widths = table_widths(-(-max_context // settings.block_size))
-    decodes = 0 if settings.prefill_only else settings.max_batch
     # Steps with chunks take longer, so every other width is enough for them.
     sizes = itertools.product(chunk_sizes(settings.chunk_tokens), widths[::-2][::-1])
-    shapes = [StepShape(decodes, rows, width) for rows, width in sizes]
-    if not settings.prefill_only:
-        sizes = itertools.product(batch_sizes(settings.max_batch), widths)
-        shapes = [*(StepShape(size, 0, width) for size, width in sizes), *shapes]
+    chunks = [StepShape(settings.max_batch, rows, width) for rows, width in sizes]
+    sizes = itertools.product(batch_sizes(settings.max_batch), widths)
+    shapes = [*(StepShape(size, 0, width) for size, width in sizes), *chunks]
     if settings.lora_slots:
         shapes = [shape._replace(lora=lora) for shape in shapes for lora in (False, True)]
     return shapes[::-1]
@@ -200,7 +198,7 @@ class StepGraphs:
         chunks = [shape for shape in self._shapes if shape.chunk_rows]
         self._chunk_sizes = sorted({shape.chunk_rows for shape in chunks})
         self._chunk_widths = sorted({shape.width for shape in chunks})
-        self._max_decodes = 0 if settings.prefill_only else settings.max_batch
+        self._max_decodes = settings.max_batch
         most_rows = max(self._chunk_sizes, default=0)
         self._has_lora = settings.lora_slots > 0
         self.largest = StepShape(self._max_decodes, most_rows, self._widths[-1], self._has_lora)

@@ -160,17 +160,15 @@ def on_cpu(num_blocks, **options):
     return Driven(runner, num_blocks, **options)
 
 
-def gpu_runner(stream, num_blocks, max_batch=6, prefill_only=False):
-    settings = EngineConfig(max_batch=max_batch, block_size=SIZE, prefill_only=prefill_only)
+def gpu_runner(stream, num_blocks, max_batch=6):
+    settings = EngineConfig(max_batch=max_batch, block_size=SIZE)
     sampler = Sampler(EOS, CONFIG.vocab_size)
     return GpuRunner(MODEL, new_pool(num_blocks), sampler, settings, MAX_CONTEXT, stream)
 
 
-def on_gpu(
-    stream, num_blocks, *, overlap=True, graphs=False, max_batch=6, prefill_only=False, **options
-):
+def on_gpu(stream, num_blocks, *, overlap=True, graphs=False, max_batch=6, **options):
     """On the GPU's runner, over a stream of the CPU."""
-    runner = gpu_runner(stream, num_blocks, max_batch, prefill_only)
+    runner = gpu_runner(stream, num_blocks, max_batch)
     if graphs:
         runner.capture()
     return Driven(runner, num_blocks, max_batch=max_batch, overlap=overlap, **options)

@@ -82,11 +82,11 @@ def assert_same(padded, plain):
         torch.testing.assert_close(padded.pool, plain.pool, rtol=0, atol=1e-5)
 
 
-def pair(name="llama", kv_dtype=torch.float32, prefill_only=True):
+def pair(name="llama", kv_dtype=torch.float32):
     _, gpu = both(CONFIGS[name])
     return (
-        Stepped(gpu, kv_dtype, prefill_only=prefill_only),
-        Stepped(gpu, kv_dtype, prefill_only=prefill_only, graphs=False),
+        Stepped(gpu, kv_dtype),
+        Stepped(gpu, kv_dtype, graphs=False),
     )
 
 
@@ -96,7 +96,8 @@ def test_prompts_of_every_length_around_a_shapes_edges():
         for seed, length in enumerate((1, 2, 19, 20, 21, 39, 40)):
             run.step((run.add(length, seed), length))
     assert_same(*runs)
-    assert runs[0].shapes == [StepShape(0, rows, 16) for rows in (20, 20, 20, 20, 40, 40, 40)]
+    chunks = [StepShape(4, rows, 16) for rows in (20, 20, 20, 40, 40, 40)]
+    assert runs[0].shapes == [StepShape(1, 0, 16), *chunks]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_several_prompts_in_chunks_behind_what_is_cached(name, kv_dtype):
 
 
 def test_chunks_beside_decode_rows():
-    runs = pair("gpt-oss", prefill_only=False)
+    runs = pair("gpt-oss")
     for run in runs:
         decoding = [run.add(length, length) for length in (5, 6, 7)]
         run.step(*((one, one.num_tokens) for one in decoding))
@@ -158,8 +159,6 @@ def test_which_shapes_are_captured(monkeypatch):
     settings = EngineConfig(max_batch=2, chunk_tokens=40)
     decoding = [StepShape(2, 40, 3), StepShape(2, 20, 3), StepShape(2, 0, 3), StepShape(1, 0, 3)]
     assert shapes_of(settings, 40) == decoding
-    prefilling = [StepShape(0, 40, 3), StepShape(0, 20, 3)]
-    assert shapes_of(replace(settings, prefill_only=True), 40) == prefilling
     assert shapes_of(replace(settings, graphs=False), 40) == []
     widths = [shape.width for shape in shapes_of(settings, 16 * 2048)]
     assert widths == [2048, 128] * 2 + [2048, 512, 128] * 2

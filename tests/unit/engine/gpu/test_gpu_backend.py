@@ -242,7 +242,7 @@ def test_the_gpu_is_the_engine_threads_before_anything_else(checkpoint, monkeypa
     assert found == seen == [("engine", device)]
 
 
-def test_chunks_are_larger_where_no_stream_waits_for_its_token(checkpoint):
+def test_chunks_are_larger_while_no_sequence_waits_for_its_token(checkpoint):
     config = EngineConfig(str(checkpoint), **{**SETTINGS, "chunk_tokens": 2048})
     on_cpu = build.load(config, backend=CpuBackend(replace(config, kernels="torch")))
     device = torch.device("cuda", 0)
@@ -251,12 +251,12 @@ def test_chunks_are_larger_where_no_stream_waits_for_its_token(checkpoint):
         [ScheduledSequence(Sequence("", [0] * 2001, 2001, SamplingParams()), 0, 2000)]
     )
     found = []
-    for changes in ({}, {"prefill_only": True}, {"prefill_only": True, "chunk_ms": 30.0}):
+    for changes in ({}, {"chunk_ms": 30.0}):
         loaded = replace(on_cpu, runner=runner, settings=replace(config, **changes))
         chunk = loaded.engine(lambda report: None)._scheduler.chunk
         chunk.record_step(plan, 0.1)  # 20,000 tokens a second
-        found.append(chunk.tokens)
-    assert found == [500, 2000, 600]
+        found.append((chunk.tokens, chunk.alone_tokens))
+    assert found == [(500, 2000), (600, 600)]
 
 
 CONFIG = qwen_config()  # 2 layers, 2 KV heads of 32: 512 B a token in bfloat16

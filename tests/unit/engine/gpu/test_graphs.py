@@ -338,11 +338,10 @@ def test_memory_is_measured_with_the_largest_step_that_is_captured(monkeypatch):
 
     monkeypatch.setattr(MODEL, "step", watched)
     config = EngineConfig(max_batch=3, block_size=SIZE, chunk_tokens=70)
-    prefill_only = replace(config, prefill_only=True)
-    for one in (config, replace(config, graphs=False), prefill_only):
+    for one in (config, replace(config, graphs=False)):
         largest_captured(MODEL, new_pool(1), one, 24)
     chunks = [23, 23, 23]
-    assert seen == [(4, [1] * 4 + chunks), (3, [1] * 3), (1, [1, *chunks])]
+    assert seen == [(4, [1] * 4 + chunks), (3, [1] * 3)]
 
 
 def assert_warmed_up(max_context, tiling, steps):

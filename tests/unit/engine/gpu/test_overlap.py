@@ -248,7 +248,7 @@ def handed_over(driven, dice, coming):
 def test_what_a_prefill_worker_hands_over_is_what_a_cpu_computes(seed, num_blocks):
     dice = random.Random(seed)
     prompts = [prompt(number, dice) for number in range(16)]
-    driven = on_gpu(LazyStream(seed), num_blocks, prefill_only=True)
+    driven = on_gpu(LazyStream(seed), num_blocks)
     found, steps, in_flight = handed_over(driven, dice, [*map(fresh, prompts)])
     assert len(found) > 8 and in_flight > steps / 2
     for one in prompts:
