@@ -88,15 +88,17 @@ class Pod:
     def argv(self, hosts: dict[str, str]) -> list[str]:
         """Its command, with the image's entry point where the template names none."""
         known = self.environment(hosts)
-        command = self.container.get("command") or ENTRYPOINT
-        parts = (*command, *self.container.get("args", ()))
-        return [self._here(_expanded(part, known), hosts) for part in parts]
+        command = self.container.get("command")
+        parts = (*(command or ()), *self.container.get("args", ()))
+        mapped = [self._here(_expanded(part, known), hosts) for part in parts]
+        return mapped if command else [*ENTRYPOINT, *mapped]
 
     def _here(self, value: str, hosts: dict[str, str]) -> str:
-        for mount in self.container["volumeMounts"]:
-            path = mount["mountPath"]
-            if path not in _SHARED and (value == path or path + "/" in value):
-                value = value.replace(path, str(self._folder / mount["name"]), 1)
+        mounts = {one["mountPath"]: one["name"] for one in self.container["volumeMounts"]}
+        paths = "|".join(re.escape(path) for path in mounts if path not in _SHARED)
+        if paths:
+            place = lambda found: str(self._folder / mounts[found[0]])  # noqa: E731
+            value = re.sub(rf"(?<![\w/])({paths})(?=/|$)", place, value)
         for host, address in hosts.items():
             value = re.sub(rf"\b{re.escape(host)}(\.{NAMESPACE})?(?=:\d)", address, value)
         return value.replace("0.0.0.0", self.address)

@@ -200,8 +200,8 @@ class StepGraphs:
         self._chunk_widths = sorted({shape.width for shape in chunks})
         self._max_decodes = settings.max_batch
         most_rows = max(self._chunk_sizes, default=0)
-        self._has_lora = settings.lora_slots > 0
-        self.largest = StepShape(self._max_decodes, most_rows, self._widths[-1], self._has_lora)
+        self.has_lora = settings.lora_slots > 0
+        self.largest = StepShape(self._max_decodes, most_rows, self._widths[-1], self.has_lora)
         self._buffer = torch.zeros(
             num_elements(self.largest), dtype=torch.int32, device=stream.device
         )

@@ -177,8 +177,9 @@ class GpuRunner(Runner):
         if not plan.has_chunks and all(item.samples for item in work):
             shape = self._graphs.decode_shape(len(work), blocks)
         shape = shape or self._graphs.chunk_shape([item.count for item in work], blocks)
-        has_lora = any(item.sequence.lora_slot >= 0 for item in work)
-        return shape and shape._replace(lora=has_lora)
+        if shape and self._graphs.has_lora:
+            return shape._replace(lora=any(item.sequence.lora_slot >= 0 for item in work))
+        return shape
 
     def _fits(self, item: ScheduledSequence) -> bool:
         """Whether a graph supports what a sequence asks for in this step."""
@@ -231,15 +232,17 @@ class GpuRunner(Runner):
         if chunks:
             tokens = [tokens[at] for at in launch.logit_rows]
         tokens = self.sampler.checked(tokens)
-        found = self._deferred_tokens(launch, tokens) if launch.deferred else {}
-        sampling = list(zip(launch.sampling, tokens, strict=False))
-        if chunks:
-            found = {
-                one.sequence.seq_id: SampledTokens((token,)) for one, token in sampling
-            } | found
-        if NO_TOKEN in tokens:
-            found |= {one.sequence.seq_id: BROKEN for one, token in sampling if token == NO_TOKEN}
-        return StepOutput(found, [] if chunks else tokens)
+        deferred = self._deferred_tokens(launch, tokens) if launch.deferred else {}
+        if not chunks and NO_TOKEN not in tokens:
+            return StepOutput(deferred, tokens)
+        sampling = {
+            one.sequence.seq_id: token for one, token in zip(launch.sampling, tokens, strict=True)
+        }
+        found = (
+            {name: SampledTokens((token,)) for name, token in sampling.items()} if chunks else {}
+        )
+        broken = {name: BROKEN for name, token in sampling.items() if token == NO_TOKEN}
+        return StepOutput(found | deferred | broken, [] if chunks else tokens)
 
     def _wait(self, event: Any) -> None:
         began = time.perf_counter()
