@@ -123,14 +123,14 @@ class OurEngine:
 
     def driver(
         self, batch: int, context: int, chunk: int, *, graphs: bool = False,
-        prefill_only: bool = False, reference: bool = False, prefix_cache: bool = False,
+        reference: bool = False, prefix_cache: bool = False,
     ) -> Driver:  # fmt: skip
         """A driver of an engine as in a worker: overlapped steps, with CUDA graphs.
 
         reference: the model in plain torch, without overlap."""
         settings = EngineConfig(
             max_batch=batch, chunk_ms=1e6, chunk_tokens=chunk, prefix_cache=prefix_cache,
-            graphs=graphs, prefill_only=prefill_only,
+            graphs=graphs,
         )  # fmt: skip
         runner: StepRunner
         if reference:
@@ -293,7 +293,7 @@ class Measuring:
         with closing(ours.driver(*limits, graphs=True)) as driver:
             part.measure("decode", self._decode_cases(driver, batches))
         limits = (8, part.sized(max(PROMPTS) + 64, 128), part.sized(CHUNK, 4))
-        with closing(ours.driver(*limits, graphs=not part.smoke, prefill_only=True)) as driver:
+        with closing(ours.driver(*limits, graphs=not part.smoke)) as driver:
             cases = [(self._title(f"{n} tokens"), partial(self.prefill, driver, n))
                      for n in self.prompts]  # fmt: skip
             part.measure("prefill", cases)
