@@ -478,8 +478,7 @@ class Handoffs:
     def _end(self, handoff: Handoff, reason: str) -> None:
         """Frees the blocks, or quarantines those that a sender may still write into."""
         if handoff.may_be_written:
-            quarantine_from = handoff.cached_tokens // self._limits.block_size
-            handoff.released = self._engine.release(handoff.handoff_id, quarantine_from)
+            handoff.released = self._engine.release(handoff.handoff_id, handoff.cached_tokens)
             self._leave(handoff, reason, State.QUARANTINED)
         else:
             released = self._engine.release(handoff.handoff_id)

@@ -89,7 +89,9 @@ class Loaded:
     def engine(self, publish: Callable[[StepReport], None]) -> Engine:
         """A new engine, not started, over this model and pool."""
         settings, runner, most = self.settings, self.runner, self.max_context
-        blocks = BlockManager(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
+        layout = self.layout
+        sizes = layout.num_blocks, layout.block_size
+        blocks = BlockManager(*sizes, settings.prefix_cache, layout.windows)
         proposer = NgramProposer(settings.speculate, most) if settings.speculate else None
         usual = _CHUNKS[runner.pool.device.type]
         alone_s = 0.0 if settings.chunk_ms else usual.alone_s
@@ -135,7 +137,8 @@ def load(
     longest = longest_context(settings, config)
     kv_bytes, layout = settings.kv_cache_bytes or backend.kv_bytes, None
     if settings.kv_blocks or kv_bytes:
-        layout = plan_layout(config, kv_dtype, settings.block_size, settings.kv_blocks, kv_bytes)
+        size = settings.block_size, settings.kv_blocks, kv_bytes, settings.chunk_tokens
+        layout = plan_layout(config, kv_dtype, *size)
         _check_context(settings, layout)
         longest = min(longest, layout.num_tokens)
     # Tables by position cover only the positions that are possible here.
@@ -198,7 +201,7 @@ def _check_context(settings: EngineConfig, layout: KvLayout) -> None:
 
 def _kv_for(layout: KvLayout, context: int) -> str:
     """The option for a pool of this context length."""
-    needed = math.ceil((context + layout.block_size) * layout.bytes_per_token / 2**20)
+    needed = math.ceil(layout.bytes_of(context + layout.block_size) / 2**20)
     return f"--kv-cache {needed}MiB"
 
 
@@ -210,10 +213,11 @@ def warm_up(loaded: Loaded) -> None:
     """
     loaded.prepare()
     chunk = min(512, loaded.settings.chunk_tokens, loaded.max_context)
-    blocks = list(range(-(-chunk // loaded.layout.block_size)))
+    groups = len(loaded.layout.windows)
+    blocks = list(range(-(-chunk // loaded.layout.block_size) * groups))
     sequence = Sequence("warm-up", [1] * chunk, chunk, SamplingParams(), block_ids=blocks)
     single = ScheduledSequence(
-        Sequence("warm-up", [1], 1, SamplingParams(), block_ids=blocks[:1]), 0, 1
+        Sequence("warm-up", [1], 1, SamplingParams(), block_ids=blocks[:groups]), 0, 1
     )
     loaded.runner.run(
         ScheduledStep(

@@ -89,7 +89,7 @@ class RunnerFailed(InternalError):
 
 
 class StepRunner:
-    """Computes steps over a KV pool `[blocks, layers, 2, kv_heads, block_size, row_size]`.
+    """Computes steps over a KV pool of the shape that `KvLayout` has.
 
     `launch` starts a step, `sample` samples, `land` waits for it; an engine may launch the next
     step before it lands this one. Here `launch` does everything, by `run`.
@@ -175,7 +175,7 @@ class Runner(StepRunner):
         super().__init__(pool, sampler)
         self.model = model
         self.expert_tokens = model.expert_tokens
-        self._batches = BatchBuilder(pool.shape[4], pool.device)
+        self._batches = BatchBuilder(pool.shape[4], pool.device, model.num_groups)
 
     def run(self, step: ScheduledStep) -> dict[str, SampledTokens]:
         launch = self.launch(step)

@@ -24,6 +24,7 @@ from typing import Protocol
 from baton.engine.block_manager import BlockManager
 from baton.engine.sequence import UNKNOWN, Sequence
 from baton.engine.speculative import Proposer
+from baton.kv_groups import NO_BLOCK
 
 SCORED_ROWS = 128  # a step: their logits are 80 MB with a vocabulary of 150,000
 _SEQUENCE_OF = itemgetter(2)
@@ -251,19 +252,25 @@ class Scheduler:
             if group.discard(sequence):
                 return
 
+    def use_cache(self, sequence: Sequence) -> None:
+        """Gives a sequence without blocks those of its cached prefix."""
+        if sequence.block_ids or sequence.scores:
+            return
+        blocks = self.blocks
+        sequence.block_ids = blocks.get_computed_blocks(
+            sequence.tokens, sequence.cache_salt, sequence.block_hashes
+        )
+        sequence.num_computed = len(sequence.block_ids) // len(blocks.groups) * blocks.block_size
+        if not sequence.preemptions:
+            sequence.num_cached = sequence.num_computed
+
     def reserve(self, sequence: Sequence, extra_tokens: int = 0) -> bool:
         """Gives a sequence blocks for its known tokens and `extra_tokens`, cached ones first.
 
+        With windows, only as many as the next chunk needs; all if its KV comes from elsewhere.
         Returns False, with no block held, when there are not enough.
         """
-        blocks = self.blocks
-        if not (sequence.block_ids or sequence.scores):
-            sequence.block_ids = blocks.get_computed_blocks(
-                sequence.tokens, sequence.cache_salt, sequence.block_hashes
-            )
-            sequence.num_computed = len(sequence.block_ids) * blocks.block_size
-            if not sequence.preemptions:
-                sequence.num_cached = sequence.num_computed
+        self.use_cache(sequence)
         if self._grow(sequence, extra_tokens):
             return True
         self.free(sequence)
@@ -273,7 +280,7 @@ class Scheduler:
         """Releases a sequence's blocks, so that none of its tokens is computed any more."""
         self.blocks.release(sequence.block_ids)
         sequence.block_ids = []
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_slots = 0
 
     def schedule(self) -> ScheduledStep:
         """The next step: all decoding sequences, then chunks of prompts, then proposed tokens."""
@@ -281,7 +288,7 @@ class Scheduler:
         self._decode(step)
         num_decodes = len(step.sequences)
         self._catch_up(step, self.chunk.tokens if num_decodes else self.chunk.alone_tokens)
-        if len(step.sequences) > num_decodes:
+        if len(step.sequences) != num_decodes or self.blocks.groups.slide:
             step.sort()
         if self._proposer is not None:
             self._propose(step, self.chunk.max_tokens - step.num_chunk_tokens, self._proposer)
@@ -354,12 +361,15 @@ class Scheduler:
         """Caches the full blocks that verified KV of positions [start, end) completes."""
         if sequence.unverified:
             return
-        size = self.blocks.block_size
+        size, count = self.blocks.block_size, len(self.blocks.groups)
         for index in range(start // size, end // size):
             tokens = sequence.tokens[index * size : (index + 1) * size]
             block_hash = sequence.hash_of(index, size)
             parent = sequence.parent_hash(index)
-            self.blocks.cache_block(sequence.block_ids[index], block_hash, parent, tokens)
+            blocks = sequence.block_ids[index * count : (index + 1) * count]
+            for group, block in enumerate(blocks):
+                if block != NO_BLOCK:
+                    self.blocks.cache_block(block, block_hash, parent, tokens, group)
 
     def _separate_exclusive(self, step: ScheduledStep) -> None:
         """Leaves either one exclusive sequence in the step, or all others, in turns."""
@@ -384,14 +394,13 @@ class Scheduler:
 
         A sequence that is preempted here comes after all that are scheduled already.
         """
-        size = self.blocks.block_size
         for sequence in list(self.running):
             known, start = len(sequence.tokens), sequence.num_computed
             if known - start != 1:
                 continue
             # A sequence without blocks was preempted in this loop.
-            blocks = sequence.block_ids
-            if known > len(blocks) * size and not (blocks and self._make_room(sequence)):
+            is_short = known > sequence.num_slots
+            if is_short and not (sequence.block_ids and self._make_room(sequence)):
                 continue
             scheduled = ScheduledSequence(sequence, start, 1)
             step.sequences.append(scheduled)
@@ -420,6 +429,8 @@ class Scheduler:
             group.discard(sequence)
             if group is not behind:
                 self.running.add(sequence)
+            if not self._has_slots(step, sequence, room, behind):
+                continue
             count = _append(step, sequence, room)
             budget -= 0 if group is self.ready else count
             scored -= count if sequence.scores else 0
@@ -452,8 +463,8 @@ class Scheduler:
         causes a preemption.
         """
         blocks = self.blocks
-        room = len(sequence.block_ids) * blocks.block_size - sequence.num_tokens
-        missing = -(-(count - room) // blocks.block_size)
+        room = sequence.num_slots - sequence.num_tokens
+        missing = -(-(count - room) // blocks.block_size) * len(blocks.groups)
         if missing > 0 and blocks.num_available >= missing + len(self.running):
             self._grow(sequence, count)
             return count
@@ -461,15 +472,69 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, extra_tokens: int = 0) -> bool:
         """Allocates blocks until all known tokens and `extra_tokens` have slots."""
-        slots = sequence.num_tokens + extra_tokens
-        missing = -(-slots // self.blocks.block_size) - len(sequence.block_ids)
-        if missing <= 0:
-            return True
-        blocks = self.blocks.allocate(missing)
-        if blocks is None:
-            return False
-        sequence.block_ids += blocks
+        size = self.blocks.block_size
+        needed = -(-(sequence.num_tokens + extra_tokens) // size)
+        if self.blocks.groups.slide:
+            return self._slide(sequence, needed)
+        missing = needed - len(sequence.block_ids)
+        if missing > 0:
+            blocks = self.blocks.allocate(missing)
+            if blocks is None:
+                return False
+            sequence.block_ids += blocks
+        sequence.num_slots = len(sequence.block_ids) * size
         return True
+
+    def _slide(self, sequence: Sequence, needed: int) -> bool:
+        """Releases blocks behind windows, and allocates those of the next tokens.
+
+        needed: blocks without windows. Groups with one get as many as a step can compute, or all
+        of those whose KV comes from elsewhere.
+        """
+        groups, size, count = self.blocks.groups, self.blocks.block_size, len(self.blocks.groups)
+        awaits_kv, ids = sequence.awaits_kv, list(sequence.block_ids)
+        position = sequence.num_tokens if awaits_kv else sequence.num_computed
+        ahead = needed if awaits_kv else -(-(position + self.chunk.max_tokens + 1) // size)
+        ahead, end, behind = min(ahead, needed), len(ids) // count, list[int]()
+        ids += [NO_BLOCK] * ((needed - end) * count)
+        wanted = list[int]()  # entries without a block
+        for group, first in enumerate(groups.first_blocks(position)):
+            window = groups.windows[group]
+            for index in range(first - 1, -1, -1) if not sequence.unverified else ():
+                at = index * count + group
+                if ids[at] != NO_BLOCK:
+                    behind.append(ids[at])
+                    ids[at] = NO_BLOCK
+                elif not awaits_kv:  # earlier ones were released, too
+                    break
+            indexes = range(first, ahead) if window else range(end, needed)
+            entries = range(indexes.start * count + group, indexes.stop * count + group, count)
+            wanted += [at for at in entries if ids[at] == NO_BLOCK]
+        self.blocks.release(behind)
+        blocks = self.blocks.allocate(len(wanted))
+        if blocks is None:
+            sequence.block_ids = ids[: end * count]
+            return False
+        for at, block in zip(sorted(wanted), blocks, strict=True):
+            ids[at] = block
+        sequence.block_ids, sequence.num_slots = ids, max(ahead, sequence.num_slots // size) * size
+        return True
+
+    def _has_slots(
+        self, step: ScheduledStep, sequence: Sequence, tokens: int, behind: SequenceQueue
+    ) -> bool:
+        """Makes slots for the next tokens of a running sequence, where windows need some.
+
+        Sequences that are preempted for it leave the step. Returns False if it is one of them.
+        """
+        if min(sequence.num_computed + tokens, sequence.num_tokens) <= sequence.num_slots:
+            return True
+        made = self._make_room(sequence)
+        step.sequences = [one for one in step.sequences if one.sequence.block_ids]
+        step.prompts = [one for one in step.prompts if one.sequence.block_ids]
+        for preempted in [one for one in behind if not one.block_ids]:
+            behind.discard(preempted)
+        return made
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Grows a running sequence by preempting the last ones; False if it was one of them."""

@@ -82,8 +82,8 @@ class TokenCounts:
 class Sequence:
     """One request on one engine. Owned by the engine thread once it is added.
 
-    `block_ids` is only ever appended to or replaced by another list: the same list of the same
-    length has the same blocks.
+    `block_ids` (`baton.kv_groups`) is only ever appended to or replaced by another list: the same
+    list of the same length has the same blocks. Where blocks were given up, it is another list.
     """
 
     seq_id: str
@@ -113,6 +113,7 @@ class Sequence:
     limit: int = _ENDLESS
     preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
+    num_slots: int = 0  # tokens that all groups of layers have blocks for, set by the scheduler
     block_hashes: list[int] = field(default_factory=list)
     token_counts: TokenCounts = field(
         default_factory=TokenCounts

@@ -8,6 +8,7 @@ name. Torch-free.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from baton.engine.quantization.config import (
     parse_quantization_config,
 )
 from baton.errors import CheckpointError
+from baton.kv_groups import LayerGroups
 
 MAX_LAYERS = 1024
 MAX_EXPERTS, MAX_PER_TOKEN = 4096, 64
@@ -73,7 +75,7 @@ class ModelConfig:
     """A decoder-only transformer; sizes count elements, contexts and windows count tokens.
 
     windows: for each layer, the number of tokens that a token attends to, itself included, or None
-    for all · ropes: the rotary embedding of each layer, or None.
+    for all of the longest context · ropes: the rotary embedding of each layer, or None.
     """
 
     architecture: str
@@ -135,7 +137,8 @@ class ModelConfig:
         rotated = _rotated(fields, arch, num_layers)
         windows = _windows(fields, arch, rotated)
         rope, sliding_rope, max_context = parse_ropes(fields, arch, head_size)
-        layer_ropes = (sliding_rope if window else rope for window in windows)
+        layer_ropes = [sliding_rope if window else rope for window in windows]
+        windows = tuple(one if one and one < max_context else None for one in windows)
         query_scalar = read_if_known("query_pre_attn_scalar", NUMBER, head_size)
         dtype_key = "torch_dtype" if fields.values.get("dtype") is None else "dtype"
         embedding_scale = read_if_known("embedding_multiplier", NUMBER, 1.0)
@@ -179,6 +182,11 @@ class ModelConfig:
     def arch(self) -> Architecture:
         """The architecture's differences from Llama."""
         return ARCHITECTURES[self.architecture]
+
+    @cached_property
+    def layer_groups(self) -> LayerGroups:
+        """The groups of layers, each with a block table."""
+        return LayerGroups.from_windows(self.windows)
 
     @property
     def head_order(self) -> list[int] | None:

@@ -1,0 +1,120 @@
+"""Groups of decoder layers with a block table each, and the blocks that attention windows need.
+
+Layers with the same window form groups of one size, so that a block of any group has the same
+bytes and all groups share a pool. (After vLLM's hybrid KV cache allocator.) A block belongs to one
+group while it is held or cached. A sequence's block ids are, for every `block_size` tokens in
+order, one block of each group:
+
+    tokens      0 ... 15          16 ... 31         32 ... 47
+    block_ids   g0  g1  g2        g0  g1  g2        g0  g1  g2
+                    -1  -1                          (g1, g2: the first blocks are behind the window)
+
+A group with a window needs no block that lies wholly behind it: its entry is `NO_BLOCK`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+NO_BLOCK = -1
+MAX_TOKENS = 1 << 27  # of a sequence, where the pool sets no limit
+_GROUP_COST = 0.5  # of one more group, in layers: a table is written and read for it
+
+
+def held(block_ids: Iterable[int]) -> list[int]:
+    """The blocks among entries of `block_ids`."""
+    return [block for block in block_ids if block != NO_BLOCK]
+
+
+@dataclass(frozen=True)
+class KvGroups:
+    """The groups of a model whose blocks hold `block_size` tokens.
+
+    windows: for each group, the number of tokens that a token attends to, itself included; 0: all.
+    """
+
+    windows: tuple[int, ...] = (0,)
+    block_size: int = 16
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    @cached_property
+    def slide(self) -> bool:
+        """Whether some group has a window."""
+        return any(self.windows)
+
+    def first_blocks(self, position: int) -> list[int]:
+        """For each group, the index of the first block that the token at `position` attends to."""
+        size = self.block_size
+        return [
+            max(0, position + 1 - window) // size if window else 0 for window in self.windows
+        ]
+
+    def needed(
+        self, block_ids: Sequence[int], first: int, end: int, position: int
+    ) -> tuple[int, ...]:
+        """Blocks of the block indexes [first, end) that tokens from `position` on attend to."""
+        count = len(self.windows)
+        some = block_ids[first * count : end * count]
+        if not self.slide:
+            return tuple(some)
+        begins = [(at - first) * count for at in self.first_blocks(position)]
+        return tuple(
+            block for at, block in enumerate(some) if at - at % count >= begins[at % count]
+        )
+
+    def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """Most blocks that a sequence of `num_tokens` holds, if a step computes `step_tokens`."""
+        size = self.block_size
+        whole = -(-num_tokens // size)
+        return sum(
+            min(whole, -(-(window + step_tokens) // size) + 1) if window else whole
+            for window in self.windows
+        )
+
+    def longest(self, num_blocks: int, step_tokens: int) -> int:
+        """Tokens of the longest sequence that a pool of `num_blocks` holds."""
+        size, low, high = self.block_size, 0, MAX_TOKENS // self.block_size
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.most_blocks(middle * size, step_tokens) <= num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low * size
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """How a model's layers form groups.
+
+    windows: as of `KvGroups` · size: layers of a block; a group may have fewer · places: for each
+    layer, its group and its index there.
+    """
+
+    windows: tuple[int, ...]
+    size: int
+    places: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def from_windows(cls, windows: Sequence[int | None]) -> LayerGroups:
+        """Groups of the layers with these windows; None: all tokens. Full attention comes first."""
+        kinds = {window or 0: [at for at, one in enumerate(windows) if one == window]
+                 for window in windows}  # fmt: skip
+        counts = [len(layers) for layers in kinds.values()]
+
+        def cost(size: int) -> float:
+            groups = sum(-(-count // size) for count in counts)
+            return groups * (size + _GROUP_COST)
+
+        size = min(range(max(counts), 0, -1), key=cost)
+        of_groups, places = list[int](), dict[int, tuple[int, int]]()
+        for window in sorted(kinds):
+            for number, layer in enumerate(kinds[window]):
+                if number % size == 0:
+                    of_groups.append(window)
+                places[layer] = len(of_groups) - 1, number % size
+        return cls(tuple(of_groups), size, tuple(places[at] for at in range(len(windows))))
