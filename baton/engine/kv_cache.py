@@ -28,11 +28,13 @@ Allocate = Callable[[int, torch.device], Memory | None]
 
 @dataclass(frozen=True)
 class KvLayout:
-    """Shape of the pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`.
+    """Shape of the pool: `[num_blocks, num_layers, parts, num_kv_heads, block_size, row_size]`.
 
-    A row is a token's K or V of one head. In int8 and fp8, the elements of all rows of a block and
-    head come first, and their float32 scales last (`row_quantization.split_rows`): so a row is
-    aligned to 16 bytes where head_size is a multiple of 16, as wide loads of GPUs need it.
+    A row is a token's K or V of one head. Latent KV has one part and one head, whose row is what K
+    and V of all heads are made of; several ranks each hold all of it, as of any KV head that their
+    queries share. In int8 and fp8, the elements of all rows of a block and head come first, and
+    their float32 scales last (`row_quantization.split_rows`): so a row is aligned to 16 bytes where
+    head_size is a multiple of 16, as wide loads of GPUs need it.
 
     num_layers: of a block, which belongs to one group of layers · windows: of each group
     (`baton.kv_groups`) · step_tokens: most tokens that a step computes of one sequence.
@@ -44,6 +46,7 @@ class KvLayout:
     block_size: int
     head_size: int
     dtype: torch.dtype
+    parts: int = 2
     windows: tuple[int, ...] = (0,)
     step_tokens: int = 0
 
@@ -54,9 +57,9 @@ class KvLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The pool's shape; axis 2 is K, then V."""
+        """The pool's shape; axis 2 is K, then V, or latent KV alone."""
         heads, row_size = self.num_kv_heads, self.row_size
-        return self.num_blocks, self.num_layers, 2, heads, self.block_size, row_size
+        return self.num_blocks, self.num_layers, self.parts, heads, self.block_size, row_size
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +74,7 @@ class KvLayout:
     @property
     def block_bytes(self) -> int:
         """Size of a block."""
-        rows = 2 * self.num_layers * self.num_kv_heads * self.block_size
+        rows = self.num_layers * self.parts * self.num_kv_heads * self.block_size
         return rows * self.row_size * self.dtype.itemsize
 
     @property
@@ -104,6 +107,7 @@ class KvLayout:
             compute_dtype=compute_name if compute_name != name else "",
             quantization=quantization if quantization != "none" else "",
             num_layers=self.num_layers,
+            parts=self.parts,
             group_windows=self.windows if self.groups.slide else (),
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
@@ -122,7 +126,7 @@ def plan_layout(
     step_tokens: as of `KvLayout`. Raises ConfigError when not even one block fits.
     """
     groups, heads = config.layer_groups, (config.num_kv_heads, block_size, config.head_size)
-    one = KvLayout(1, groups.size, *heads, dtype, groups.windows, step_tokens)
+    one = KvLayout(1, groups.size, *heads, dtype, 2, groups.windows, step_tokens)
     count = num_blocks or budget_bytes // one.num_bytes
     if count < 1:
         raise ConfigError(
