@@ -53,6 +53,10 @@ class KvGroups:
             max(0, position + 1 - window) // size if window else 0 for window in self.windows
         ]
 
+    def handoff_start(self, cached_tokens: int, num_tokens: int) -> int:
+        """The first token whose KV a handoff of `num_tokens` sends, if so many are cached."""
+        return max(cached_tokens, min(self.first_blocks(num_tokens)) * self.block_size)
+
     def needed(
         self, block_ids: Sequence[int], first: int, end: int, position: int
     ) -> tuple[int, ...]:

@@ -133,7 +133,8 @@ class PagedRows:
         counts = [span.count for span in self.spans]
         tables = [span.blocks for span in self.spans]
         batch = batch_of([0] * sum(counts), contexts, counts, tables)
-        return place(batch, self.heads.block_size)
+        positions, (attention,) = place(batch, self.heads.block_size)
+        return positions, attention
 
     def _call(
         self, name: str, threads: int, qkv: Tensor, spans: list[Span], shape: AttentionShape,
