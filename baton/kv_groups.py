@@ -49,9 +49,7 @@ class KvGroups:
     def first_blocks(self, position: int) -> list[int]:
         """For each group, the index of the first block that the token at `position` attends to."""
         size = self.block_size
-        return [
-            max(0, position + 1 - window) // size if window else 0 for window in self.windows
-        ]
+        return [max(0, position + 1 - window) // size if window else 0 for window in self.windows]
 
     def handoff_start(self, cached_tokens: int, num_tokens: int) -> int:
         """The first token whose KV a handoff of `num_tokens` sends, if so many are cached."""

@@ -93,9 +93,9 @@ class Transfer:
 class Handoff:
     """A sequence that holds blocks here, or asks for them.
 
-    `block_ids`, as of `Sequence`, cover its `num_tokens` tokens in order (more may follow), as far as
-    windows need them. The first `cached_tokens`, a multiple of the block size, are valid already,
-    perhaps shared, and never written. Only KV of
+    `block_ids` (`Sequence.block_ids`) cover its `num_tokens` tokens in order, as far as windows
+    need them; more may follow. The first `cached_tokens`, a multiple of the block size, are valid
+    already, perhaps shared, and never written. Only KV of
     the tokens of `token_digest` (`baton.block_hash`) may come in. `deadline`: of the event loop's
     clock.
     """

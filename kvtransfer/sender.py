@@ -61,8 +61,9 @@ class HandoffSender:
     The blocks must be held until it is left. `num_tokens`: tokens of the sequence, including cached
     ones · `timeout_s`: the request's remaining time · `step_timeout_s`: limit of every single wait
     · `parent`: the parent of the span `kv.transfer` · `token_digest`: of the tokens whose KV is
-    sent; Commit fails if other tokens were reserved · `groups`: of the pool's layers · `abort_wait_s`: time that leaving waits for
-    the first try of an Abort; others follow in the background.
+    sent; Commit fails if other tokens were reserved · `groups`: groups of layers that share the
+    pool; None: one without a window · `abort_wait_s`: time that leaving waits for the first try of
+    an Abort; others follow in the background.
     """
 
     links: OutgoingLinks
@@ -75,11 +76,12 @@ class HandoffSender:
     step_timeout_s: float
     parent: Context | None = None
     token_digest: bytes = b""
-    groups: KvGroups = KvGroups()
+    groups: KvGroups | None = None
     abort_wait_s: float = 0.5
 
     def __post_init__(self) -> None:
         self._deadline = Deadline(self.timeout_s)
+        self._groups = self.groups or KvGroups((0,), self.links.pool.block_size)
         self._names: dict[str, Any] = {  # fields of every message
             "handoff_id": self.handoff_id,
             "reservation_token": self.target.reservation_token,
@@ -199,8 +201,8 @@ class HandoffSender:
         self._digest, self._put, self._sent = link.new_digest(), None, 0
         self._blocks_sent = 0
         self._stats = stats = TransferStats(link.transport.name, link.transport.kind)
-        self._first = self.groups.handoff_start(self.target.cached_tokens, self.num_tokens)
-        granted, sent = (), 0
+        self._first = self._groups.handoff_start(self.target.cached_tokens, self.num_tokens)
+        sent, granted = 0, tuple[int, ...]()
         if link.transport.one_sided and self.num_tokens > self._first:
             granted = await self._ready(link, self._first, self.num_tokens - self._first)
         while sent < len(self._chunks) or self._first_token_id is None:
@@ -333,9 +335,9 @@ class HandoffSender:
             "gb_per_s": stats.num_bytes / 1e9 / stats.wire_s if stats.wire_s else 0.0,
             "chunks": stats.chunks,
         }
-        if self.groups.slide and (slots := sum(slots.num_tokens for slots, _ in self._chunks)):
+        if self._groups.slide and (slots := sum(slots.num_tokens for slots, _ in self._chunks)):
             # As much as it would be if all layers attended to all tokens.
-            tokens = (self.num_tokens - self.target.cached_tokens) * len(self.groups)
+            tokens = (self.num_tokens - self.target.cached_tokens) * len(self._groups)
             attributes["full_bytes"] = stats.num_bytes // slots * tokens
         parent = self.parent or Context()
         tracing.record(self.tracer, "kv.transfer", parent, start_ns, end_ns, attributes)

@@ -26,8 +26,8 @@ class StepBatch:
 
     token_ids: `[rows]` · context_lens: `[sequences]`, tokens before a sequence's first row, whose
     KV is in the pool · query_lens: `[sequences]`, rows of each, which attend causally to the
-    context and to each other · block_tables: `[sequences, width]`, the blocks of each sequence as of
-    `Sequence.block_ids`, one of each group of layers in turn, at least those of context and rows,
+    context and to each other · block_tables: `[sequences, width]`, the blocks of each sequence, one
+    of each group of layers in turn (`Sequence.block_ids`), at least those of context and rows;
     padded with 0, also where a group has none · logit_rows: `[n]`, rows whose logits are
     wanted, ascending · num_decodes: number of sequences with one
     row (known to the host) · wants_hidden: whether `StepModel.hidden` is to be written ·

@@ -124,8 +124,10 @@ class SimulatedRunner(StepRunner):
         sums = before + _terms(np.array(tokens, np.uint64), positions)
         kv, count = splitmix64(sums ^ roots), self._slots.num_groups
         for group in range(count):
-            at = [start // size * count + group for start in starts]
-            blocks = [row.scheduled.sequence.block_ids[one] for row, one in zip(rows, at, strict=True)]
+            blocks = [
+                row.scheduled.sequence.block_ids[start // size * count + group]
+                for row, start in zip(rows, starts, strict=True)
+            ]
             self._slots.write(np.array(blocks), positions % size, kv, group)
         for row, total in zip(rows, sums.tolist(), strict=True):
             row.history.append(total)
@@ -147,9 +149,7 @@ class SimulatedRunner(StepRunner):
         for group in range(self._slots.num_groups):
             self._slots.write(*self._slots.of(sequence.block_ids, start, len(kv), group), kv, group)
 
-    def _check(
-        self, scheduled: ScheduledSequence, history: _History, start: int, end: int
-    ) -> None:
+    def _check(self, scheduled: ScheduledSequence, history: _History, start: int, end: int) -> None:
         """Compares the slots of positions [start, end), as far as windows reach. Raises
         InternalError."""
         sequence, slots = scheduled.sequence, self._slots
@@ -341,4 +341,5 @@ class _Slots:
     def _content(self, kv: Words, group: int) -> npt.NDArray[Any]:
         """`[tokens, layers, 2, kv_heads, words]`."""
         words = kv.view(self._words.dtype).reshape(len(kv), self._hash_words)[:, self._repeated]
-        return words[:, None, None, None, :] ^ self._places[group]
+        content: npt.NDArray[Any] = words[:, None, None, None, :] ^ self._places[group]
+        return content

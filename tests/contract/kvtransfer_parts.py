@@ -18,11 +18,11 @@ from baton.cuda import CudaArea
 from baton.engine.engine import Reserved
 from baton.engine.kernels.torch.row_quantization import is_quantized, split_rows
 from baton.errors import TransferFailed
+from baton.kv_groups import KvGroups
 from baton.net import rpc
 from baton.net.object_connection import ObjectConnection
 from baton.v1 import common_pb2, decode_pb2, handoff_pb2_grpc, prefill_pb2
 from baton.v1.dispatch_pb2 import WorkerMessage
-from baton.kv_groups import KvGroups
 from baton.worker.messages import ModelLimits
 from decode_worker.handoffs import Handoffs
 from decode_worker.service import HandoffService

@@ -5,11 +5,8 @@ import random
 import pytest
 import torch
 
-from baton.engine.block_manager import BlockManager
-from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
 from baton.generation.sampling_params import SamplingParams
-from baton.kv_groups import NO_BLOCK, KvGroups, LayerGroups, held
 from tests.unit.engine.bench import Bench, load
 from tests.unit.engine.checkpoints import make_checkpoint
 

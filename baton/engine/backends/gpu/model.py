@@ -33,16 +33,21 @@ from baton.engine.quantization.linear_weight import DenseWeight, ResidualStream
 class _PlacedRows:
     """Where a step's rows read and write KV: `num_decodes` decode rows first, then those of chunks.
 
+    groups: for each group of layers, the rows' slots and the block tables `[sequences, width]` ·
     plans: of decode rows, by the window of the layers that they are for; made where first used.
     """
 
-    rows: SlotMapping
+    groups: list[tuple[SlotMapping, Tensor]]
     num_decodes: int
-    block_tables: Tensor
     context_lens: Tensor
     query_lens: Tensor | None = None
     tiles: Any = None  # of chunks, if there are any
     plans: dict[int | None, DecodePlan] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Of each row, as of `SlotMapping`, whatever its group."""
+        return self.groups[0][0].lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +109,21 @@ class GpuModel(DecoderModel):
         tokens before the row; -1 is padding, which touches no block and whose logits mean nothing ·
         block_tables: int32 `[rows, width]` · lora_slots: as `StepBatch`'s.
         """
-        rows = map_slots(context_lens, None, block_tables, len(token_ids), pool.shape[4])
-        placed = _PlacedRows(rows, len(token_ids), block_tables, context_lens)
+        groups = self._map_groups(context_lens, None, block_tables, len(token_ids), pool)
+        placed = _PlacedRows(groups, len(token_ids), context_lens)
         return self._logits(self._forward(token_ids, placed, pool, lora_slots))
+
+    def _map_groups(
+        self, context_lens: Tensor, query_lens: Tensor | None, block_tables: Tensor, num_rows: int,
+        pool: Tensor,
+    ) -> list[tuple[SlotMapping, Tensor]]:  # fmt: skip
+        """As `_PlacedRows.groups`."""
+        count = self.num_groups
+        tables = [block_tables[:, group::count].contiguous() for group in range(count)]
+        return [
+            (map_slots(context_lens, query_lens, table, num_rows, pool.shape[4]), table)
+            for table in tables
+        ]
 
     def _add_mlp(
         self, hidden: ResidualStream, layer: LayerWeights, placed: _PlacedRows, index: int
@@ -131,7 +148,7 @@ class GpuModel(DecoderModel):
         else:
             scores = experts.router.apply(x, experts.router_bias)
         slots = route(
-            scores, config.per_token, config.normed, self._own_experts, placed.rows.lengths, tokens,
+            scores, config.per_token, config.normed, self._own_experts, placed.lengths, tokens,
             scored=scored,
         )  # fmt: skip
         inner = experts.gate_up.apply(x, slots, self.config.activation)
@@ -141,20 +158,20 @@ class GpuModel(DecoderModel):
         num_rows, num_decodes = len(batch.token_ids), batch.num_decodes
         context_lens, tables = batch.context_lens, batch.block_tables
         query_lens = None if num_decodes == len(batch.query_lens) else batch.query_lens
-        rows = map_slots(context_lens, query_lens, tables, num_rows, pool.shape[4])
+        groups = self._map_groups(context_lens, query_lens, tables, num_rows, pool)
         tiles = None
         if query_lens is not None:
             query_lens = query_lens[num_decodes:]
             group = self.config.num_heads // self.config.num_kv_heads
             tiles = plan_tiles(query_lens, num_rows - num_decodes, group)
-        return _PlacedRows(rows, num_decodes, tables, context_lens, query_lens, tiles)
+        return _PlacedRows(groups, num_decodes, context_lens, query_lens, tiles)
 
     def _rope_and_write(
         self, qkv: Tensor, placed: _PlacedRows, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
         """See `DecoderModel`. Of decode rows alone qkv is returned: their attention kernel rotates
         it."""
-        config, rows = self.config, placed.rows
+        config, ((rows, _), at) = self.config, self._in_pool(placed.groups, index)
         if config.arch.qk_norm == "row":  # the kernels norm heads
             q, k, v = self._split(qkv)
             qkv = torch.cat([*self._rows_normed(q, k, layer), v], dim=1)
@@ -162,7 +179,7 @@ class GpuModel(DecoderModel):
             return qkv
         heads = config.num_heads, config.num_kv_heads
         rotation = self._rotation(index)
-        return rope_and_write(qkv, rows.positions, rows.slots, rotation, pool, index, *heads)
+        return rope_and_write(qkv, rows.positions, rows.slots, rotation, pool, at, *heads)
 
     def _rotation(self, index: int) -> Rotation:
         cos, sin = self._tables[self._table_of[index]]
@@ -183,18 +200,19 @@ class GpuModel(DecoderModel):
 
     def _attend(self, q: Tensor, placed: _PlacedRows, index: int, pool: Tensor) -> Tensor:
         own, scoring = placed.num_decodes, self._scoring[index]
+        (_, block_tables), at = self._in_pool(placed.groups, index)
         out = q.new_empty(len(q), self.config.num_heads, self.config.head_size)
         if own:
-            window, tables = scoring.window, placed.block_tables[:own]
+            window, tables = scoring.window, block_tables[:own]
             if window not in placed.plans:
-                lengths = placed.rows.lengths[:own]
+                lengths = placed.lengths[:own]
                 placed.plans[window] = plan_decode(out[:own], pool, lengths, window)
             plan = placed.plans[window]
             rotation = self._rotation(index) if placed.tiles is None else None
-            decode_attention(q[:own], pool, index, tables, plan, scoring, out[:own], rotation)
+            decode_attention(q[:own], pool, at, tables, plan, scoring, out[:own], rotation)
         if placed.tiles is not None:
             assert placed.query_lens is not None, "chunks have lengths"
-            tables, context_lens = placed.block_tables[own:], placed.context_lens[own:]
+            tables, context_lens = block_tables[own:], placed.context_lens[own:]
             chunks = (tables, context_lens, placed.query_lens, placed.tiles, scoring, out[own:])
-            prefill_attention(q[own:], pool, index, *chunks)
+            prefill_attention(q[own:], pool, at, *chunks)
         return out.view(len(q), -1)
