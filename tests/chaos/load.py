@@ -22,6 +22,7 @@ from baton.errors import (
     BatonError,
     DeadlineExceeded,
     InternalError,
+    ModelNotFound,
     Overloaded,
     RetryableError,
     Unavailable,
@@ -49,18 +50,29 @@ COMPLETE, CANCELLED, NO_END, FAILED = "complete", "cancelled by us", "NO END", "
 REFUSED, UNREACHED, CUT, ERROR_EVENT = "refused", "not reached", "cut", "ended by an error event"
 
 _HTTP_ERRORS: Mapping[Any, type[BatonError]] = {  # by a response's status, or an event's type
-    429: Overloaded, 503: Unavailable, 504: DeadlineExceeded,
+    404: ModelNotFound, 429: Overloaded, 503: Unavailable, 504: DeadlineExceeded,
     "service_unavailable_error": Unavailable, "timeout_error": DeadlineExceeded,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the oracle: what every request for its first tokens must get."""
+    """One run of the oracle: what every request for its first tokens must get.
+
+    `model` is what requests name; `others` are what a request may get as well, as a whole, where
+    several versions share the name.
+    """
 
     prompt: tuple[int, ...]
     sampling: Mapping[str, Any]
     whole: Completion
+    model: str = ""
+    others: tuple[Completion, ...] = ()
+
+    def answer(self, tokens: tuple[int, ...]) -> Completion | None:
+        """The completion that begins with these tokens; None: they are wrong."""
+        wholes = (self.whole, *self.others)
+        return next((one for one in wholes if one.token_ids[: len(tokens)] == tokens), None)
 
 
 def oracle_runs(new_tokens: int, lengths: Sequence[int] = LENGTHS) -> list[Run]:
@@ -100,6 +112,7 @@ class ChaosRequest:
             "max_tokens": self.max_tokens,
             "ignore_eos": True,
             "cache_salt": self.salt,
+            **({"model": self.run.model} if self.run.model else {}),
             **({"stop": self.stop} if self.stop else {}),
             **({"logprobs": 1} if self.logprobs else {}),
         }
@@ -115,6 +128,8 @@ def next_request(dice: random.Random, runs: Sequence[Run]) -> ChaosRequest:
         made = replace(made, timeout_s=dice.uniform(0.02, 1.5))
     elif kind < 0.25:
         made = replace(made, cancel_after=dice.randint(0, most // 2))
+    elif run.others:  # of which the stop strings and log-probabilities are not equal
+        pass
     elif kind < 0.40 and len(text := run.whole.text) >= 20 and "\ufffd" not in text:
         start = dice.randrange(4, len(text) - 6)  # a few characters out of the middle
         made = replace(made, max_tokens=most, stop=text[start : start + dice.randint(2, 6)])
