@@ -12,7 +12,7 @@ import contextlib
 import json
 import random
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import httpx
@@ -39,7 +39,7 @@ SAMPLING: tuple[Mapping[str, Any], ...] = (
 NEVER = 1 << 30
 LONG_TIMEOUT_S = 90.0  # no request may need this long
 HTTP_SHARE = 0.4  # of requests that ask for no log-probabilities
-SLACK_S = 10.0  # after its deadline, until a request counts as one that never ends
+SLACK_S = 60.0  # after its deadline, until a request counts as one that never ends
 BURST = 12
 BURST_SHARE = 0.03  # of a caller's turns
 PAUSE_S = 0.3  # at most, between two turns
@@ -104,6 +104,11 @@ class ChaosRequest:
     http: bool = False
     interval: int = 1  # tokens that come together; over the SDK alone
 
+    def __str__(self) -> str:
+        asked = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "run"}
+        model, sampling = self.run.model or "the model", dict(self.run.sampling)
+        return f"{len(self.run.prompt)} tokens to {model} with {sampling}, {asked}"
+
     @property
     def options(self) -> dict[str, Any]:
         """For the SDK, and for HTTP's body."""
@@ -143,12 +148,14 @@ def next_request(dice: random.Random, runs: Sequence[Run]) -> ChaosRequest:
 class Outcome:
     """What has come of one request, and how it ended. Times are of the loop's clock.
 
-    `token_ids` are those that were delivered, whatever came then.
+    `token_ids` are those that were delivered, whatever came then. `lag_s`: the longest time that
+    this process's loop stood still meanwhile.
     """
 
     began_s: float
     router: str = ""  # whose gateway it was sent to; empty for the SDK, which uses any
     ended_s: float = 0.0
+    lag_s: float = 0.0
     times: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     end: str = NO_END

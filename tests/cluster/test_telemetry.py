@@ -34,6 +34,7 @@ SILENT = {
     "baton.engine.expert.imbalance",
     "baton.route.share",
     "baton.canary.decisions",
+    "baton.canary.step.age",
 }
 # What a worker of this role measures only when it does the other role's part.
 OF_THE_OTHER = {
