@@ -109,7 +109,8 @@ def grpc() -> Iterator[str]:
 
 def model_names() -> Iterator[str]:
     """The models of the table of architectures, in one line."""
-    names = [one.models for one in (*ARCHITECTURES.values(), *WRAPPERS.values())]
+    names = [one.models for one in ARCHITECTURES.values()]
+    names += [one.models for one in WRAPPERS.values()]
     yield f"{', '.join(dict.fromkeys(names))}."
 
 

@@ -84,8 +84,9 @@ class ExpertsConfig:
 class ModelConfig:
     """A decoder-only transformer; sizes count elements, contexts and windows count tokens.
 
-    wrapper: the multimodal architecture whose text part this is; empty: none · windows: for each layer, the number of tokens that a token attends to, itself included, or None
-    for all · ropes: the rotary embedding of each layer, or None.
+    windows: for each layer, the number of tokens that a token attends to, itself included, or None
+    for all · ropes: the rotary embedding of each layer, or None · wrapper: the multimodal
+    architecture whose text part this is, or empty.
     """
 
     architecture: str

@@ -87,8 +87,8 @@ def load_weights(
     stored, others, other_bytes = text_tensors(path, config)
     if others:
         log.info(
-            "%s: %d tensors (%.2f GiB) are not of the text model, and are not loaded: images, video "
-            "and audio are refused", path.name, others, other_bytes / _GIB,
+            "%s: %d tensors (%.2f GiB) for images, video or audio are not loaded: only text is served",
+            path.name, others, other_bytes / _GIB,
         )  # fmt: skip
     if config.tie_embeddings and _has_own_head(stored):
         log.warning(
