@@ -56,7 +56,7 @@ class TextFiles:
         generation_file = path / _GENERATION_CONFIG_FILE
         config = _read_json(config_file)
         if isinstance(text := config.get("text_config"), dict):  # of a multimodal model
-            config = {**config, **text}
+            config |= {key: value for key, value in text.items() if value is not None}
         tokenizer_config = _read_json(path / _TOKENIZER_CONFIG_FILE)
         tokenizer_json = _read_text(path / TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
         return cls(

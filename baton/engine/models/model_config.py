@@ -241,7 +241,10 @@ def _text_part(fields: Fields, named: str) -> tuple[str, Fields]:
         text = fields.inside("text_config")
         kind = text.read("model_type", one_of(*wrapper.text), kind)
     shared = {key: outer[key] for key in _OF_WHOLE if outer.get(key) is not None}
-    values = {**wrapper.defaults, **shared, **text.values}
+    given = {
+        key: value for key, value in text.values.items() if value is not None or key not in shared
+    }
+    values = {**wrapper.defaults, **shared, **given}
     if "tie_word_embeddings" in outer:
         values["tie_word_embeddings"] = outer["tie_word_embeddings"]
     return wrapper.text[kind], text._replace(values=_without_mrope(values))
