@@ -87,7 +87,7 @@ def load_weights(
     stored, others, other_bytes = text_tensors(path, config)
     if others:
         log.info(
-            "%s: %d tensors (%.2f GiB) for images, video or audio are not loaded: only text is served",
+            "%s: %d tensors (%.2f GiB) of images, video or audio are not loaded: text only",
             path.name, others, other_bytes / _GIB,
         )  # fmt: skip
     if config.tie_embeddings and _has_own_head(stored):

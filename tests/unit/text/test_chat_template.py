@@ -212,7 +212,8 @@ def test_a_template_that_a_message_makes_endless_is_stopped(monkeypatch):
 PARTS = """\
 {%- for message in messages %}{{ message['role'] | capitalize }}:
 {%- for part in message['content'] %}
-{%- if part['type'] == 'image' %}<image>{% elif part['type'] == 'text' %} {{ part['text'] }}{% endif %}
+{%- if part['type'] == 'image' %}<image>{% endif %}
+{%- if part['type'] == 'text' %}{{ ' ' + part['text'] }}{% endif %}
 {%- endfor %}<end>
 {% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
 EITHER = """\
