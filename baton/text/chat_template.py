@@ -71,14 +71,14 @@ class ChatTemplate:
         return not self._shows_call({"a": 1}) and self._shows_call('{"a": 1}')
 
     def _shows_call(self, arguments: Mapping[str, Any] | str) -> bool:
-        call = {"id": "functions.f:0", "type": "function"}
-        call = {**call, "function": {"name": "f", "arguments": arguments}}
+        called = {"name": "f", "arguments": arguments}
+        call: dict[str, Any] = {"id": "functions.f:0", "type": "function", "function": called}
         turns = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         function = {"name": "f", "description": "f", "parameters": {"type": "object"}}
-        tools = [{"type": "function", "function": {**function}}]
+        tools = [{"type": "function", "function": function}]
         try:
             self._render({"messages": turns, "tools": tools}, MAX_TRIAL)
         except Exception:  # of a template, which is a program

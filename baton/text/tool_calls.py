@@ -167,27 +167,31 @@ class ToolParser:
 
     @property
     def was_cut(self) -> bool:
-        """Whether the output has ended, cut by its length or a stop string."""
-        return self._ended and self._cut
+        """Whether the output ends here, cut by its length or a stop string."""
+        return self._ended and self._cut and not self._text
 
     def until(self, *markers: str) -> Generator[None, None, str]:
         """Emits content up to one of the markers, which is dropped and returned."""
-        found = yield from self.text_until(markers, self.put)
+        found = yield from self.text_until(markers, self.put, markers_are_rare=True)
         if not found:
             yield from self.stop()
         return found
 
     def text_until(
-        self, markers: Sequence[str], emit: Callable[[str], object]
+        self,
+        markers: Sequence[str],
+        emit: Callable[[str], object],
+        *,
+        markers_are_rare: bool = False,
     ) -> Generator[None, None, str]:
         """Emits text up to the first of the markers, which is dropped; returns it.
 
-        Returns an empty text at the end of the output.
+        Returns an empty text at the end of the output. If that is cut, a beginning of a marker is
+        dropped; if `markers_are_rare`, not a single character, which is common by itself.
         """
         while not (found := self._first_of(markers)):
             held = max(_beginning_at_end(self._text, marker) for marker in markers)
-            # A single character is too common to be held back as a marker's beginning.
-            if self._ended and not (self._cut and held > 1):
+            if self._ended and not (self._cut and held > markers_are_rare):
                 held = 0
             emit(self.take(len(self._text) - held))
             if self._ended:
@@ -501,7 +505,8 @@ class ToolFormat:
         """The rules of a call of one of the tools."""
         rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
         for i, (name, schema) in enumerate(tools.items()):
-            before, behind = (lark(text, special, name) for text in self.call)
+            terms = {"NAME": json.dumps(name), "INDEX": "/[0-9]{1,4}/"}
+            before, behind = (lark(text, special, terms) for text in self.call)
             rules.append(f"call_{i}: {before} arguments_{i} {behind}")
             rules += self.argument_rules(i, schema, special, options)
         return rules
@@ -521,9 +526,8 @@ class ToolFormat:
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def lark(text: str, special: Mapping[str, int], name: str = "") -> str:
-    """A Lark sequence for a text with special tokens, NAME and INDEX."""
-    parts = re.split(f"({'|'.join(map(re.escape, (*special, 'NAME', 'INDEX')))})", text)
-    texts = {"NAME": json.dumps(name), "INDEX": "/[0-9]{1,4}/"}
-    texts |= {marker: f"<[{token}]>" for marker, token in special.items()}
-    return " ".join(texts.get(part) or json.dumps(part) for part in parts if part)
+def lark(text: str, special: Mapping[str, int], terms: Mapping[str, str] | None = None) -> str:
+    """A Lark sequence for a text with special tokens, and words that stand for `terms`."""
+    terms = {marker: f"<[{token}]>" for marker, token in special.items()} | dict(terms or {})
+    parts = re.split(f"({'|'.join(map(re.escape, terms))})", text) if terms else [text]
+    return " ".join(terms.get(part) or json.dumps(part) for part in parts if part)

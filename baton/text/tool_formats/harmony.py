@@ -74,12 +74,16 @@ class HarmonyFormat(ToolFormat):
                     parser.begin_call(name)
                     yield from parser.arguments()
                     emit = _drop
+                elif name in parser.schemas and parser.was_cut:
+                    yield from parser.stop()
                 elif recipient:
                     parser.put(begun + header[0])
                 elif channel == "analysis":
                     parser.new_part("reasoning")
                     emit = parser.think
-            marker = yield from parser.text_until((_END, _CALL, _RETURN, _START), emit)
+            marker = yield from parser.text_until(
+                (_END, _CALL, _RETURN, _START), emit, markers_are_rare=emit == parser.put
+            )
             if not marker:
                 yield from parser.stop()
             begun = ""

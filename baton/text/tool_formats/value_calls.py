@@ -10,10 +10,11 @@ from typing import Any
 
 from baton.text.json_repair import JsonRepair
 from baton.text.tool_calls import NAME, SPACE, Chars, Head, Steps, ToolFormat, ToolParser, lark
-from baton.text.tool_formats.xml_calls import is_text, text_rule, with_definitions
+from baton.text.tool_formats.xml_calls import text_rules, types_of, with_definitions
 
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
 _OUTSIDE = re.compile(r"""["'\[\](){},]""")
+_SCALARS = frozenset({"integer", "number", "boolean", "null"})
 _ARGUMENT = Chars(r"[\w)]", 1, 1)
 
 
@@ -185,16 +186,20 @@ class GemmaFormat(NamedValues):
         special: Mapping[str, int],
         options: Mapping[str, object],
     ) -> list[str]:
-        body, end = text_rule(self.quote, special)
+        types = types_of(schema, root)
+        if types and types <= _SCALARS:
+            return super().value_rule(name, schema, root, special, options)
+        is_one = types == frozenset({"string"})
+        rules, end = text_rules(f"{name}_text", schema if is_one else {}, self.quote, special)
         text = f"{lark(self.quote, special)} {name}_text {lark(end, special)}"
-        if is_text(schema, root):
-            return [f"{name}: {text}", f"{name}_text{body}"]
-        any_json = json.dumps({"type": ["number", "boolean"]})
-        pair = f'/[A-Za-z0-9_]+/ ":" {name}'
+        if is_one:
+            return [f"{name}: {text}", *rules]
+        pair = f'/[A-Za-z0-9_]+/ ":" {name}'  # of any types
+        scalar = json.dumps({"type": ["number", "boolean", "null"]})
         return [
             f"{name}: {text} | {name}_scalar | {name}_list | {name}_object",
-            f"{name}_text{body}",
-            f"{name}_scalar: %json {any_json}",
+            *rules,
+            f"{name}_scalar: %json {scalar}",
             f'{name}_list: "[" ({name} ("," {name})*)? "]"',
             f'{name}_object: "{{" ({pair} ("," {pair})*)? "}}"',
         ]

@@ -97,38 +97,47 @@ class XmlFormat(ToolFormat):
         required = schema.get("required", ())
         for at, (key, one) in enumerate(schema.get("properties", {}).items()):
             name = f"arguments_{number}_{at}"
-            before, behind = (text.replace("KEY", key) for text in self.element)
-            before = before.replace("STRING", "true" if is_text(one, schema) else "false")
-            body, end = _value_rule(one, schema, behind, special, options)
-            rules.append(f"{name}: {lark(before, special)} {name}_v {lark(end, special)}")
-            rules.append(f"{name}_v{body}")
-            sequence.append(f"{name}" if key in required else f"{name}?")
+            marked = "true" if is_text(one, schema) else "false"
+            before, behind = (
+                text.replace("STRING", marked).replace("KEY", key) for text in self.element
+            )
+            value, end = _value_rules(f"{name}_v", one, schema, behind, special, options)
+            rules += [f"{name}: {lark(before, special)} {name}_v {lark(end, special)}", *value]
+            sequence.append(name if key in required else f"{name}?")
         return [f"arguments_{number}: {' '.join(sequence)}", *rules]
 
 
-def _value_rule(
+def _value_rules(
+    name: str,
     schema: Any,
     root: Mapping[str, Any],
     behind: str,
     special: Mapping[str, int],
     options: Mapping[str, object],
-) -> tuple[str, str]:
-    """The rest of a value's rule, and the text behind the value that it does not contain."""
+) -> tuple[list[str], str]:
+    """The rules of a value, and the text behind it that they do not contain."""
     if not is_text(schema, root):
-        return f": %json {json.dumps({**with_definitions(schema, root), **options})}", behind
-    if texts := _texts(schema):
-        return ": " + " | ".join(map(json.dumps, texts)), behind
-    return text_rule(behind, special)
+        return [
+            f"{name}: %json {json.dumps({**with_definitions(schema, root), **options})}"
+        ], behind
+    return text_rules(name, schema, behind, special)
 
 
-def text_rule(behind: str, special: Mapping[str, int]) -> tuple[str, str]:
-    """The rest of a rule of any text, and the text behind that it does not contain.
+def text_rules(
+    name: str, schema: Any, behind: str, special: Mapping[str, int]
+) -> tuple[list[str], str]:
+    """The rules of a text, and the text behind it that they do not contain.
 
-    Texts never have special tokens, and otherwise end with the first `behind`.
+    A text ends with the first `behind`, and has no special tokens.
     """
-    if any(marker in behind for marker in special):
-        return ": /(?s:.*)/", behind
-    return f"[suffix={json.dumps(behind)}]: /(?s:.*)/", ""
+    if texts := _texts(schema):
+        return [f"{name}: " + " | ".join(map(json.dumps, texts))], behind
+    first = min((at for marker in special if (at := behind.find(marker)) >= 0), default=len(behind))
+    if first == 0:
+        return [f"{name}: /(?s:.*)/"], behind
+    part = f"{name}_part[suffix={json.dumps(behind[:first])}]: /(?s:.*)/"
+    # Where a special token follows, what precedes it may also be in the text.
+    return [f"{name}: {name}_part{'+' if behind[first:] else ''}", part], behind[first:]
 
 
 class Value:
@@ -249,8 +258,10 @@ def _property(schema: Mapping[str, Any], key: str) -> Any:
     return properties.get(key) if isinstance(properties, Mapping) else None
 
 
-def _texts(schema: Mapping[str, Any]) -> list[str]:
+def _texts(schema: Any) -> list[str]:
     """The texts of an enumeration; none if there is none."""
+    if not isinstance(schema, Mapping):
+        return []
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     return [value for value in values if isinstance(value, str)]
 
@@ -304,8 +315,8 @@ MINIMAX_M2 = XmlFormat(
     models="MiniMax M2",
     templates=(("<minimax:tool_call>",),),
     markers=("<minimax:tool_call>", "</minimax:tool_call>"),
-    call=('<invoke name="NAME">\n', "</invoke>"),
-    around=("<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>"),
+    call=('<invoke name="NAME">\n', "</invoke>\n"),
+    around=("<minimax:tool_call>\n", "", "</minimax:tool_call>"),
     begin=("<minimax:tool_call>",),
     end=("</minimax:tool_call>",),
     head=Head(SPACE, '<invoke name="', NAME, '">', SPACE, ahead=("<parameter ", "</invoke>")),
@@ -319,8 +330,8 @@ DEEPSEEK_V32 = XmlFormat(
     models="DeepSeek V3.2",
     templates=((_D,), ("DSML",)),
     markers=(_D,),
-    call=(f'<{_D}invoke name="NAME">\n', f"</{_D}invoke>"),
-    around=(f"<{_D}function_calls>\n", "\n", f"\n</{_D}function_calls>"),
+    call=(f'<{_D}invoke name="NAME">\n', f"</{_D}invoke>\n"),
+    around=(f"<{_D}function_calls>\n", "", f"</{_D}function_calls>"),
     begin=(f"<{_D}function_calls>", f"<{_D}tool_calls>"),
     end=(f"</{_D}function_calls>", f"</{_D}tool_calls>"),
     head=Head(
