@@ -467,7 +467,7 @@ class ToolFormat:
 
     @property
     def written(self) -> str:
-        """A call in this format, with NAME and {\u2026} for its arguments."""
+        """A call in this format, with NAME and marks of its arguments, for documentation."""
         return self.around[0] + "{\u2026}".join(self.call) + self.around[2]
 
     def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -160,7 +160,8 @@ class ChatFormats:
         elif structured and isinstance(output.tools, HarmonyFormat):
             structured = self._channel_grammar(output.tools, structured)
         if isinstance(output.tools, HarmonyFormat) and not params.ignore_eos:
-            stops = frozenset((self.markers or {})[text] for text in output.tools.stops)
+            markers = self.markers or {}
+            stops = frozenset(markers[text] for text in output.tools.stops if text in markers)
             stops -= self.tokenizer.eos_token_ids
             params = replace(params, stop_token_ids=params.stop_token_ids | stops)
         reasoning = output.reasoning

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from baton.text.json_repair import JsonRepair
 from baton.text.tool_calls import NAME, SPACE, Chars, Head, Steps, ToolFormat, ToolParser, lark
@@ -21,8 +21,13 @@ _ARGUMENT = Chars(r"[\w)]", 1, 1)
 class NamedValues(ToolFormat):
     """Arguments as pairs with a comma between; `pair`: the text before a value, with KEY."""
 
-    pair = "KEY"
-    comma = ","
+    pair: ClassVar[str]
+    comma: ClassVar[str] = ","
+
+    @property
+    def written(self) -> str:
+        pairs = f"{self.pair}\u2026{self.comma}\u2026"
+        return self.around[0] + pairs.join(self.call) + self.around[2]
 
     def argument_rules(
         self,
@@ -66,8 +71,8 @@ class PythonFormat(NamedValues):
     common in answers.
     """
 
-    pair = "KEY="
-    comma = ", "
+    pair: ClassVar[str] = "KEY="
+    comma: ClassVar[str] = ", "
 
     def steps(self, parser: ToolParser) -> Steps:
         marker = ""
@@ -140,7 +145,7 @@ class GemmaFormat(NamedValues):
 
     quote: str
 
-    pair = "KEY:"
+    pair: ClassVar[str] = "KEY:"
 
     def steps(self, parser: ToolParser) -> Steps:
         begin, end, *_ = self.markers

@@ -39,6 +39,11 @@ class XmlFormat(ToolFormat):
     in_lines: bool = False
     typed: bool = True
 
+    @property
+    def written(self) -> str:
+        elements = "\u2026".join(self.element) + "\u2026"
+        return self.around[0] + elements.join(self.call) + self.around[2]
+
     def steps(self, parser: ToolParser) -> Steps:
         while True:
             marker = yield from parser.until(*self.begin, *([self.bare] if self.bare else []))
