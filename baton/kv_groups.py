@@ -68,6 +68,47 @@ class KvGroups:
             block for at, block in enumerate(some) if at - at % count >= begins[at % count]
         )
 
+    def behind(self, block_ids: Sequence[int], position: int) -> list[int]:
+        """Entries whose blocks are behind the windows of the token at `position`."""
+        count, found = len(self.windows), list[int]()
+        for group, first in enumerate(self.first_blocks(position)):
+            at = (min(first, len(block_ids) // count) - 1) * count + group
+            while at >= 0 and block_ids[at] != NO_BLOCK:  # earlier ones were released before
+                found.append(at)
+                at -= count
+        return found
+
+    def missing(
+        self, block_ids: Sequence[int], position: int, ahead: int, needed: int
+    ) -> list[int]:
+        """Entries without a block that tokens from `position` on need, in order.
+
+        ahead, needed: block indexes that groups with a window and other groups need in front of.
+        """
+        count, end, found = len(self.windows), len(block_ids) // len(self.windows), list[int]()
+        for group, first in enumerate(self.first_blocks(position)):
+            indexes = range(first, ahead) if self.windows[group] else range(end, needed)
+            entries = (index * count + group for index in indexes)
+            found += [at for at in entries if at >= len(block_ids) or block_ids[at] == NO_BLOCK]
+        return sorted(found)
+
+    def cached_prefix(self, block_ids: list[int]) -> list[int]:
+        """The longest prefix behind which no token misses a block; without those behind windows."""
+        count, best = len(self.windows), 0
+        gaps = [-1] * count  # the last index at which each group has no block
+        for end in range(1, len(block_ids) // count + 1):
+            row = block_ids[(end - 1) * count : end * count]
+            gaps = [
+                end - 1 if block == NO_BLOCK else gap for block, gap in zip(row, gaps, strict=True)
+            ]
+            firsts = self.first_blocks(end * self.block_size)
+            if all(gap < first for gap, first in zip(gaps, firsts, strict=True)):
+                best = end
+        found = block_ids[: best * count]
+        for group, first in enumerate(self.first_blocks(best * self.block_size)):
+            found[group : first * count : count] = [NO_BLOCK] * first
+        return found
+
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """Most blocks that a sequence of `num_tokens` holds, if a step computes `step_tokens`."""
         size = self.block_size

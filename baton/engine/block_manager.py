@@ -120,7 +120,7 @@ class BlockManager:
             parent = hashes[index]
             found += blocks
         if self.groups.slide:
-            found = self._within_windows(found)
+            found = self.groups.cached_prefix(found)
         for block in found:
             if block != NO_BLOCK:
                 self._evictable.pop(block, None)
@@ -138,23 +138,6 @@ class BlockManager:
                 block = NO_BLOCK
             blocks.append(block)
         return blocks
-
-    def _within_windows(self, found: list[int]) -> list[int]:
-        """The longest part of a cached prefix for which all blocks in windows are cached, too."""
-        groups, count, size = self.groups, len(self.groups), self.block_size
-        missing, best = [-1] * count, 0  # the last index at which each group has no block
-        for end in range(1, len(found) // count + 1):
-            for group in range(count):
-                if found[(end - 1) * count + group] == NO_BLOCK:
-                    missing[group] = end - 1
-            firsts = groups.first_blocks(end * size)
-            if all(at < first for at, first in zip(missing, firsts, strict=True)):
-                best = end
-        firsts = groups.first_blocks(best * size)
-        return [
-            block if at // count >= firsts[at % count] else NO_BLOCK
-            for at, block in enumerate(found[: best * count])
-        ]
 
     def cache_block(
         self, block: int, block_hash_: int, parent: int, tokens: Sequence[int], group: int = 0

@@ -23,6 +23,7 @@ from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.block_manager import BlockManager
 from baton.engine.checkpoint.tensors import fingerprint
+from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.cpu_affinity import pin_thread
 from baton.engine.engine import Engine
 from baton.engine.kernels.torch.row_quantization import FP8
@@ -33,7 +34,7 @@ from baton.engine.models.weight_loader import random_seed
 from baton.engine.rank_executor import RemoteRanks
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.scheduler import ChunkBudget, ScheduledSequence, ScheduledStep, Scheduler
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
 from baton.engine.step_report import StepReport

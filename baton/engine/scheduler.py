@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Protocol
 
 from baton.engine.block_manager import BlockManager
+from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.sequence import UNKNOWN, Sequence
 from baton.engine.speculative import Proposer
 from baton.kv_groups import NO_BLOCK
@@ -132,70 +132,6 @@ class ScheduledStep:
         if not self.has_chunks:
             return 0
         return sum(item.count for item in self.sequences if item.count > 1 + len(item.proposed))
-
-
-class StepSize(Protocol):
-    """How much a step computes."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_chunk_tokens(self) -> int: ...
-
-
-class ChunkBudget:
-    """How many prompt tokens a step may compute: about as many as take `seconds`, or `alone_s` in a
-    step that no running sequence waits for.
-
-    max_tokens: upper limit, which memory is planned for · min_tokens: lower limit, also used before
-    anything is measured; fewer tokens would take as long. The rate is tokens over seconds, both
-    summed with weights that decay from step to step: a long step weighs more than a short one, and
-    chunks after a long context, which take longer, get smaller at once.
-    """
-
-    _DECAY = 0.8  # of earlier steps' weight, with each step
-    _MIN_MEASURED = 32  # prompt tokens of a step that is measured
-
-    def __init__(
-        self, max_tokens: int, seconds: float = 0.060, min_tokens: int = 64, alone_s: float = 0.0
-    ) -> None:
-        """alone_s: 0 stands for `seconds`."""
-        self.max_tokens = max_tokens
-        self._seconds, self._min_tokens = seconds, min_tokens
-        self._alone_s = alone_s or seconds
-        self._sum_tokens = self._sum_s = 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Measured tokens a second; 0 before any measurement."""
-        return self._sum_tokens / self._sum_s if self._sum_s else 0.0
-
-    @property
-    def tokens(self) -> int:
-        """Beside running sequences."""
-        return self._tokens(self._seconds)
-
-    @property
-    def alone_tokens(self) -> int:
-        """Without running sequences."""
-        return self._tokens(self._alone_s)
-
-    def _tokens(self, seconds: float) -> int:
-        return min(self.max_tokens, max(self._min_tokens, int(self.tokens_per_s * seconds)))
-
-    def estimate_s(self, step: ScheduledStep) -> float:
-        """Estimated seconds of a step with chunks; 0 for one without, or before any measurement."""
-        return (
-            step.num_tokens / self.tokens_per_s
-            if step.num_chunk_tokens and self.tokens_per_s
-            else 0.0
-        )
-
-    def record_step(self, step: StepSize, seconds: float) -> None:
-        """Records the duration of a step."""
-        if step.num_chunk_tokens >= self._MIN_MEASURED:
-            self._sum_tokens = self._sum_tokens * self._DECAY + step.num_tokens
-            self._sum_s = self._sum_s * self._DECAY + seconds
 
 
 class Scheduler:
@@ -486,38 +422,26 @@ class Scheduler:
         return True
 
     def _slide(self, sequence: Sequence, needed: int) -> bool:
-        """Releases blocks behind windows, and allocates those of the next tokens.
-
-        needed: blocks without windows. Groups with one get as many as a step can compute, or all
-        of those whose KV comes from elsewhere.
-        """
-        groups, size, count = self.blocks.groups, self.blocks.block_size, len(self.blocks.groups)
-        awaits_kv, ids = sequence.awaits_kv, list(sequence.block_ids)
-        position = sequence.num_tokens if awaits_kv else sequence.num_computed
-        ahead = needed if awaits_kv else -(-(position + self.chunk.max_tokens + 1) // size)
-        ahead, end, behind = min(ahead, needed), len(ids) // count, list[int]()
-        ids += [NO_BLOCK] * ((needed - end) * count)
-        wanted = list[int]()  # entries without a block
-        for group, first in enumerate(groups.first_blocks(position)):
-            window = groups.windows[group]
-            for index in range(first - 1, -1, -1) if not sequence.unverified else ():
-                at = index * count + group
-                if ids[at] != NO_BLOCK:
-                    behind.append(ids[at])
-                    ids[at] = NO_BLOCK
-                elif not awaits_kv:  # earlier ones were released, too
-                    break
-            indexes = range(first, ahead) if window else range(end, needed)
-            entries = range(indexes.start * count + group, indexes.stop * count + group, count)
-            wanted += [at for at in entries if ids[at] == NO_BLOCK]
-        self.blocks.release(behind)
-        blocks = self.blocks.allocate(len(wanted))
+        """Releases blocks behind windows, and allocates those of the next tokens: in groups with a
+        window as many as a step can compute, or all of those whose KV comes from elsewhere."""
+        groups, size = self.blocks.groups, self.blocks.block_size
+        ids, ahead, position = list(sequence.block_ids), needed, sequence.num_tokens
+        if not sequence.awaits_kv:
+            position = sequence.num_computed
+            ahead = min(needed, -(-(position + self.chunk.max_tokens + 1) // size))
+        behind = [] if sequence.unverified else groups.behind(ids, position)
+        self.blocks.release([ids[at] for at in behind])
+        for at in behind:
+            ids[at] = NO_BLOCK
+        sequence.block_ids = ids
+        missing = groups.missing(ids, position, ahead, needed)
+        blocks = self.blocks.allocate(len(missing))
         if blocks is None:
-            sequence.block_ids = ids[: end * count]
             return False
-        for at, block in zip(sorted(wanted), blocks, strict=True):
+        ids += [NO_BLOCK] * (needed * len(groups) - len(ids))
+        for at, block in zip(missing, blocks, strict=True):
             ids[at] = block
-        sequence.block_ids, sequence.num_slots = ids, max(ahead, sequence.num_slots // size) * size
+        sequence.num_slots = max(ahead * size, sequence.num_slots)
         return True
 
     def _has_slots(

@@ -29,9 +29,10 @@ from opentelemetry.trace import NoOpTracer
 
 from baton.block_hash import token_digest
 from baton.engine.block_manager import BlockManager
+from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.engine import Engine
 from baton.engine.runner import SampledTokens, StepRunner
-from baton.engine.scheduler import ChunkBudget, Scheduler
+from baton.engine.scheduler import Scheduler
 from baton.errors import DeadlineExceeded, KvCorrupted, Overloaded, Stale, Unavailable
 from baton.generation.structured_output import GrammarCompiler
 from baton.kv_groups import KvGroups
