@@ -57,7 +57,7 @@ class ToolUse(Struct, tag="tool_use"):
 
     id: str
     name: str
-    input: CallInput = Raw(b"{}")
+    input: CallInput
 
 
 Content = ThinkingContent | TextContent | ToolUse
@@ -256,7 +256,7 @@ class BlocksOutput(ItemSink):
         return kind()
 
     def new_call(self, call: ToolCallDelta) -> Content:
-        return ToolUse(call.id, call.name)
+        return ToolUse(call.id, call.name, Raw(b"{}"))
 
     def on_begin(self, item: Content) -> None:
         self._event("content_block_start", content_block=item)
