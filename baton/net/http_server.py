@@ -61,6 +61,7 @@ _BACKLOG = 2048
 # What the kernel holds of an answer beyond what the client takes; the rest waits here, where
 # `HttpExchange.unread_bytes` counts it. Else a client that reads nothing has megabytes of room.
 _MAX_NOT_SENT_BYTES = 16 << 10
+_STALL_S = 1.0  # a timer that is later than this is no measure of the client
 _LOOK_S = 1.0  # between two looks whether a client is there from whom nothing is read
 _ESTABLISHED = 1  # TCP's state, in the first byte of TCP_INFO
 # Headers that may come once. A proxy might have looked at one of them, and this server at another.
@@ -669,16 +670,18 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timed = "" if self.closed.done() else what
-        later = self._loop.call_later
-        self._timer = later(seconds, self._too_late, seconds) if self._timed else None
+        due_s = self._loop.time() + seconds
+        later = self._loop.call_at
+        self._timer = later(due_s, self._too_late, seconds, due_s) if self._timed else None
 
-    def _too_late(self, seconds: float) -> None:
+    def _too_late(self, seconds: float, due_s: float) -> None:
         if self.transport.is_closing():
             self.transport.abort()  # the client does not read the end
         elif self._waits_for_us or (self._exchanges and self._exchanges[-1].has_progressed()):
             self._expect(self._timed, seconds)
         elif self._expected == "request":
-            if self._has_unread:  # it came while the loop was busy
+            # It came while the loop was busy, or may come yet where a whole machine stood still.
+            if self._has_unread or self._loop.time() > due_s + _STALL_S:
                 self._expect(self._timed, LINGER_S)
             else:
                 self._hang_up()
