@@ -162,7 +162,7 @@ def _compressed_tensors(fields: Fields) -> QuantizationConfig:
     ignored = _modules(fields, "ignore", _read_names(fields, "ignore"))
     groups = fields.inside("config_groups")
     if not groups.values:
-        raise fields.error("config_groups", {}, "one group or more")
+        raise fields.error("config_groups", sorted(groups.values), "one group or more")
     named, linear = list[tuple[Modules, QuantizationConfig]](), None
     for name in sorted(groups.values):
         group = groups.inside(name)

@@ -108,6 +108,47 @@ def test_a_tied_model_may_be_stored_with_its_output_layer_alone(tmp_path):
     assert weights.lm_head.tensor is weights.embedding
 
 
+PREFIXES = {
+    "model.language_model.": (
+        "language_model.model.",
+        "model.language_model.",
+        "model.text_model.",
+    ),
+    "vision_tower.": ("vision_tower.", "model.vision_tower.", "model.visual."),
+}
+
+
+@pytest.mark.parametrize("spelling", range(3))
+def test_a_multimodal_checkpoint_s_text_model_is_loaded_in_all_spellings(
+    tmp_path, caplog, spelling
+):
+    make_checkpoint(tmp_path, "Mistral3ForConditionalGeneration")
+    expected, others = tensors_of(load(tmp_path)), 0
+
+    def rename(tensors):
+        nonlocal others
+        for name, tensor in list(tensors.items()):
+            del tensors[name]
+            text = name.removeprefix("language_model.model.")
+            if text != name:
+                name = PREFIXES["model.language_model."][spelling] + text
+            elif name.startswith("vision_tower."):
+                name = PREFIXES["vision_tower."][spelling] + name.removeprefix("vision_tower.")
+            elif name == "language_model.lm_head.weight" and spelling:
+                name = "lm_head.weight"
+            others += "language" not in name and "text" not in name and name != "lm_head.weight"
+            tensors[name] = tensor
+
+    rewrite(tmp_path, rename)
+    with caplog.at_level(logging.INFO):
+        got = tensors_of(load(tmp_path))
+    assert all(map(torch.equal, got, expected)) and len(got) == len(expected)
+    assert f"{others} tensors (0.00 GiB) of images, video or audio are not loaded" in caplog.text
+    rewrite(tmp_path, lambda tensors: tensors.update({"model.extra.weight": torch.zeros(1)}))
+    with pytest.raises(CheckpointError, match=r"model\.extra\.weight is not part of Mistral"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_float64_is_read_as_transformers_does(tmp_path, dtype):
     make_checkpoint(tmp_path)
