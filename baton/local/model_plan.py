@@ -49,8 +49,8 @@ def check_plan(settings: EngineConfig) -> Iterator[Finding]:
         part = f" (of {config.wrapper}, text only)" if config.wrapper else ""
         yield ok(
             "model",
-            f"{config.architecture}{part}, {num_parameters(config) / 1e6:,.1f} M parameters, contexts "
-            f"of up to {config.max_context:,} tokens",
+            f"{config.architecture}{part}, {num_parameters(config) / 1e6:,.1f} M parameters, "
+            f"contexts of up to {config.max_context:,} tokens",
         )
         yield _kernels(settings, config, gpu)
         yield from _memory(settings, config, gpu)

@@ -108,37 +108,31 @@ def test_a_tied_model_may_be_stored_with_its_output_layer_alone(tmp_path):
     assert weights.lm_head.tensor is weights.embedding
 
 
-PREFIXES = {
-    "model.language_model.": (
-        "language_model.model.",
-        "model.language_model.",
-        "model.text_model.",
-    ),
-    "vision_tower.": ("vision_tower.", "model.vision_tower.", "model.visual."),
-}
+TEXT, HEAD, VISION = "language_model.model.", "language_model.lm_head.", "vision_tower."
 
 
-@pytest.mark.parametrize("spelling", range(3))
+@pytest.mark.parametrize(
+    "prefixes",
+    [
+        {},
+        {TEXT: "model.language_model.", HEAD: "lm_head.", VISION: "model.vision_tower."},
+        {TEXT: "model.text_model.", HEAD: "lm_head.", VISION: "model.visual."},
+    ],
+    ids=("old", "new", "Idefics"),
+)
 def test_a_multimodal_checkpoint_s_text_model_is_loaded_in_all_spellings(
-    tmp_path, caplog, spelling
+    tmp_path, caplog, prefixes
 ):
     make_checkpoint(tmp_path, "Mistral3ForConditionalGeneration")
-    expected, others = tensors_of(load(tmp_path)), 0
+    expected = tensors_of(load(tmp_path))
 
     def rename(tensors):
-        nonlocal others
-        for name, tensor in list(tensors.items()):
-            del tensors[name]
-            text = name.removeprefix("language_model.model.")
-            if text != name:
-                name = PREFIXES["model.language_model."][spelling] + text
-            elif name.startswith("vision_tower."):
-                name = PREFIXES["vision_tower."][spelling] + name.removeprefix("vision_tower.")
-            elif name == "language_model.lm_head.weight" and spelling:
-                name = "lm_head.weight"
-            others += "language" not in name and "text" not in name and name != "lm_head.weight"
-            tensors[name] = tensor
+        for name in list(tensors):
+            old = next((old for old in prefixes if name.startswith(old)), "")
+            tensors[prefixes.get(old, "") + name.removeprefix(old)] = tensors.pop(name)
 
+    names = load_file(tmp_path / SINGLE_FILE)
+    others = sum(not name.startswith("language_model.") for name in names)
     rewrite(tmp_path, rename)
     with caplog.at_level(logging.INFO):
         got = tensors_of(load(tmp_path))
