@@ -51,14 +51,12 @@ def make_quantized(
     generator = np.random.default_rng(3)
     orders = {}
     for name in tensors:
-        if name.endswith("proj.weight"):
+        if name.endswith("proj.weight") and "vis" not in name:
             module, shape = name.removesuffix(".weight"), tuple(tensors[name].shape)
             # q, k and v have seen the same inputs, and so have gate and up.
             side = (module.rsplit(".", 1)[0], shape[1])
             order = orders.setdefault(side, generator.permutation(shape[1]))
             one = next((part for text, part in parts if text in name), config)
-            if "language_model" not in name and any("vision" in name for name in tensors):
-                continue
             del held[name]
             stored, dense[name] = write(one, generator, shape, order)
             held |= {f"{module}.{key}": value for key, value in stored.items()}
