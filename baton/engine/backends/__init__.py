@@ -26,6 +26,8 @@ MAX_QUERIES = 128  # heads that share a KV head
 
 def unsupported(config: ModelConfig, block_size: int, kernels: str) -> str:
     """Why the attention kernels do not support a model; empty if they do."""
+    if config.latent is not None:
+        return f"latent KV, which {kernels} attention has not"
     need = f"{kernels} kernels need a multiple of {MULTIPLE}"
     if config.head_size % MULTIPLE or config.head_size > MAX_HEAD_SIZE:
         return f"heads of {config.head_size} elements, and {need} up to {MAX_HEAD_SIZE}"

@@ -26,7 +26,7 @@ from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.models.weights import LayerWeights, ModelWeights, MoeWeights
+from baton.engine.models.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights
 from baton.engine.quantization.linear_weight import LinearWeight, ResidualStream
 
 
@@ -124,8 +124,7 @@ class DecoderModel:
             qkv = self._normed_product(
                 hidden, layer.input_norm, layer.qkv, layer.qkv_bias, lora=lora.get("qkv")
             )
-            q = self._rope_and_write(qkv, placed, index, layer, pool)
-            attended = self._attend(q, placed, index, pool)
+            attended = self._attention(qkv, placed, index, layer, pool)
             norm = layer.attention_norm
             self._add_product(hidden, attended, layer.o, layer.o_bias, norm, lora.get("o"))
             self._add_mlp(hidden, layer, placed, index)
@@ -175,10 +174,14 @@ class DecoderModel:
     ) -> Tensor:
         """The weighted sum of the outputs of the experts that rows take."""
         mixed = self._mix(x, experts, placed, self._tokens_of[index])
+        if layer.gate_up is None:
+            return mixed
+        shared = self._shared_expert(x, layer)
         if experts.shared_gate is not None:
             # Not contiguous: torch's last bits would depend on the number of rows.
             gates = x.new_empty(len(x), 2)[:, :1].copy_(experts.shared_gate.apply(x))
-            mixed += torch.sigmoid(gates) * self._shared_expert(x, layer)
+            shared = torch.sigmoid(gates) * shared
+        mixed += shared
         return mixed
 
     def _mix(self, x: Tensor, experts: MoeWeights, placed: Any, tokens: Tensor) -> Tensor:
@@ -189,8 +192,7 @@ class DecoderModel:
         """
         config, own = self.config.experts, self._own_experts
         assert config is not None
-        scores = experts.router.apply(x, experts.router_bias)
-        shares, taken = route(scores, config.per_token, config.normed)
+        shares, taken = route(self._router_logits(x, experts), config.routing, experts.correction)
         tokens += taken.flatten().bincount(minlength=len(tokens))
         outputs = x.new_zeros(*taken.shape, x.shape[1])
         for number in set(taken.unique().tolist()).intersection(own):
@@ -203,6 +205,12 @@ class DecoderModel:
         for at in range(1, taken.shape[1]):
             mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)
         return mixed
+
+    def _router_logits(self, x: Tensor, experts: MoeWeights) -> Tensor:
+        """`[rows, experts]`."""
+        names = self.config.arch.experts
+        assert names is not None
+        return experts.router.apply(x.float() if names.float32_router else x, experts.router_bias)
 
     def _normed_product(
         self, hidden: ResidualStream, norm: Tensor | None, weight: LinearWeight,
@@ -278,6 +286,51 @@ class DecoderModel:
         positions, attention = place(batch, pool.shape[4])
         return attention, self._tables[:, :, positions, None]
 
+    def _attention(
+        self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
+    ) -> Tensor:
+        """Writes KV and attends: `[rows, heads * value_size]`."""
+        if layer.latent is not None:
+            return self._latent_attention(qkv, placed, index, layer.latent, pool)
+        q = self._rope_and_write(qkv, placed, index, layer, pool)
+        return self._attend(q, placed, index, pool)
+
+    def _latent_attention(
+        self, projected: Tensor, placed: Any, index: int, weights: LatentWeights, pool: Tensor
+    ) -> Tensor:
+        """Attention over latent rows, of which each head's keys and values are projections.
+
+        The projections are absorbed: a query is projected to where rows are, and the sum of rows to
+        a value, so that one row serves all heads, and rows of the context are never expanded.
+        Prompts are computed so, too: a token's result is then the same to the bit, whether a prompt
+        or a decode step computed it.
+        """
+        config = self.config
+        latent, eps = config.latent, config.rms_eps
+        assert latent is not None
+        q, row = projected.split([projected.shape[1] - config.head_size, config.head_size], dim=1)
+        if weights.q_b is not None:
+            assert weights.q_a_norm is not None
+            q = weights.q_b.apply(rms_norm(q, weights.q_a_norm, eps))
+        q = q.view(len(q), -1, latent.query_size)
+        row = row.split([latent.kv_rank, latent.rope_size], dim=1)
+        q = q.split([latent.nope_size, latent.rope_size], dim=2)
+        queries = torch.cat((weights.keys.apply(q[0]), self._rotated(q[1], placed, index)), dim=2)
+        key_end = self._rotated(row[1][:, None], placed, index)
+        rows = torch.cat((rms_norm(row[0], weights.kv_a_norm, eps)[:, None], key_end), dim=2)
+        self._write(rows, placed, index, pool)
+        attended = self._attend(queries, placed, index, pool).view(queries.shape)
+        return weights.values.apply(attended[..., : latent.kv_rank]).flatten(1)
+
+    def _rotated(self, x: Tensor, placed: Any, index: int) -> Tensor:
+        """x `[rows, heads, rope_size]`, rotated by the rows' positions."""
+        cos, sin = placed[1][self._table_of[index]]
+        return rotate(x, cos, sin)
+
+    def _write(self, rows: Tensor, placed: Any, index: int, pool: Tensor) -> None:
+        """Writes latent rows `[rows, 1, head_size]` to the pool."""
+        write_kv(pool, index, placed[0].slots, rows)
+
     def _rope_and_write(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
@@ -285,7 +338,7 @@ class DecoderModel:
         attention, tables = placed
         q, k, v = self._split(qkv)
         q_norm, k_norm = layer.q_norm, layer.k_norm
-        if self.config.arch.qk_norm == "row":
+        if self.config.qk_norm == "row":
             q, k = self._rows_normed(q, k, layer)
             q_norm = k_norm = None
         q, k = self._head_norm(q, q_norm), self._head_norm(k, k_norm)

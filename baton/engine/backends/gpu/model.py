@@ -155,7 +155,7 @@ class GpuModel(DecoderModel):
         """See `DecoderModel`. Of decode rows alone qkv is returned: their attention kernel rotates
         it."""
         config, rows = self.config, placed.rows
-        if config.arch.qk_norm == "row":  # the kernels norm heads
+        if config.qk_norm == "row":  # the kernels norm heads
             q, k, v = self._split(qkv)
             qkv = torch.cat([*self._rows_normed(q, k, layer), v], dim=1)
         if placed.tiles is None:
@@ -166,7 +166,7 @@ class GpuModel(DecoderModel):
 
     def _rotation(self, index: int) -> Rotation:
         cos, sin = self._tables[self._table_of[index]]
-        if self.config.arch.qk_norm == "row":
+        if self.config.qk_norm == "row":
             return Rotation(cos, sin)
         layer = self._weights.layers[index]
         return Rotation(cos, sin, layer.q_norm, layer.k_norm, self.config.rms_eps)

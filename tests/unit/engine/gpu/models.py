@@ -6,6 +6,7 @@ import torch
 
 from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.model import GpuModel
+from baton.engine.kernels.routing import Routing
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ExpertsConfig
 from baton.engine.models.rope_config import Rope
@@ -28,7 +29,7 @@ TINY = replace(
 )
 ODD = replace(TINY, num_heads=3, num_kv_heads=1, head_size=48, score_scale=48**-0.5)
 QWEN3 = replace(TINY, architecture="Qwen3ForCausalLM")
-EXPERTS = ExpertsConfig(6, 3, 32, normed=True, layers=(True, True))
+EXPERTS = ExpertsConfig(6, 32, Routing(3, normed=True), (True, True))
 CONFIGS = {
     "llama": TINY,
     "llama biases, odd heads": replace(ODD, qkv_bias=True, o_bias=True, mlp_bias=True),
