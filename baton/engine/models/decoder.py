@@ -192,7 +192,8 @@ class DecoderModel:
         """
         config, own = self.config.experts, self._own_experts
         assert config is not None
-        shares, taken = route(self._router_logits(x, experts), config.routing, experts.correction)
+        logits = experts.router.apply(self._router_input(x), experts.router_bias)
+        shares, taken = route(logits, config.routing, experts.correction)
         tokens += taken.flatten().bincount(minlength=len(tokens))
         outputs = x.new_zeros(*taken.shape, x.shape[1])
         for number in set(taken.unique().tolist()).intersection(own):
@@ -206,11 +207,10 @@ class DecoderModel:
             mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)
         return mixed
 
-    def _router_logits(self, x: Tensor, experts: MoeWeights) -> Tensor:
-        """`[rows, experts]`."""
+    def _router_input(self, x: Tensor) -> Tensor:
+        """x in the type of the router's weight."""
         names = self.config.arch.experts
-        assert names is not None
-        return experts.router.apply(x.float() if names.float32_router else x, experts.router_bias)
+        return x.float() if names is not None and names.float32_router else x
 
     def _normed_product(
         self, hidden: ResidualStream, norm: Tensor | None, weight: LinearWeight,
@@ -305,31 +305,35 @@ class DecoderModel:
         Prompts are computed so, too: a token's result is then the same to the bit, whether a prompt
         or a decode step computed it.
         """
-        config = self.config
-        latent, eps = config.latent, config.rms_eps
+        latent, size = self.config.latent, self.config.head_size
         assert latent is not None
-        q, row = projected.split([projected.shape[1] - config.head_size, config.head_size], dim=1)
+        q, row = projected.split([projected.shape[1] - size, size], dim=1)
         if weights.q_b is not None:
             assert weights.q_a_norm is not None
-            q = weights.q_b.apply(rms_norm(q, weights.q_a_norm, eps))
-        q = q.view(len(q), -1, latent.query_size)
-        row = row.split([latent.kv_rank, latent.rope_size], dim=1)
-        q = q.split([latent.nope_size, latent.rope_size], dim=2)
-        queries = torch.cat((weights.keys.apply(q[0]), self._rotated(q[1], placed, index)), dim=2)
-        key_end = self._rotated(row[1][:, None], placed, index)
-        rows = torch.cat((rms_norm(row[0], weights.kv_a_norm, eps)[:, None], key_end), dim=2)
-        self._write(rows, placed, index, pool)
-        attended = self._attend(queries, placed, index, pool).view(queries.shape)
-        return weights.values.apply(attended[..., : latent.kv_rank]).flatten(1)
+            norm = Norm(weights.q_a_norm, self.config.rms_eps)
+            q = weights.q_b.apply(self.ops.add_rms_norm(q.contiguous(), None, norm)[0])
+        q, q_end = q.view(len(q), -1, latent.query_size).split(
+            [latent.nope_size, latent.rope_size], dim=2
+        )
+        norm = Norm(weights.kv_a_norm, self.config.rms_eps)
+        sums = self._attend_latent(weights.keys.apply(q), q_end, row, norm, placed, index, pool)
+        return weights.values.apply(sums).flatten(1)
 
-    def _rotated(self, x: Tensor, placed: Any, index: int) -> Tensor:
-        """x `[rows, heads, rope_size]`, rotated by the rows' positions."""
-        cos, sin = placed[1][self._table_of[index]]
-        return rotate(x, cos, sin)
+    def _attend_latent(
+        self, q: Tensor, q_end: Tensor, row: Tensor, norm: Norm, placed: Any, index: int,
+        pool: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Norms, rotates and writes latent rows, and attends: `[rows, heads, kv_rank]`.
 
-    def _write(self, rows: Tensor, placed: Any, index: int, pool: Tensor) -> None:
-        """Writes latent rows `[rows, 1, head_size]` to the pool."""
+        q: `[rows, heads, kv_rank]` · q_end: `[rows, heads, rope_size]` · row: `[rows, head_size]`.
+        """
+        rank, (cos, sin) = q.shape[2], placed[1][self._table_of[index]]
+        queries = torch.cat((q, rotate(q_end, cos, sin)), dim=2)
+        row_end = rotate(row[:, None, rank:], cos, sin)
+        rows = torch.cat((rms_norm(row[:, :rank], *norm)[:, None], row_end), dim=2)
         write_kv(pool, index, placed[0].slots, rows)
+        attended = attend(queries, pool, index, placed[0], self._scoring[index])
+        return attended.view(queries.shape)[..., :rank]
 
     def _rope_and_write(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
