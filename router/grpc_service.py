@@ -189,6 +189,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         router.counts.CopyFrom(stats.counts)
         router.latency.CopyFrom(stats.latency())
         router.events.extend(stats.events)
+        router.traffic.extend(one.traffic_now() for one in models.versions.values())
         return router
 
     async def Explain(

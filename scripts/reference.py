@@ -21,7 +21,7 @@ from baton import cli
 from baton.cli.options import HelpFormatter
 from baton.engine.backends import unsupported
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY, refused
-from baton.engine.models.architectures import ARCHITECTURES, Architecture
+from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS, Architecture
 from baton.engine.models.model_config import ModelConfig
 from baton.telemetry.metrics import table
 
@@ -109,7 +109,9 @@ def grpc() -> Iterator[str]:
 
 def model_names() -> Iterator[str]:
     """The models of the table of architectures, in one line."""
-    yield f"{', '.join(one.models for one in ARCHITECTURES.values())}."
+    names = [one.models for one in ARCHITECTURES.values()]
+    names += [one.models for one in WRAPPERS.values()]
+    yield f"{', '.join(dict.fromkeys(names))}."
 
 
 def models() -> Iterator[str]:
@@ -128,6 +130,10 @@ def models() -> Iterator[str]:
             )
             cells = " | ".join("no" if reason else "yes" for reason in reasons)
             yield f"| {one.models} | `{name}` | {', '.join(_differences(one))} | {cells} |"
+    yield "\n| multimodal models, text only | `architectures` | their text part |\n|---|---|---|"
+    for name, wrapper in WRAPPERS.items():
+        parts = ", ".join(f"`{part}`" for part in dict.fromkeys(wrapper.text.values()))
+        yield f"| {wrapper.models} | `{name}` | {parts if parts != f'`{name}`' else 'its own'} |"
     yield ""
 
 
@@ -142,7 +148,7 @@ def _differences(one: Architecture) -> Iterator[str]:
         yield "sliding windows"
     elif isinstance(one.windows, int):
         yield f"sliding windows but in each {one.windows}th layer".replace("2th", "2nd")
-    if "no_rope_layers" in one.defaults:
+    if "no_rope_layers" in one.defaults or one.rotates == "sliding":
         yield "layers without rotation"
     if "partial_rotary_factor" in one.defaults:
         yield "partial rotation"

@@ -28,6 +28,7 @@ MAX_SOURCE_CHARS = 64 << 10  # compiles in a second; templates in use have up to
 MAX_RENDERING = (2.0, 64 << 20)
 MAX_TRIAL = (0.25, 4 << 20)
 MAX_AT_ONCE = (0.005, 64 << 10)
+_TRIAL = "a trial"  # content of a message that templates are tried with
 
 # A turn in the form of transformers: role, content and its other keys.
 Message = Mapping[str, Any]
@@ -52,12 +53,10 @@ class ChatTemplate:
         except Exception as error:
             reason = str(error)[:MAX_QUOTED_CHARS]
             raise CheckpointError(f"{origin}: broken chat template: {reason}") from error
-        try:
-            self._render({"messages": [{"role": "user", "content": "x"}]}, MAX_TRIAL)
-        except (LimitExceeded, MemoryError) as error:
-            raise CheckpointError(f"{origin}: chat template without bounds: {error}") from error
-        except Exception:
-            return  # it needs another conversation
+        # Some of multimodal models show no content but a list of parts.
+        self._expects_parts = not self._shows(_TRIAL, origin) and self._shows(
+            _parts(_TRIAL), origin
+        )
 
     @property
     def has_tools(self) -> bool:
@@ -80,9 +79,12 @@ class ChatTemplate:
         if not messages:
             raise InvalidRequest("chat needs at least one message", "chat")
         turns = [dict(message) for message in messages]
+        final = str(turns[-1].get("content", "")).strip()
         for turn in turns:
             if turn["role"] == "developer":
                 turn["role"] = self._developer_role
+            if self._expects_parts and isinstance(turn.get("content"), str):
+                turn["content"] = _parts(turn["content"])
         given = {**(variables or {}), "messages": turns}
         if continue_final_message:
             given["add_generation_prompt"] = False
@@ -102,12 +104,21 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template refused: {reason}", "chat") from error
         if not continue_final_message:
             return text
-        final = str(turns[-1]["content"]).strip()
         if (at := text.rfind(final)) < 0 or not final:
             raise InvalidRequest(
                 "the last message cannot be continued: the chat template does not show it", "chat"
             )
         return text[: at + len(final)]
+
+    def _shows(self, content: str | list[dict[str, str]], origin: str) -> bool:
+        """Whether a chat of one message shows its content. Raises CheckpointError as `__init__`."""
+        try:
+            text = self._render({"messages": [{"role": "user", "content": content}]}, MAX_TRIAL)
+        except (LimitExceeded, MemoryError) as error:
+            raise CheckpointError(f"{origin}: chat template without bounds: {error}") from error
+        except Exception:
+            return False  # it needs another conversation
+        return _TRIAL in text
 
     def _render(self, given: Mapping[str, Any], limits: tuple[float, int]) -> str:
         variables: dict[str, Any] = {
@@ -127,6 +138,11 @@ class ChatTemplate:
                     )
                 parts.append(part)
         return "".join(parts)
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """Content as a list of parts, in the form of transformers."""
+    return [{"type": "text", "text": content}]
 
 
 class _GenerationBlock(Extension):
