@@ -492,8 +492,9 @@ def _has_experts(fields: Fields, arch: Architecture, index: int, num_layers: int
     if "moe_layer_interval" in arch.defaults:
         first = fields.read("moe_layer_start_index", whole(0, MAX_SIZE))
         last = fields.read("moe_layer_end_index", whole(-1, MAX_SIZE))
+        interval = fields.read("moe_layer_interval", COUNT)
         is_within = first <= index <= (num_layers - 1 if last == -1 else last)
-        return is_within and (index + 1) % fields.read("moe_layer_interval", COUNT) == 0
+        return bool(is_within and (index + 1) % interval == 0)
     return True
 
 

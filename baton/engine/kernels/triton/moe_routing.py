@@ -449,7 +449,7 @@ def _moe_sum_trial(shape: Key, device: torch.device) -> Trial:
 
 _DEEPSEEK_V3: Key = {
     "experts": 256, "per_row": 8, "groups": 8, "taken": 4, "top": 2, "sigmoid": 1, "normed": 1,
-    "corrected": 1, "scale": 2.5, "dtype": "fp32",
+    "corrected": 1, "scale": 2, "dtype": "fp32",
 }  # fmt: skip
 _CASES: tuple[Key, ...] = (
     {"scored": 1, "experts": 128, "per_row": 8, "normed": 1},
