@@ -21,7 +21,7 @@ from baton import cli
 from baton.cli.options import HelpFormatter
 from baton.engine.backends import unsupported
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY, refused
-from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS, Architecture
+from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS, Architecture, ExpertNames
 from baton.engine.models.model_config import ModelConfig
 from baton.telemetry.metrics import table
 
@@ -122,6 +122,7 @@ def models() -> Iterator[str]:
         file = Path(folder) / "config.json"
         for name, one in ARCHITECTURES.items():
             usual = getattr(transformers, name).config_class().to_dict()
+            usual = {key: value for key, value in usual.items() if value is not None}
             file.write_text(json.dumps({**usual, "architectures": [name]}))
             config, block_size = ModelConfig.load(file), 16
             reasons = (
@@ -158,9 +159,22 @@ def _differences(one: Architecture) -> Iterator[str]:
         yield "scaled embeddings"
     if one.sinks:
         yield "sinks"
+    if one.latent:
+        yield "latent KV (MLA)"
     if one.experts:
-        shared = "shared_expert_intermediate_size" in one.defaults
-        yield f"mixture of experts{', one of them for all tokens' if shared else ''}"
+        yield from _moe_differences(one.experts)
+
+
+def _moe_differences(experts: ExpertNames) -> Iterator[str]:
+    yield "mixture of experts"
+    if experts.shared_size:
+        yield "one of them for all tokens"
+    if experts.sigmoid:
+        yield "sigmoid scores"
+    if experts.correction:
+        yield "corrected scores"
+    if experts.group_top:
+        yield "groups of experts"
 
 
 PAGES = {

@@ -397,6 +397,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "first_k_dense_replace": 0,
             "topk_method": "greedy",
             "routed_scaling_factor": 1.0,
+            "num_experts_per_tok": 6,
             "n_shared_experts": 2,
             "rms_norm_eps": 1e-6,
         },
@@ -450,6 +451,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Glm4MoeForCausalLM": Architecture(
         {
+            "head_dim": 128,
             "n_group": 1,
             "topk_group": 1,
             "first_k_dense_replace": 1,
