@@ -1,6 +1,6 @@
 """Writes what is generated in docs/; `--check`, as in `make lint`, only compares it.
 
-In each page it is what lies between two marks: metrics and models from their tables, options from
+In each page it is what lies between two marks: metrics, models and tool formats from their tables, options from
 the command line's parser, gRPC's services and messages from protos/.
 """
 
@@ -19,11 +19,13 @@ import transformers
 
 from baton import cli
 from baton.cli.options import HelpFormatter
+from baton.config import TOOL_PARSERS
 from baton.engine.backends import unsupported
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY, refused
 from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS, Architecture, ExpertNames
 from baton.engine.models.model_config import ModelConfig
 from baton.telemetry.metrics import table
+from baton.text.tool_formats import FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -177,7 +179,18 @@ def _moe_differences(experts: ExpertNames) -> Iterator[str]:
         yield "groups of experts"
 
 
+def tool_formats() -> Iterator[str]:
+    """The formats of tool calls, in the order of the option's names."""
+    yield "| `--tool-parser` | models | output |\n|---|---|---|"
+    for name in TOOL_PARSERS[2:]:
+        for one in (form for form in FORMATS if form.name == name):
+            written = " ".join(one.written.replace("|", "\\|").split())
+            quote = "````" if "`" in written else "`"
+            yield f"| `{name}` | {one.models} | {quote}{written}{quote} |"
+
+
 PAGES = {
+    "gateway.md": tool_formats,
     "metrics.md": metrics,
     "models.md": models,
     "reference/cli.md": commands,

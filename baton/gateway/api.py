@@ -664,9 +664,9 @@ def _invalid(error: msgspec.ValidationError, within: str = "") -> InvalidRequest
     if not field:
         return InvalidRequest("the body must be a JSON object")
     if of := _TYPE.search(field):
-        found = f" is {value[0]}:" if (value := _QUOTED.search(reason)) else ""
+        named = f" is {value[0]}:" if (value := _QUOTED.search(reason)) else ""
         supported = _SUPPORTED.get(of[1], _SUPPORTED["content"])
-        return InvalidRequest(f"{field}{found} {supported}", field)
+        return InvalidRequest(f"{field}{named} {supported}", field)
     if reason.startswith(("Expected `null`", "Expected `array` of length <= 0")):
         return InvalidRequest(f"{field} is not supported: leave it out", field)
     return InvalidRequest(f"{field}: {reason[:1].lower()}{reason[1:]}", field)

@@ -39,7 +39,7 @@ import httptools
 
 from baton.errors import ENDINGS, ConfigError, Unavailable, as_exception, quoted
 from baton.net import tls
-from baton.net.http_errors import JSON_TYPE, Header, HttpError, failure_of
+from baton.net.http_errors import JSON_TYPE, Failure, Header, HttpError, failure_of
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +61,11 @@ _BACKLOG = 2048
 # What the kernel holds of an answer beyond what the client takes; the rest waits here, where
 # `HttpExchange.unread_bytes` counts it. Else a client that reads nothing has megabytes of room.
 _MAX_NOT_SENT_BYTES = 16 << 10
+_STALL_S = 1.0  # a timer that is later than this is no measure of the client
 _LOOK_S = 1.0  # between two looks whether a client is there from whom nothing is read
 _ESTABLISHED = 1  # TCP's state, in the first byte of TCP_INFO
 # Headers that may come once. A proxy might have looked at one of them, and this server at another.
-_SINGLE = frozenset((b"authorization", b"content-type", b"host", b"origin"))
+_SINGLE = frozenset((b"authorization", b"content-type", b"host", b"origin", b"x-api-key"))
 _MAX_KEPT_UNREAD_BYTES = 64 << 10  # a connection with more at an answer's end is not kept
 _CHUNK = 512  # body chunks of that size or more have their framing for free
 _CLOSE: Header = (b"connection", b"close")
@@ -255,6 +256,7 @@ class HttpExchange:
 
 
 Answer = Callable[[HttpExchange], Coroutine[Any, Any, None]]
+FailureAt = Callable[[str, Exception], Failure]  # formats an error for a path
 
 
 _inherited: dict[int, socket.socket] = {}  # listening, by their ports
@@ -306,6 +308,7 @@ async def serving(
     allowed_hosts: Collection[str] = (),
     *,
     plain: bool = False,
+    failure_at: FailureAt = lambda path, error: failure_of(error),
 ) -> AsyncIterator[Port]:
     """Has every request answered while inside; at the end what is being answered may finish.
 
@@ -320,7 +323,7 @@ async def serving(
     checked = allowed_hosts or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     address = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
     url = f"{'https' if credentials.serves else 'http'}://{address}"
-    port = Port(url, answer, min(max_connections, max_files // 2))
+    port = Port(url, answer, min(max_connections, max_files // 2), failure_at)
     if checked and "*" not in allowed_hosts:
         port.allowed_hosts = {*allowed_hosts, socket.gethostname().lower()}
     if port.max_connections < max_connections:
@@ -356,6 +359,7 @@ class Port:
     url: str
     answer: Answer
     max_connections: int
+    failure_at: FailureAt
     allowed_hosts: Collection[str] | None = None  # beside this host's own names; None: any
     connections: set[Connection] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -627,7 +631,7 @@ class Connection(asyncio.Protocol):
                 log.exception("%s %s: the answer broke off", exchange.method, exchange.path)
                 self._hang_up()
             else:
-                failure = failure_of(as_exception(error))
+                failure = self._port.failure_at(exchange.path, as_exception(error))
                 exchange.answer(failure.status, failure.body, failure.headers)
 
     def _on_answered(self) -> None:
@@ -666,16 +670,18 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timed = "" if self.closed.done() else what
-        later = self._loop.call_later
-        self._timer = later(seconds, self._too_late, seconds) if self._timed else None
+        due_s = self._loop.time() + seconds
+        later = self._loop.call_at
+        self._timer = later(due_s, self._too_late, seconds, due_s) if self._timed else None
 
-    def _too_late(self, seconds: float) -> None:
+    def _too_late(self, seconds: float, due_s: float) -> None:
         if self.transport.is_closing():
             self.transport.abort()  # the client does not read the end
         elif self._waits_for_us or (self._exchanges and self._exchanges[-1].has_progressed()):
             self._expect(self._timed, seconds)
         elif self._expected == "request":
-            if self._has_unread:  # it came while the loop was busy
+            # It came while the loop was busy, or may come yet where a whole machine stood still.
+            if self._has_unread or self._loop.time() > due_s + _STALL_S:
                 self._expect(self._timed, LINGER_S)
             else:
                 self._hang_up()

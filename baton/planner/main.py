@@ -27,7 +27,7 @@ from baton.planner.decision import Decision, Flip, Observation, Policy, State
 from baton.planner.observer import Observer, Statuses, Version, versions_of
 from baton.planner.routers import Routers
 from baton.planner.scaler import PublishedPlan, ScalerServicer
-from baton.registry import Election, EtcdRegistry, LedKey
+from baton.registry import Election, EtcdRegistry, LedKey, plan_of
 from baton.registry.membership import ROLES
 from baton.telemetry import tracing
 from baton.telemetry.metrics.recorder import Recorder
@@ -172,13 +172,13 @@ class Planner:
         before = self._key.changed_s
         value = await self._key.read()
         if value and self._key.changed_s != before:
-            self.published.set(_parsed(value))
+            self.published.set(plan_of(value))
 
     async def _lead(self, seen: Mapping[Version, Observation | None]) -> None:
         """Decides, publishes, and then acts: no other planner that has not led since can act."""
         if not self._leads:
             value = await self._key.read()
-            self._states = _states_of(_parsed(value)) if value else {}
+            self._states = _states_of(plan_of(value)) if value else {}
         decided = {
             version: decision.plan(
                 _now(), observation, self._states.get(version, State()), self._policy
@@ -201,7 +201,8 @@ class Planner:
     async def _publish(self, decided: Mapping[Version, Decision]) -> None:
         """Writes the plan if it changed, was not confirmed for long, or is this leader's first."""
         now, new = _now(), self._plan_of(decided)
-        changed = any(one.changed for one in decided.values()) or decided.keys() != self._states
+        changed = decided.keys() != self._states.keys()
+        changed = changed or any(one.changed for one in decided.values())
         if self._leads and not changed and now - self._written_s < CONFIRM_S:
             self.published.plan = new  # its figures
             return
@@ -305,15 +306,6 @@ def _attributes(version: Version, decided: Decision) -> dict[str, str | int | fl
 
 def _labels(model: str, version: str) -> dict[str, str]:
     return dict(zip(MODEL, (model, version), strict=True))
-
-
-def _parsed(value: bytes) -> planner_pb2.Plan:
-    """A published plan; an empty one for what is none."""
-    try:
-        return json_format.Parse(value, planner_pb2.Plan(), ignore_unknown_fields=True)
-    except (json_format.ParseError, UnicodeDecodeError) as error:
-        log.warning("etcd holds no plan but %r: %s", value[:100], error)
-        return planner_pb2.Plan()
 
 
 def _states_of(plan: planner_pb2.Plan) -> dict[Version, State]:

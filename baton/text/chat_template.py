@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -62,6 +63,26 @@ class ChatTemplate:
     def has_tools(self) -> bool:
         """Whether the template supports tools."""
         return "tools" in self.source
+
+    @cached_property
+    def text_arguments(self) -> bool:
+        """Whether the template expects the arguments of earlier calls as JSON in a text."""
+        return not self._shows_call({"a": 1}) and self._shows_call('{"a": 1}')
+
+    def _shows_call(self, arguments: Mapping[str, Any] | str) -> bool:
+        called = {"name": "f", "arguments": arguments}
+        call: dict[str, Any] = {"id": "functions.f:0", "type": "function", "function": called}
+        turns = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        function = {"name": "f", "description": "f", "parameters": {"type": "object"}}
+        tools = [{"type": "function", "function": function}]
+        try:
+            self._render({"messages": turns, "tools": tools}, MAX_TRIAL)
+        except Exception:  # of a template, which is a program
+            return False
+        return True
 
     def render(
         self,
