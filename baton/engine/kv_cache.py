@@ -126,7 +126,8 @@ def plan_layout(
     step_tokens: as of `KvLayout`. Raises ConfigError when not even one block fits.
     """
     groups, heads = config.layer_groups, (config.num_kv_heads, block_size, config.head_size)
-    one = KvLayout(1, groups.size, *heads, dtype, 2, groups.windows, step_tokens)
+    of_groups = config.kv_parts, groups.windows, step_tokens
+    one = KvLayout(1, groups.size, *heads, dtype, *of_groups)
     count = num_blocks or budget_bytes // one.num_bytes
     if count < 1:
         raise ConfigError(

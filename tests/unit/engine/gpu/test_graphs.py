@@ -254,7 +254,7 @@ def sampling_graphs(model, max_batch, stream):
 
 
 class Bf16Model:
-    collectives = SINGLE_RANK
+    collectives, num_groups = SINGLE_RANK, 1
     logits = torch.linspace(-3, 3, 14, dtype=torch.bfloat16).view(2, 7)
 
     @property
