@@ -322,7 +322,7 @@ class Costs:
 
 
 def _in_groups(workers: WorkerColumns, count: Column, most: Column) -> Column:
-    """The sum of a count over groups of layers, of which those with a window have at most `most`."""
+    """The sum of a count over groups of layers; those with a window have at most `most`."""
     if not workers.window_groups.any():
         return count * workers.full_groups
     within = np.minimum(count, most)
