@@ -113,11 +113,10 @@ def _modelopt(fields: Fields) -> QuantizationConfig:
     if not layers:
         return _modelopt_format(fields, ignored)
     fields.read("quant_algo", one_of("MIXED_PRECISION"))
-    inside = fields.inside("quantized_layers")
-    parts = [
-        (Modules(within=frozenset({name})), _modelopt_format(inside.inside(name), Modules()))
-        for name in layers
-    ]
+    inside, alike = fields.inside("quantized_layers"), dict[QuantizationConfig, list[str]]()
+    for name in layers:
+        alike.setdefault(_modelopt_format(inside.inside(name), Modules()), []).append(name)
+    parts = [(Modules(within=frozenset(names)), scheme) for scheme, names in alike.items()]
     return _mixed("modelopt", ignored, parts)
 
 

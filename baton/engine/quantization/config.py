@@ -228,7 +228,8 @@ class MixedConfig(QuantizationConfig):
         return next((scheme for modules, scheme in self.parts if modules.has(module)), None)
 
     def canonical(self, name: str) -> str:
-        scheme = self.scheme(name.rpartition(".")[0])
+        module, _, kind = name.rpartition(".")
+        scheme = self.scheme(module) if kind in _ALIASES else None
         return name if scheme is None else scheme.canonical(name)
 
     def tensors(self, module: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
