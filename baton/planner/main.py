@@ -201,7 +201,8 @@ class Planner:
     async def _publish(self, decided: Mapping[Version, Decision]) -> None:
         """Writes the plan if it changed, was not confirmed for long, or is this leader's first."""
         now, new = _now(), self._plan_of(decided)
-        changed = any(one.changed for one in decided.values()) or decided.keys() != self._states
+        changed = decided.keys() != self._states.keys()
+        changed = changed or any(one.changed for one in decided.values())
         if self._leads and not changed and now - self._written_s < CONFIRM_S:
             self.published.plan = new  # its figures
             return

@@ -17,6 +17,21 @@ QkNorm = Literal["none", "head", "row"]
 
 
 @dataclass(frozen=True)
+class StackedExperts:
+    """How checkpoints store the experts of a layer together; `gate_up` and `down` are tensors.
+
+    transposed: `[experts, in, out]`, else `[experts, out, in]`; None: either, as sizes say ·
+    interleaved: even outputs are the
+    gate's and odd ones up's, else the gate's are first.
+    """
+
+    gate_up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    transposed: bool | None = True
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class ExpertNames:
     """Names of a mixture of experts: keys of config.json, and modules of a layer in checkpoints."""
 
@@ -27,7 +42,29 @@ class ExpertNames:
     down: str = "down_proj"
     router: str = "gate"
     biased: bool = False
-    stacked: bool = False  # see `baton.engine.models.tensor_names`
+    stacked: StackedExperts | None = None  # if a layer's experts are stored in one tensor
+    taken: str = "num_experts_per_tok"
+    normed: bool | None = None  # see `Routing`; None: as `norm_topk_prob` says
+    sigmoid: bool = False  # see `Routing`
+    group_top: int = 0  # see `Routing`; 0: there are no groups
+    correction: str = ""  # the tensor of a layer that corrects scores; empty: none
+    float32_router: bool = False
+    shared: str = "shared_expert"  # the module of the expert that all tokens take
+    shared_size: str = ""  # the key of its size, or of the number of experts that it stands for
+    shared_gate: bool = False  # whether a gate weighs it
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A multimodal architecture, of which the text part is served.
+
+    text: the text part's architecture by its `model_type`; the first is that of a config that does
+    not say it · defaults: keys of the text part that published configs leave out.
+    """
+
+    text: Mapping[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    models: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,7 +76,8 @@ class Architecture:
     attention if config.json has no `layer_types`: "all"; "from" `max_window_layers` on;
     "alternate", every other one before it; "unrotated", those without rotary embedding; n, all but
     each n-th; "none" and "always" ignore `layer_types`; where `use_sliding_window` is a key and not
-    set, none · models: well-known models, for the documentation.
+    set, none · rotates: "sliding" if layers of full attention have no rotary embedding where others
+    have windows · models: well-known models, for the documentation.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -56,8 +94,10 @@ class Architecture:
     scaled_embedding: bool = False  # by the square root of the hidden size
     joined: tuple[str, ...] = ()  # fields stored as one tensor
     windows: Literal["none", "always", "all", "from", "alternate", "unrotated"] | int = "none"
+    rotates: Literal["all", "sliding"] = "all"
     interleaved_rope: bool = False  # rotated pairs are neighbours
     sinks: bool = False  # each head's softmax has a further score, whose value is 0
+    latent: bool = False  # attention is over latent KV (MLA)
     experts: ExpertNames | None = None  # if layers have a mixture of experts
     models: str = ""
 
@@ -79,11 +119,54 @@ _GEMMA_DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+_OLMO: dict[str, Any] = {
+    "qkv_bias": "attention_bias",
+    "o_bias": "attention_bias",
+    "qk_norm": "row",
+    "input_norm": "",
+    "attention_norm": "post_attention_layernorm",
+    "mlp_norm": "",
+    "output_norm": "post_feedforward_layernorm",
+    "norm_rounds_once": True,
+}
 _SPARSE = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _QWEN_DEFAULTS = {
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
+}
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+}
+_PARTLY_ROTATED = {"partial_rotary_factor": 1.0, "rotary_dim": None}
+_CORRECTED: dict[str, Any] = {
+    "count": "n_routed_experts",
+    "sigmoid": True,
+    "group_top": 2,
+    "correction": "gate.e_score_correction_bias",
+    "float32_router": True,
+    "shared": "shared_experts",
+    "shared_size": "n_shared_experts",
+}
+_GRANITE_DEFAULTS = {
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+_GLM_DEFAULTS = {
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "eos_token_id": [151329, 151336, 151338],
 }
 _ATTENTION_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _ALL_BIASES: dict[str, Any] = {**_ATTENTION_BIASES, "mlp_bias": "mlp_bias"}
@@ -92,6 +175,27 @@ ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(**_ALL_BIASES, models="Llama 2 and 3, SmolLM2"),
     # transformers reads an absent window as 4096, and null as none.
     "MistralForCausalLM": Architecture({"sliding_window": 4096}, windows="all", models="Mistral"),
+    "MinistralForCausalLM": Architecture(
+        {"sliding_window": 4096}, windows="all", models="Ministral of 2024"
+    ),
+    "Ministral3ForCausalLM": Architecture(
+        {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        windows="always",
+        models="Ministral 3",
+    ),
     "Qwen2ForCausalLM": Architecture(
         _QWEN_DEFAULTS, qkv_bias=True, windows="from", models="Qwen2, Qwen2.5"
     ),
@@ -133,14 +237,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Olmo2ForCausalLM": Architecture(
         {"rms_norm_eps": 1e-5},
-        **_ATTENTION_BIASES,
-        qk_norm="row",
-        input_norm="",
-        attention_norm="post_attention_layernorm",
-        mlp_norm="",
-        output_norm="post_feedforward_layernorm",
-        norm_rounds_once=True,
+        **_OLMO,
         models="OLMo 2",
+    ),
+    "Olmo3ForCausalLM": Architecture(
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "rope_local_base_freq": None,
+            "sliding_window": 4096,
+        },
+        **_OLMO,
+        windows=4,
+        models="OLMo 3",
     ),
     "SmolLM3ForCausalLM": Architecture(
         {
@@ -155,19 +264,46 @@ ARCHITECTURES: dict[str, Architecture] = {
         models="SmolLM3",
     ),
     "Glm4ForCausalLM": Architecture(
-        {
-            "head_dim": 128,
-            "rms_norm_eps": 1.5625e-7,
-            "attention_bias": True,
-            "partial_rotary_factor": 0.5,
-            "eos_token_id": [151329, 151336, 151338],
-        },
+        _GLM_DEFAULTS,
         qkv_bias="attention_bias",
         attention_norm="post_self_attn_layernorm",
         output_norm="post_mlp_layernorm",
         joined=("gate_up",),
         interleaved_rope=True,
         models="GLM-4",
+    ),
+    "GlmForCausalLM": Architecture(
+        _GLM_DEFAULTS,
+        qkv_bias="attention_bias",
+        joined=("gate_up",),
+        interleaved_rope=True,
+        models="GLM-4 of 2024, GLM-Edge",
+    ),
+    "SeedOssForCausalLM": Architecture(
+        {"head_dim": 128, "attention_bias": True},
+        qkv_bias="attention_bias",
+        o_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+        models="Seed-OSS",
+    ),
+    "HeliumForCausalLM": Architecture(
+        {"rms_norm_eps": 1e-8, "rope_theta": 1e5, "head_dim": 128},
+        qkv_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        norm_rounds_once=True,
+        interleaved_rope=True,
+        models="Helium",
+    ),
+    "Exaone4ForCausalLM": Architecture(
+        {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        qk_norm="head",
+        input_norm="",
+        attention_norm="post_attention_layernorm",
+        mlp_norm="",
+        output_norm="post_feedforward_layernorm",
+        windows=4,
+        rotates="sliding",
+        models="EXAONE 4",
     ),
     "MixtralForCausalLM": Architecture(
         {
@@ -193,7 +329,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         qkv_bias="qkv_bias",
         windows="alternate",
-        experts=ExpertNames(),
+        experts=ExpertNames(shared_size="shared_expert_intermediate_size", shared_gate=True),
         models="Qwen2-MoE",
     ),
     "Qwen3MoeForCausalLM": Architecture(
@@ -203,6 +339,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         windows="always",
         experts=ExpertNames(),
         models="Qwen3-MoE",
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Architecture(
+        {**_SPARSE, "num_experts_per_tok": 8, "norm_topk_prob": True},
+        **_ATTENTION_BIASES,
+        qk_norm="head",
+        experts=ExpertNames(stacked=StackedExperts(transposed=None)),
+        models="Qwen3-VL-MoE",
+    ),
+    "FlexOlmoForCausalLM": Architecture(
+        {"rope_theta": 5e5, "norm_topk_prob": False, "num_experts_per_tok": 5},
+        **_OLMO,
+        experts=ExpertNames(size="intermediate_size"),
+        models="FlexOlmo",
     ),
     "OlmoeForCausalLM": Architecture(
         {"rms_norm_eps": 1e-5, "norm_topk_prob": False, "num_experts_per_tok": 8},
@@ -235,17 +384,194 @@ ARCHITECTURES: dict[str, Architecture] = {
         sinks=True,
         models="gpt-oss",
         experts=ExpertNames(
-            "num_local_experts", "intermediate_size", router="router", biased=True, stacked=True
+            "num_local_experts",
+            "intermediate_size",
+            router="router",
+            biased=True,
+            stacked=StackedExperts(interleaved=True),
         ),
     ),
-    "GraniteForCausalLM": Architecture(
+    "DeepseekV2ForCausalLM": Architecture(
         {
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-            "logits_scaling": 1.0,
+            **_LATENT,
+            "first_k_dense_replace": 0,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.0,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "rms_norm_eps": 1e-6,
         },
-        **_ALL_BIASES,
-        models="Granite",
+        latent=True,
+        interleaved_rope=True,
+        models="DeepSeek-V2",
+        experts=ExpertNames(
+            "n_routed_experts",
+            normed=False,
+            group_top=1,
+            float32_router=True,
+            shared="shared_experts",
+            shared_size="n_shared_experts",
+        ),
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        {
+            **_LATENT,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+        },
+        latent=True,
+        interleaved_rope=True,
+        models="DeepSeek-V3 and R1, Kimi K2",
+        experts=ExpertNames(**_CORRECTED),
+    ),
+    "Glm4MoeLiteForCausalLM": Architecture(
+        {
+            **_LATENT,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "mlp_layer_types": None,
+            "routed_scaling_factor": 1.8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+            "rope_interleave": True,
+        },
+        latent=True,
+        interleaved_rope=True,
+        models="GLM-4.7-Flash",
+        experts=ExpertNames(**_CORRECTED),
+    ),
+    "Glm4MoeForCausalLM": Architecture(
+        {
+            "head_dim": 128,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            "num_nextn_predict_layers": 0,
+        },
+        qkv_bias="attention_bias",
+        qk_norm="head",
+        models="GLM-4.5, GLM-4.6, GLM-4.7",
+        experts=ExpertNames(**_CORRECTED),
+    ),
+    "Ernie4_5_MoeForCausalLM": Architecture(
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+            "use_bias": False,
+        },
+        interleaved_rope=True,
+        models="ERNIE 4.5 (MoE)",
+        experts=ExpertNames(
+            "moe_num_experts",
+            taken="moe_k",
+            normed=True,
+            correction="moe_statics.e_score_correction_bias",
+            float32_router=True,
+            shared="shared_experts",
+            shared_size="moe_num_shared_experts",
+        ),
+    ),
+    "MiniMaxM2ForCausalLM": Architecture(
+        {"head_dim": 128, "rope_theta": 5e6, "num_experts_per_tok": 8, **_PARTLY_ROTATED},
+        qk_norm="row",
+        models="MiniMax-M2",
+        experts=ExpertNames(
+            "num_local_experts",
+            "intermediate_size",
+            "block_sparse_moe",
+            ("w1", "w3"),
+            "w2",
+            normed=True,
+            sigmoid=True,
+            correction="e_score_correction_bias",
+        ),
+    ),
+    "GraniteForCausalLM": Architecture(_GRANITE_DEFAULTS, **_ALL_BIASES, models="Granite"),
+    "GraniteMoeForCausalLM": Architecture(
+        {**_GRANITE_DEFAULTS, "norm_topk_prob": True, "num_experts_per_tok": 2},
+        **_ATTENTION_BIASES,
+        experts=ExpertNames(
+            "num_local_experts",
+            "intermediate_size",
+            "block_sparse_moe",
+            router="router.layer",
+            stacked=StackedExperts("input_linear.weight", "output_linear.weight", transposed=False),
+        ),
+        models="Granite 3 MoE",
     ),
 }
+
+_MISTRAL = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
+WRAPPERS: dict[str, Wrapper] = {
+    "Gemma3ForConditionalGeneration": Wrapper(
+        {"gemma3_text": "Gemma3ForCausalLM"},
+        {
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+        },
+        models="Gemma 3",
+    ),
+    "Mistral3ForConditionalGeneration": Wrapper(
+        _MISTRAL, models="Mistral Small 3.1 and 3.2, Ministral 3"
+    ),
+    "LlavaForConditionalGeneration": Wrapper(
+        {"llama": "LlamaForCausalLM", **_MISTRAL}, models="Pixtral"
+    ),
+    "Qwen2VLForConditionalGeneration": Wrapper(
+        {"qwen2_vl_text": "Qwen2ForCausalLM"}, models="Qwen2-VL"
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper(
+        {"qwen2_5_vl_text": "Qwen2ForCausalLM"}, models="Qwen2.5-VL"
+    ),
+    "Qwen3VLForConditionalGeneration": Wrapper(
+        {"qwen3_vl_text": "Qwen3ForCausalLM"}, models="Qwen3-VL"
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Wrapper(
+        {"qwen3_vl_moe_text": "Qwen3VLMoeForConditionalGeneration"}, models="Qwen3-VL-MoE"
+    ),
+    "InternVLForConditionalGeneration": Wrapper(
+        {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}, models="InternVL 3"
+    ),
+}
+
+REFUSED: dict[str, str] = {
+    "Llama4ForConditionalGeneration": "attention by chunks, and input scaled by the router",
+    "Llama4ForCausalLM": "attention by chunks, and input scaled by the router",
+    "Gemma4ForConditionalGeneration": "heads of two sizes, and embeddings for each layer",
+    "Gemma4ForCausalLM": "heads of two sizes, and embeddings for each layer",
+    "Gemma3nForConditionalGeneration": "embeddings for each layer, and alternating updates",
+    "Gemma3nForCausalLM": "embeddings for each layer, and alternating updates",
+    "Cohere2ForCausalLM": "layer norms, and attention beside the MLP",
+    "ArceeForCausalLM": "an MLP without gate",
+    "NanoChatForCausalLM": "an MLP without gate",
+    "DeepseekV32ForCausalLM": "sparse attention, whose indexer stores keys beside latent KV",
+    "GlmMoeDsaForCausalLM": "sparse attention, whose indexer stores keys beside latent KV",
+    "DeepseekV4ForCausalLM": "sparse attention over compressed KV, and hyper-connections",
+}
+"""Well-known architectures that are not supported, and what the decoder lacks for them."""

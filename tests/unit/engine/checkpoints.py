@@ -18,16 +18,76 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 0,
+    "attention_multiplier": 0.25,  # Granite's; other models do not read it
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+
+
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "head_dim": 16,
+    "embed_dim": 32,
+    "image_size": 28,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+_ROUTED: dict[str, Any] = {
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 3,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+}
+# Of architectures whose own defaults are too large for a test.
+SIZES: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {**_LATENT, **_ROUTED},
+    "DeepseekV3ForCausalLM": {**_LATENT, **_ROUTED, "n_group": 4, "topk_group": 2},
+    "Glm4MoeLiteForCausalLM": {**_LATENT, **_ROUTED},
+    "Glm4MoeForCausalLM": {**_ROUTED, "use_qk_norm": True},
+    "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48},
+    "MiniMaxM2ForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 3},
 }
 
 
 def make_model(architecture, seed=0, dtype=torch.float32, **overrides):
-    """A small transformers model with seeded weights; overrides are config keys."""
+    """A small transformers model with seeded weights; overrides are config keys.
+
+    Those of a multimodal model are of its text part.
+    """
     model_class = getattr(transformers, architecture)
-    config = model_class.config_class(**{**SMALL, **overrides})
-    model = model_class(config).to(dtype)
+    config_class, values = (
+        model_class.config_class,
+        {
+            **SMALL,
+            **SIZES.get(architecture, {}),
+            **overrides,
+        },
+    )
+    if "text_config" in config_class.sub_configs:
+        if "Qwen" in architecture:
+            values = {"rope_parameters": MROPE, **values}
+        tied = values.pop("tie_word_embeddings", False)
+        values = {"text_config": values, "vision_config": VISION, "tie_word_embeddings": tied}
+    model = model_class(config_class(**values)).to(dtype)
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    corrections = [one for one in model.named_buffers() if one[0].endswith("correction_bias")]
+    for name, parameter in [*model.named_parameters(), *corrections]:
         # Norms and biases too, so that a test sees when one is left out.
         drawn = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
@@ -69,9 +129,12 @@ def make_checkpoint(
 
 def load_reference(directory, dtype=torch.float32):
     """The checkpoint as transformers loads and runs it, eager attention, in eval mode."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation="eager"
-    ).eval()
+    (architecture,) = transformers.AutoConfig.from_pretrained(directory).architectures
+    return (
+        getattr(transformers, architecture)
+        .from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+        .eval()
+    )
 
 
 def byte_tokenizer():

@@ -20,6 +20,7 @@ from tests.unit.router.small_tokenizers import admission, byte_tokenizer
 PROMPT = [1, 2, 3]
 # Of a model with tools and reasoning.
 TEMPLATE = "{% for m in messages %}{{ m }}{% endfor %}{# tools #}<tool_call></think>"
+THINK = ["<think>", "</think>"]
 # What it may say: reasoning, an answer, two calls.
 CALLS = (
     "<think>\nHm.\n</think>\n\nSee:\n"
@@ -139,21 +140,26 @@ async def gateway(gateway_of):
 
 @pytest.fixture
 async def says(gateway_of, tmp_path, monkeypatch):
-    """Starts a gateway whose model says a text."""
+    """Starts a gateway whose model says a text, or what a function makes of the prompt's."""
 
-    async def start(text, reason=common_pb2.FINISH_REASON_STOP):
+    async def start(
+        text, reason=common_pb2.FINISH_REASON_STOP, template=TEMPLATE, added=THINK, **settings
+    ):
         tokenizer = byte_tokenizer(
-            tmp_path, added=["<think>", "</think>"], template=TEMPLATE, max_position_embeddings=9999
+            tmp_path, added=added, template=template, max_position_embeddings=9999
         )
         end = [0] if reason == common_pb2.FINISH_REASON_STOP else []
-        tokens = [*tokenizer.encode(text), *end]
 
         def token(sequence, ahead=0):
+            prompt = sequence.token_ids[: sequence.prompt_tokens]
+            said = text(tokenizer.decode(prompt)) if callable(text) else text
+            tokens = [*tokenizer.encode(said), *end]
             index = len(sequence.token_ids) - sequence.prompt_tokens + ahead
             ends = index + 1 == len(tokens)
             return tokens[index], reason if ends else UNFINISHED
 
         monkeypatch.setattr(scripted_workers, "token", token)
-        return await gateway_of(tokenizer=tokenizer, cluster={"max_context": 1000})
+        cluster = {"max_context": 2000}
+        return await gateway_of(tokenizer=tokenizer, cluster=cluster, **settings)
 
     return start
