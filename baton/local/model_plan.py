@@ -182,8 +182,8 @@ def step_bytes(
     attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size
     inner, taken = config.intermediate_size, 0
     if experts is not None:
-        inner, taken = max(experts.size, experts.shared_size), experts.per_token
+        inner, taken = max(experts.size, experts.shared_size), experts.routing.per_token
     row = (4 + taken) * config.hidden_size + attention + 3 * inner * max(taken, 1)
     logits = 3 * settings.max_batch * config.vocab_size * 4  # with the sampler's copies
-    tables = len(set(config.ropes)) * 2 * context * config.head_size * 4
+    tables = len(set(config.ropes)) * 2 * context * config.rope_size * 4
     return rows * row * dtype.itemsize + logits + tables
