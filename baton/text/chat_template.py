@@ -73,7 +73,7 @@ class ChatTemplate:
     def _shows_call(self, arguments: Mapping[str, Any] | str) -> bool:
         called = {"name": "trial_of_calls", "arguments": arguments}
         call: dict[str, Any] = {"id": "abcdefghi", "type": "function", "function": called}
-        turns = [
+        turns: list[Message] = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": "y", "tool_call_id": "abcdefghi", "name": "f"},
