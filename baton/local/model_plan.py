@@ -77,7 +77,8 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
     kv_bytes = settings.kv_cache_bytes or (0 if gpu else CPU_KV_CACHE_BYTES)
     layout = None
     if settings.kv_blocks or kv_bytes:
-        layout = plan_layout(config, kv_dtype, settings.block_size, settings.kv_blocks, kv_bytes)
+        size = settings.block_size, settings.kv_blocks, kv_bytes, settings.chunk_tokens
+        layout = plan_layout(config, kv_dtype, *size)
     longest = min(context, layout.num_tokens) if layout else context
     held = weight_format(settings, config.quantization)
     weights = weight_bytes(settings, config, dtype, gpu is not None)
@@ -182,8 +183,8 @@ def step_bytes(
     attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size
     inner, taken = config.intermediate_size, 0
     if experts is not None:
-        inner, taken = max(experts.size, experts.shared_size), experts.per_token
+        inner, taken = max(experts.size, experts.shared_size), experts.routing.per_token
     row = (4 + taken) * config.hidden_size + attention + 3 * inner * max(taken, 1)
     logits = 3 * settings.max_batch * config.vocab_size * 4  # with the sampler's copies
-    tables = len(set(config.ropes)) * 2 * context * config.head_size * 4
+    tables = len(set(config.ropes)) * 2 * context * config.rope_size * 4
     return rows * row * dtype.itemsize + logits + tables

@@ -249,7 +249,7 @@ def refused(config: ModelConfig, block_size: int, capability: Capability) -> str
     gpu = f"a GPU of compute capability {'.'.join(map(str, capability))}"
     if capability < LEAST_CAPABILITY["none"]:
         return f"{gpu}, and Triton's kernels need 8.0"
-    if config.head_size > SMALL_HEAD_SIZE and capability in SMALL_MEMORY:
+    if config.latent is None and config.head_size > SMALL_HEAD_SIZE and capability in SMALL_MEMORY:
         return (
             f"heads of {config.head_size} elements, and {gpu} has shared memory for tiles of "
             f"{SMALL_HEAD_SIZE}"

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.activation import Activation
+from baton.engine.kernels.routing import Routing
 from baton.engine.kernels.torch import moe_routing
 from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.kernels.torch.rows import act_mul
@@ -374,12 +375,12 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     scores = torch.rand(rows, experts, device=device)
     scores[:, 0] = -9  # an expert that no row selects
     few_rows = rows if shape.get("few") else FEW_ROWS
-    slots = cache(lambda: route(scores, per_row, True, few_rows=few_rows))
+    slots = cache(lambda: route(scores, Routing(per_row, True), few_rows=few_rows))
     num_rows = rows * per_row if is_down else rows
     x = (torch.randn(num_rows, depth, device=device) / depth**0.5).to(dtype)
 
     def reference() -> tuple[Tensor]:
-        shares, taken = moe_routing.route(scores, per_row, True)
+        shares, taken = moe_routing.route(scores, Routing(per_row, True))
         flat = taken.flatten()
         order = flat.argsort(stable=True)
         if rows <= few_rows:
