@@ -323,7 +323,7 @@ async def run_choices(
     computed = [asyncio.Event() for _ in range(num_prompts)]
     reserved = ReservedChoices()
     shared = [
-        PromptChoices(total, first=i == 0, cut_output=cut, reserved=reserved)
+        PromptChoices(total, n, first=i == 0, cut_output=cut, reserved=reserved)
         for i in range(num_prompts)
     ]
     entrance = asyncio.Semaphore()

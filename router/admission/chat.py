@@ -51,7 +51,8 @@ class ChatFormats:
     markers: Mapping[str, int] | None = None  # token ids of the markers that are tokens
     reasoning: Reasoning | None = None
     always_reasons: bool = False
-    text_arguments: bool = False  # whether the template takes arguments as JSON in a text
+    shows_calls: bool = True  # whether the template shows earlier calls
+    text_arguments: bool = False  # whether it takes their arguments as JSON in a text
 
     @classmethod
     def from_tokenizer(
@@ -63,6 +64,7 @@ class ChatFormats:
         tools = tool_format(tool_parser, template)
         texts = tools.markers if tools else ()
         markers = {text: tokenizer.added_token(text) for text in texts}
+        shown = tokenizer.tool_template.shown_arguments if tokenizer.tool_template else {dict}
         reasoning = None
         if form := reasoning_format(reasoning_parser, plain + template):
             begin, end = map(tokenizer.added_token, (form.begin, form.end))
@@ -82,7 +84,8 @@ class ChatFormats:
             {text: token for text, token in markers.items() if token is not None},
             reasoning,
             always_reasons=bool(form and form.always),
-            text_arguments=bool(tokenizer.tool_template and tokenizer.tool_template.text_arguments),
+            shows_calls=not shown.isdisjoint((dict, str)),
+            text_arguments=shown == {str},
         )
 
     def __str__(self) -> str:
@@ -112,7 +115,7 @@ class ChatFormats:
         if self.text_arguments:
             _write_arguments(messages)
         return self.tokenizer.encode_chat(
-            self.tools.history(messages) if self.tools else messages,
+            self.tools.history(messages, shown=self.shows_calls) if self.tools else messages,
             max_tokens,
             self._variables(chat),
             chat.continue_final_message,
@@ -144,7 +147,9 @@ class ChatFormats:
             return None
         pieces = self.pieces if tools else self.tokenizer.pieces
         schemas = _schemas(chat, parsed=tools.typed) if tools and _with_tools(chat) else {}
-        return OutputFormat(pieces, reasoning, tools, chat.single_tool_call, schemas)
+        implied_end = (self.markers or {}).get(tools.ends_reasoning) if tools else None
+        single = chat.single_tool_call
+        return OutputFormat(pieces, reasoning, tools, single, schemas, implied_end)
 
     def restrict(
         self, params: SamplingParams, chat: inference_pb2.Chat, output: OutputFormat
