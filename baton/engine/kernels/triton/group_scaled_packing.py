@@ -150,10 +150,8 @@ def planes(words, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr)
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        WITHOUT_ZERO: tl.constexpr = (
-            _INT4_SYMMETRIC_BF16 if FORMAT == "int4_symmetric" else _MXFP4_BF16
-        )
-        TEXT: tl.constexpr = _INT4_BF16 if FORMAT == "int4" else WITHOUT_ZERO
+        OTHER: tl.constexpr = _INT4_SYMMETRIC_BF16 if FORMAT == "int4_symmetric" else _MXFP4_BF16
+        TEXT: tl.constexpr = _INT4_BF16 if FORMAT == "int4" else OTHER
         found = tl.inline_asm_elementwise(
             TEXT, "=&r,=&r,=&r,=&r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
