@@ -23,6 +23,7 @@ from baton.engine.checkpoint.fields import (
     one_of,
     whole,
 )
+from baton.engine.checkpoint.gguf import config_values
 from baton.engine.checkpoint.tensors import read_json
 from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.models.architectures import ARCHITECTURES, FULL, SLIDING, Architecture
@@ -32,6 +33,7 @@ from baton.engine.quantization.config import (
     parse_quantization_config,
 )
 from baton.errors import CheckpointError
+from baton.gguf.file import SUFFIX, GgufFile
 
 MAX_LAYERS = 1024
 MAX_EXPERTS, MAX_PER_TOKEN = 4096, 64
@@ -103,20 +105,20 @@ class ModelConfig:
     residual_scale: float = 1.0  # of the outputs of attention and MLP
     experts: ExpertsConfig | None = None
     quantization: QuantizationConfig | None = None
+    interleaved_rope: bool = False  # rotated pairs are neighbours in the checkpoint's q and k
+    norm_plus_one: bool = False  # 1 is added to the checkpoint's norms
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
-        """Reads a model directory, or a bare config file (for random weights).
+        """Reads a model directory, a GGUF file, or a bare config file (for random weights).
 
         Raises CheckpointError naming the file, the key, its value and what is supported.
         """
-        file = path / "config.json" if path.is_dir() else path
-        if path.suffix == ".gguf" or (not file.exists() and any(path.glob("*.gguf"))):
-            raise CheckpointError(
-                f"{path}: GGUF is not supported yet: give a directory with config.json and "
-                "safetensors weights"
-            )
-        fields = Fields(file, read_json(file))
+        if path.suffix == SUFFIX:
+            fields = Fields(path, config_values(GgufFile.load(path)))
+        else:
+            file = path / "config.json" if path.is_dir() else path
+            fields = Fields(file, read_json(file))
         architecture = _architecture(fields)
         arch = ARCHITECTURES[architecture]
         fields = fields._replace(values={**arch.defaults, **fields.values})
@@ -173,6 +175,8 @@ class ModelConfig:
             quantization=None
             if experts is not None and experts.mxfp4
             else parse_quantization_config(fields),
+            interleaved_rope=fields.read("rope_interleave", BOOLEAN, arch.interleaved_rope),
+            norm_plus_one=fields.read("norm_plus_one", BOOLEAN, arch.norm_plus_one),
         )
 
     @property
@@ -189,10 +193,10 @@ class ModelConfig:
         """
         rope = next((rope for rope in self.ropes if rope is not None), None)
         size = self.head_size if rope is None else rope.size or self.head_size
-        if size == self.head_size and not self.arch.interleaved_rope:
+        if size == self.head_size and not self.interleaved_rope:
             return None
         first, second = range(size // 2), range(size // 2, size)
-        if self.arch.interleaved_rope:
+        if self.interleaved_rope:
             first, second = range(0, size, 2), range(1, size, 2)
         rest = range(size, self.head_size)
         half = len(rest) // 2

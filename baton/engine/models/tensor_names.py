@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from baton.engine.checkpoint.tensors import StoredTensor
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.quantization.config import MXFP4_GROUP, Shapes, TensorSpec
+from baton.engine.quantization.config import MXFP4_GROUP, GgufConfig, Shapes, TensorSpec
 from baton.errors import CheckpointError
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -175,11 +175,12 @@ def stacked_part(config: ModelConfig, name: str) -> StackedPart | None:
 
 def is_quantized(config: ModelConfig, parts: Shapes) -> bool:
     """Whether the checkpoint has this matrix quantised. Raises CheckpointError if only in part."""
-    if config.quantization is None or EMBEDDING in parts:
+    is_gguf = isinstance(config.quantization, GgufConfig)
+    if config.quantization is None or (EMBEDDING in parts and not is_gguf):
         return False
     modules = [name.removesuffix(".weight") for name, shape in parts.items() if len(shape) == 2]
     found = {module: config.quantization.is_quantized(module) for module in modules}
-    if len(set(found.values())) > 1:
+    if len(set(found.values())) > 1 and not is_gguf:  # which is joined from parts of any format
         raise CheckpointError(
             f"quantization_config ignores some of {', '.join(found)}: they are multiplied "
             "together, and have to be quantised all or none"

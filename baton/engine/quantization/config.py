@@ -17,6 +17,7 @@ from baton.config import EngineConfig
 from baton.engine.checkpoint.fields import BOOLEAN, Check, Fields, one_of
 from baton.engine.checkpoint.tensors import FLOATS
 from baton.errors import CheckpointError, ConfigError
+from baton.gguf.file import TYPES
 
 _GROUP_SIZES = (32, 64, 128)
 BLOCK = 128  # outputs and inputs of an fp8 block, which share a scale
@@ -46,7 +47,7 @@ class QuantizationConfig(ABC):
     weights: their format in memory · ignored: patterns (fnmatch) of modules that are not quantised.
     """
 
-    weights: Literal["int4", "int8", "fp8", "fp8_block"]
+    weights: Literal["int4", "int8", "fp8", "fp8_block", "gguf"]
     ignored: tuple[str, ...] = ()
 
     METHOD: ClassVar[str]  # `quant_method`
@@ -270,8 +271,31 @@ class CompressedTensorsConfig(QuantizationConfig):
         return tensors
 
 
+@dataclass(frozen=True, kw_only=True)
+class GgufConfig(QuantizationConfig):
+    """A GGUF file, whose matrices have ggml's types, each its own.
+
+    modules: those whose weights are quantised.
+    """
+
+    METHOD = "gguf"
+
+    modules: frozenset[str]
+
+    @classmethod
+    def parse(cls, fields: Fields) -> Self:
+        return cls("gguf", modules=frozenset(_read_names(fields, "modules")))
+
+    def is_quantized(self, module: str) -> bool:
+        return module in self.modules
+
+    def tensors(self, module: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
+        return {f"{module}.weight": TensorSpec(shape, tuple(TYPES))}
+
+
 METHODS: dict[str, type[QuantizationConfig]] = {
-    config.METHOD: config for config in (AwqConfig, GptqConfig, Fp8Config, CompressedTensorsConfig)
+    config.METHOD: config
+    for config in (AwqConfig, GptqConfig, Fp8Config, CompressedTensorsConfig, GgufConfig)
 }
 
 
