@@ -27,11 +27,13 @@ Allocate = Callable[[int, torch.device], Memory | None]
 
 @dataclass(frozen=True)
 class KvLayout:
-    """Shape of the pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`.
+    """Shape of the pool: `[num_blocks, num_layers, parts, num_kv_heads, block_size, row_size]`.
 
-    A row is a token's K or V of one head. In int8 and fp8, the elements of all rows of a block and
-    head come first, and their float32 scales last (`row_quantization.split_rows`): so a row is
-    aligned to 16 bytes where head_size is a multiple of 16, as wide loads of GPUs need it.
+    A row is a token's K or V of one head. Latent KV has one part and one head, whose row is what K
+    and V of all heads are made of; several ranks each hold all of it, as of any KV head that their
+    queries share. In int8 and fp8, the elements of all rows of a block and head come first, and
+    their float32 scales last (`row_quantization.split_rows`): so a row is aligned to 16 bytes where
+    head_size is a multiple of 16, as wide loads of GPUs need it.
     """
 
     num_blocks: int
@@ -40,6 +42,7 @@ class KvLayout:
     block_size: int
     head_size: int
     dtype: torch.dtype
+    parts: int = 2
 
     @property
     def row_size(self) -> int:
@@ -48,9 +51,9 @@ class KvLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The pool's shape; axis 2 is K, then V."""
+        """The pool's shape; axis 2 is K, then V, or latent KV alone."""
         heads, row_size = self.num_kv_heads, self.row_size
-        return self.num_blocks, self.num_layers, 2, heads, self.block_size, row_size
+        return self.num_blocks, self.num_layers, self.parts, heads, self.block_size, row_size
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +63,8 @@ class KvLayout:
     @property
     def bytes_per_token(self) -> int:
         """KV bytes of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.row_size * self.dtype.itemsize
+        rows = self.num_layers * self.parts * self.num_kv_heads
+        return rows * self.row_size * self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -83,6 +87,7 @@ class KvLayout:
             compute_dtype=compute_name if compute_name != name else "",
             quantization=quantization if quantization != "none" else "",
             num_layers=self.num_layers,
+            parts=self.parts,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             block_size=self.block_size,
