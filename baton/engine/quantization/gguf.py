@@ -54,9 +54,12 @@ class GgufWeight(GroupScaledWeight):
         outputs, width = self.values.shape
         return outputs, width * 2 if self.bits == 4 else width
 
+    def nibbles(self, rows: slice = slice(None)) -> Tensor:
+        """Rows of four bits, with one number a byte: uint8 `[rows, in]`."""
+        return unpack_nibbles(self.values[rows])
+
     def numbers(self, rows: slice = slice(None)) -> Tensor:
-        values = self.values[rows]
-        return (unpack_nibbles(values) if self.bits == 4 else values).float()
+        return (self.nibbles(rows) if self.bits == 4 else self.values[rows]).float()
 
     def dequantized(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         scales = scaled(self.scales, self.units, rows)
