@@ -30,7 +30,8 @@ MAX_TEXT = 256  # longest name or reason from a file that an error shows
 # safetensors' names.
 FLOATS = ("F32", "F16", "BF16", "F64")
 ELEMENT_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1,
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
+    "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
 
 # The fingerprint reads SAMPLE_BYTES of a file's data at SAMPLES_PER_FILE places.
@@ -53,7 +54,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the file."""
+        """Size of its data."""
         count = math.prod(self.shape)
         if self.dtype in ELEMENT_BYTES:
             return count * ELEMENT_BYTES[self.dtype]
