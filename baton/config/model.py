@@ -27,7 +27,9 @@ class ServedModel:
 
     GROUP: ClassVar[str] = "model"
     model: str = option(
-        "demo", "--model DIR", "Hugging Face model directory, a GGUF file, or 'demo' for the built-in model"
+        "demo",
+        "--model DIR",
+        "Hugging Face model directory, GGUF file, or 'demo' for the built-in model",
     )
     random_weights: bool = option(
         False,

@@ -24,10 +24,10 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from baton.checkpoint_files import MAX_TOKENIZER_BYTES, read_bytes
 from baton.errors import BatonError, InvalidRequest, Overloaded
-from baton.gguf.file import SUFFIX
-from baton.gguf.tokenizer import tokenizer_json
 from baton.generation.json_schema import JSON_OPTIONS, LIMITS, parts, prepare_schema
 from baton.generation.sampling_params import Reasoning, ReasoningTracker, StructuredOutput
+from baton.gguf.file import SUFFIX
+from baton.gguf.tokenizer import tokenizer_json
 
 T = TypeVar("T")
 Words = npt.NDArray[np.int32]  # of a mask: token t is bit t % 32 of word t // 32

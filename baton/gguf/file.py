@@ -309,9 +309,7 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         return metadata, dict(_placed(tensors, begin, len(data)))
 
 
-def _placed(
-    tensors: list[GgufTensor], begin: int, size: int
-) -> Iterator[tuple[str, GgufTensor]]:
+def _placed(tensors: list[GgufTensor], begin: int, size: int) -> Iterator[tuple[str, GgufTensor]]:
     """Tensors with their offsets in the file, whose data begins at `begin`."""
     for tensor in tensors:
         placed = tensor._replace(offset=begin + tensor.offset)

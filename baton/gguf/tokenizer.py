@@ -208,9 +208,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int]) -> dict[
     }  # fmt: skip
 
 
-def _merges(
-    vocab: Mapping[str, int], scores: Any, kinds: list[int]
-) -> Iterator[tuple[str, str]]:
+def _merges(vocab: Mapping[str, int], scores: Any, kinds: list[int]) -> Iterator[tuple[str, str]]:
     """All pairs of tokens that make a token, the best score first; as transformers makes them."""
     found = []
     for text, token in vocab.items():

@@ -24,9 +24,9 @@ from baton.engine.build import choose_dtype, device_of, kv_dtype_of, longest_con
 from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
-from baton.engine.models.tensor_names import num_parameters, text_tensors
+from baton.engine.models.tensor_names import EMBEDDING, num_parameters, text_tensors
 from baton.engine.models.weight_loader import random_weights
-from baton.engine.quantization.config import weight_format
+from baton.engine.quantization.config import GgufConfig, weight_format
 from baton.engine.quantization.linear_weight import DenseWeight
 from baton.errors import CheckpointError, ConfigError
 from baton.local import doctor

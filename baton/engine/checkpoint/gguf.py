@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from baton.checkpoint_files import open_regular
 from baton.errors import CheckpointError
@@ -41,7 +41,8 @@ _GEMMA_MODULES = {
 }
 
 
-class GgufArchitecture(NamedTuple):
+@dataclass(frozen=True)
+class GgufArchitecture:
     """What differs for an architecture of GGUF files.
 
     name: transformers' · modules: names of a layer's modules that differ · experts: pattern of an
@@ -50,10 +51,10 @@ class GgufArchitecture(NamedTuple):
     """
 
     name: str
-    modules: dict[str, str] = {}
+    modules: Mapping[str, str] = field(default_factory=dict)
     experts: str = "mlp.experts.{}.{}_proj"
     pairs: bool = False
-    config: dict[str, Any] = {}
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 ARCHITECTURES = {

@@ -148,9 +148,9 @@ def file_tensors(file: Path) -> dict[str, StoredTensor]:
 def fingerprint(path: Path, random_seed: int | None = None) -> str:
     """A hex digest that is equal on two workers if and only if they serve the same model.
 
-    path: a model directory, a GGUF file or a config file · random_seed: of random weights. Reads configs,
-    tokenizer, safetensors headers, sizes, and samples of the data, in which alone fine-tuned
-    siblings differ: milliseconds for a model of any size.
+    path: a model directory, a GGUF file or a config file · random_seed: of random weights. Reads
+    configs, tokenizer, headers, sizes, and samples of the data, in which alone fine-tuned siblings
+    differ: milliseconds for a model of any size.
     """
     digest = hashlib.sha256()
     if path.suffix == SUFFIX:

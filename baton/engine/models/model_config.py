@@ -39,7 +39,6 @@ from baton.engine.quantization.config import (
     QuantizationConfig,
     parse_quantization_config,
 )
-from baton.errors import CheckpointError
 from baton.gguf.file import SUFFIX, GgufFile
 
 MAX_LAYERS = 1024
@@ -132,6 +131,8 @@ class ModelConfig:
             whole_model = Fields(path, config_values(GgufFile.load(path)))
         else:
             file = path / "config.json" if path.is_dir() else path
+            if not file.exists() and (files := sorted(path.glob(f"*{SUFFIX}"))):
+                raise CheckpointError(f"{file} is missing: give one of its GGUF files, {files[0]}")
             whole_model = Fields(file, read_json(file))
         named = _architecture(whole_model)
         architecture, fields = _text_part(whole_model, named)

@@ -22,6 +22,7 @@ from baton.engine.models.architectures import StackedExperts
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.quantization.config import MXFP4_GROUP, GgufConfig, Shapes, TensorSpec
 from baton.errors import CheckpointError
+from baton.gguf.file import SUFFIX
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _PART = re.compile(r"(.+)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
@@ -237,11 +238,12 @@ def _text_name(name: str) -> str:
 def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Raises CheckpointError unless a checkpoint's tensors are those that its config implies."""
     expected = checkpoint_tensors(config)
+    source = "metadata" if path.suffix == SUFFIX else "config.json"
     for name, (shape, dtypes, optional, is_either) in expected.items():
         if name not in stored:
             if optional:
                 continue
-            raise CheckpointError(f"{path} lacks tensor {name}, which its config.json implies")
+            raise CheckpointError(f"{path} lacks tensor {name}, which its {source} implies")
         found = stored[name]
         if found.dtype not in dtypes:
             raise CheckpointError(
@@ -251,7 +253,7 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
         other = (*shape[:-2], *shape[:-3:-1]) if is_either else shape
         if found.shape not in (shape, other):
             raise CheckpointError(
-                f"{found.file}: tensor {name} has shape {list(found.shape)}; config.json implies "
+                f"{found.file}: tensor {name} has shape {list(found.shape)}; {source} implies "
                 f"{list(shape)}"
             )
     for name in sorted(stored.keys() - expected.keys()):
@@ -260,5 +262,5 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
         if not tied_copy and not name.endswith("rotary_emb.inv_freq"):
             raise CheckpointError(
                 f"{stored[name].file}: tensor {name} is not part of {config.architecture} as "
-                "config.json describes it"
+                f"{source} describes it"
             )

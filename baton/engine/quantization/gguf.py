@@ -21,6 +21,7 @@ from baton.engine.quantization.group_scaled import GroupScaledWeight, unpack_nib
 from baton.engine.quantization.int4 import Int4Weight, pack_nibbles
 from baton.engine.quantization.linear_weight import (
     ROWS_AT_ONCE,
+    DenseWeight,
     JoinedWeight,
     LinearWeight,
 )
@@ -119,11 +120,13 @@ class GgufTensors:
         return raw.view(_DENSE[stored.dtype]).view(stored.shape)
 
 
-def read_gguf(kind: str, raw: Tensor) -> LinearWeight:
+def read_gguf(kind: str, raw: Tensor) -> GroupScaledWeight:
     """The weight of a tensor. kind: ggml's type · raw: uint8 `[out, bytes]`."""
     size = TYPES[kind].num_bytes
     parts = [_READERS[kind](rows.unflatten(1, (-1, size))) for rows in raw.split(ROWS_AT_ONCE)]
-    return join_weights(parts)
+    joined = join_weights(parts)
+    assert isinstance(joined, GroupScaledWeight), "its parts have one format"
+    return joined
 
 
 def join_weights(parts: Sequence[LinearWeight]) -> LinearWeight:
@@ -138,6 +141,20 @@ def join_weights(parts: Sequence[LinearWeight]) -> LinearWeight:
     return JoinedWeight(tuple(parts))
 
 
+def dense_weight(weight: GgufWeight | JoinedWeight, dtype: torch.dtype) -> DenseWeight:
+    """The weight in dtype, for devices without products of GGUF's types."""
+    parts = weight.parts if isinstance(weight, JoinedWeight) else (weight,)
+    first = next(iter(vars(parts[0]).values()))
+    result = torch.empty(weight.shape, dtype=dtype, device=first.device)
+    targets = result.split([part.shape[0] for part in parts])
+    for part, target in zip(parts, targets, strict=True):
+        if isinstance(part, GroupScaledWeight):
+            part.dequantize_into(target)
+        elif isinstance(part, DenseWeight):
+            target.copy_(part.tensor)
+    return DenseWeight(result)
+
+
 def _form(weight: LinearWeight) -> tuple[object, ...]:
     """What weights that can be one have in common."""
     values = vars(weight).items()
@@ -148,48 +165,47 @@ def _form(weight: LinearWeight) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-# Readers of uint8 `[rows, blocks, bytes]`.
+# How blocks of each type are read, uint8 `[rows, blocks, bytes]`.
 
 
-def _q4_0(raw: Tensor) -> LinearWeight:
+def _q4_0(raw: Tensor) -> GroupScaledWeight:
     values = pack_nibbles(_halves(raw[..., 2:]).flatten(1))
     return Int4Weight(values, _float(raw, 0))
 
 
-def _q4_1(raw: Tensor) -> LinearWeight:
+def _q4_1(raw: Tensor) -> GroupScaledWeight:
     values = pack_nibbles(_halves(raw[..., 4:]).flatten(1))
     return GgufWeight(values, _float(raw, 0), minimums=_float(raw, 2), bits=4)
 
 
-def _q5_0(raw: Tensor) -> LinearWeight:
+def _q5_0(raw: Tensor) -> GroupScaledWeight:
     values = _fifth_bits(raw[..., 2:6], _halves(raw[..., 6:])) - 16
     return GgufWeight(values.flatten(1), _float(raw, 0), bits=6, offset=32)
 
 
-def _q5_1(raw: Tensor) -> LinearWeight:
+def _q5_1(raw: Tensor) -> GroupScaledWeight:
     values = _fifth_bits(raw[..., 4:8], _halves(raw[..., 8:]))
     return GgufWeight(values.flatten(1), _float(raw, 0), minimums=_float(raw, 2), bits=6)
 
 
-def _q8_0(raw: Tensor) -> LinearWeight:
+def _q8_0(raw: Tensor) -> GroupScaledWeight:
     return GgufWeight(raw[..., 2:].flatten(1).view(torch.int8), _float(raw, 0))
 
 
-def _q4_k(raw: Tensor) -> LinearWeight:
+def _q4_k(raw: Tensor) -> GroupScaledWeight:
     values = _halves(raw[..., 16:].unflatten(-1, (4, 32)))
     return _k(raw, pack_nibbles(values.flatten(1)), bits=4)
 
 
-def _q5_k(raw: Tensor) -> LinearWeight:
+def _q5_k(raw: Tensor) -> GroupScaledWeight:
     low = _halves(raw[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
-    groups = torch.arange(8, dtype=torch.uint8)[:, None]
-    high = raw[..., None, 16:48] >> groups & 1
+    high = raw[..., None, 16:48] >> _shifts(raw, 8)[:, None] & 1
     return _k(raw, (low | high << 4).flatten(1).view(torch.int8), bits=6)
 
 
-def _q6_k(raw: Tensor) -> LinearWeight:
+def _q6_k(raw: Tensor) -> GroupScaledWeight:
     low = _halves(raw[..., :128].unflatten(-1, (2, 64)))  # [2 halves][4 * 32]
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    shifts = _shifts(raw, 4, 2)[:, None]
     high = (raw[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-2)
     values = (low | high << 4).view(torch.int8) - 32
     scales = raw[..., 192:208].flatten(1).view(torch.int8)
@@ -214,8 +230,13 @@ def _halves(pairs: Tensor) -> Tensor:
 
 def _fifth_bits(words: Tensor, low: Tensor) -> Tensor:
     """Numbers of five bits, int8 `[..., 32]`. words: the highest ones, four bytes."""
-    high = words[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
+    high = words[..., None] >> _shifts(words, 8) & 1
     return (low | high.flatten(-2) << 4).view(torch.int8)
+
+
+def _shifts(raw: Tensor, count: int, bits: int = 1) -> Tensor:
+    """Shifts to each of `count` fields of a byte: uint8 `[count]`."""
+    return torch.arange(0, count * bits, bits, dtype=torch.uint8, device=raw.device)
 
 
 def _float(raw: Tensor, at: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import gguf
 import numpy as np
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.unit.engine.checkpoints import make_model
 
@@ -82,8 +83,6 @@ def random_blocks(values, kind):
 
 def byte_tokens(vocab_size):
     """A byte-level vocabulary: <s>, </s>, the bytes, and further words that no text has."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
     tokens = ["<s>", "</s>", *bytes_to_unicode().values()]
     tokens += [f"w{number}" for number in range(vocab_size - len(tokens))]
     kinds = [_CONTROL] * 2 + [1] * (vocab_size - 2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from ctypes import addressof
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from baton.engine.kernels.native.interface import Linear
 from baton.engine.kernels.native.rows import NATIVE_ROW_OPS
 from baton.engine.quantization.fp8 import Fp8BlockWeight
 from baton.engine.quantization.gguf import GgufWeight
-from baton.engine.quantization.group_scaled import FourBitWeight
+from baton.engine.quantization.group_scaled import FourBitWeight, GroupScaledWeight
 from baton.engine.quantization.int4 import Int4Weight
 from baton.engine.quantization.int8 import Int8Weight
 from baton.engine.quantization.linear_weight import DenseWeight, JoinedWeight, LinearWeight
@@ -39,9 +40,9 @@ class PackedWeight(LinearWeight):
     """A matrix `[out, in]` as native products read it.
 
     int8: scales float32 `[out]` · offsets: int32 `[out]`, by which `ACTIVATION_OFFSET` increases an
-    output's sum. Group-scaled: scales float32 `[panels][in / group][64]`, or int8 that is
-    multiplied by units float32 `[panels][in / block][64]` · minimums, minimum_units: as those, added
-    to a group's values, or None · order: int4's int32 `[in]` · format: an index of `GROUP_FORMATS`
+    output's sum. Group-scaled: scales float32 `[panels][in / group][64]`, or int8 that are
+    multiplied by units float32 `[panels][in / block][64]` · minimums, minimum_units: as those, and
+    added to a group's values, or None · order: int4's int32 `[in]` · format: an index of `GROUP_FORMATS`
     · following: the weight whose outputs follow, with the same inputs.
     """
 
@@ -81,51 +82,44 @@ class PackedWeight(LinearWeight):
             case Int8Weight(values, scales):
                 offsets = values.sum(1, dtype=torch.int32) * ACTIVATION_OFFSET
                 return cls(pack(values), *weight.shape, scales, offsets)
-            case Fp8BlockWeight(values, scales):
-                kind = GROUP_FORMATS.index("fp8")
-                packed = pack_8_bits(values)
-                return cls(packed, *weight.shape, pack(scales), group=weight.group, format=kind)
-            case Mxfp4Weight(_, scales):
-                kind = GROUP_FORMATS.index("mxfp4")
-                packed = pack_4_bits(weight)
-                return cls(packed, *weight.shape, pack(scales), group=weight.group, format=kind)
-            case Int4Weight(_, scales, zeros, order):
-                middle = Int4Weight.MIDDLE
-                return cls(
-                    pack_4_bits(weight),
-                    *weight.shape,
-                    pack(scales),
-                    minimums=None if zeros is None else pack((middle - zeros.float()) * scales),
-                    order=None if order is None else order.int(),
-                    group=weight.group,
-                )
-            case GgufWeight():
-                return cls._from_gguf(weight)
             case JoinedWeight(parts):
                 packed = [cls.from_weight(part) for part in parts]
                 return reduce(lambda after, one: replace(one, following=after), reversed(packed))
+            case GroupScaledWeight():
+                return cls._from_groups(weight)
         raise TypeError(f"native code has no {type(weight).__name__}")
 
     @classmethod
-    def _from_gguf(cls, weight: GgufWeight) -> PackedWeight:
-        if weight.bits == 4:
-            packed, kind = pack_4_bits(weight), "uint4"
-        elif weight.bits == 6:
-            packed, kind = pack_6_bits(weight), "int6" if weight.offset else "uint6"
-        else:
-            packed, kind = pack_8_bits(weight.values), "int8"
-        units = weight.units
-        return cls(
-            packed,
-            *weight.shape,
-            pack_scales(weight.scales),
-            minimums=None if weight.minimums is None else pack_scales(weight.minimums),
-            units=None if units is None else pack(units),
-            minimum_units=None if weight.minimum_units is None else pack(weight.minimum_units),
-            group=weight.group,
-            format=GROUP_FORMATS.index(kind),
-            block=0 if units is None else weight.shape[1] // units.shape[1],
-        )
+    def _from_groups(cls, weight: GroupScaledWeight) -> PackedWeight:
+        more: dict[str, Any] = {}
+        match weight:
+            case Fp8BlockWeight(values):
+                packed, kind = pack_8_bits(values), "fp8"
+            case Mxfp4Weight():
+                packed, kind = pack_4_bits(weight), "mxfp4"
+            case Int4Weight(_, scales, zeros, order):
+                packed, kind = pack_4_bits(weight), "int4"
+                if zeros is not None:
+                    more["minimums"] = pack((Int4Weight.MIDDLE - zeros.float()) * scales)
+                if order is not None:
+                    more["order"] = order.int()
+            case GgufWeight(values, _, units, minimums, minimum_units, bits, offset):
+                if bits == 4:
+                    packed, kind = pack_4_bits(weight), "uint4"
+                elif bits == 6:
+                    packed, kind = pack_6_bits(weight), "int6" if offset else "uint6"
+                else:
+                    packed, kind = pack_8_bits(values), "int8"
+                if minimums is not None:
+                    more["minimums"] = pack_scales(minimums)
+                if units is not None:
+                    more |= {"units": pack(units), "block": weight.shape[1] // units.shape[1]}
+                if minimum_units is not None:
+                    more["minimum_units"] = pack(minimum_units)
+            case _:
+                raise TypeError(f"native code has no {type(weight).__name__}")
+        kind_number, scales = GROUP_FORMATS.index(kind), pack_scales(weight.scales)
+        return cls(packed, *weight.shape, scales, group=weight.group, format=kind_number, **more)
 
     def linear(self, bias: Tensor | None = None) -> Linear:
         """The structure for native code; it does not keep these tensors alive."""
