@@ -75,7 +75,8 @@ class GgufTensor(NamedTuple):
         return math.prod(self.shape) // kind.elements * kind.num_bytes
 
 
-class TextArray(NamedTuple):
+@dataclass(frozen=True)
+class TextArray:
     """An array of texts, which `texts` reads: vocabularies take a tenth of a second."""
 
     file: Path

@@ -154,9 +154,9 @@ def fingerprint(path: Path, random_seed: int | None = None) -> str:
     """
     digest = hashlib.sha256()
     if path.suffix == SUFFIX:
-        file = GgufFile.load(path)
-        for part in file.files:
-            begin = min(tensor.offset for tensor in file.tensors.values() if tensor.file == part)
+        found = GgufFile.load(path)
+        for part in found.files:
+            begin = min(tensor.offset for tensor in found.tensors.values() if tensor.file == part)
             _digest_samples(digest, part, begin)
         return digest.hexdigest()
     files = [path]

@@ -39,6 +39,7 @@ from baton.engine.quantization.config import (
     QuantizationConfig,
     parse_quantization_config,
 )
+from baton.errors import CheckpointError
 from baton.gguf.file import SUFFIX, GgufFile
 
 MAX_LAYERS = 1024

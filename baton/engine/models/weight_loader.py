@@ -329,7 +329,7 @@ def _assemble(
     layers = tuple(layer(index) for index in range(config.num_layers))
     norm = _arranged(config, "final_norm", make({FINAL_NORM: sizes[1:]}))
     lm_head: LinearWeight = DenseWeight(embedding)
-    stored_head = {EMBEDDING if config.tie_embeddings else LM_HEAD: sizes}
+    stored_head: Shapes = {EMBEDDING if config.tie_embeddings else LM_HEAD: sizes}
     if not config.tie_embeddings or is_quantized(config, stored_head):
         lm_head = shard.weight(config, "lm_head", make_weight(stored_head))
     return ModelWeights(embedding, layers, norm, prepare(lm_head, True))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -64,14 +64,14 @@ class GgufWeight(GroupScaledWeight):
 
     def dequantized(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         scales = scaled(self.scales, self.units, rows)
-        full = self.numbers(rows).unflatten(1, (-1, self.group)) * scales[..., None]
+        full: Tensor = self.numbers(rows).unflatten(1, (-1, self.group)) * scales[..., None]
         if self.minimums is not None:
             full += scaled(self.minimums, self.minimum_units, rows)[..., None]
         return full.flatten(1).to(dtype)
 
     def take_outputs(self, rows: Tensor) -> Self:
         rows = rows.to(self.values.device)
-        return replace(self, **{name: part[rows] for name, part in self.tensors().items()})
+        return self._changed({name: part[rows] for name, part in self.tensors().items()})
 
     def take_inputs(self, columns: range) -> Self:
         inputs, coarse = self.shape[1], min(part.shape[1] for part in self.tensors().values())
@@ -86,7 +86,10 @@ class GgufWeight(GroupScaledWeight):
             first, end = (at * part.shape[1] // inputs for at in (columns.start, columns.stop))
             return part[:, first:end].contiguous()
 
-        return replace(self, **{name: cut(part) for name, part in self.tensors().items()})
+        return self._changed({name: cut(part) for name, part in self.tensors().items()})
+
+    def _changed(self, tensors: dict[str, Any]) -> Self:
+        return replace(self, **tensors)
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by field, each `[out, …]`."""
@@ -99,7 +102,8 @@ def scaled(numbers: Tensor, units: Tensor | None, rows: slice = slice(None)) -> 
     if units is None:
         return numbers[rows]
     blocks = numbers[rows].float().unflatten(1, (units.shape[1], -1))
-    return (blocks * units[rows][..., None]).flatten(1)
+    result: Tensor = (blocks * units[rows][..., None]).flatten(1)
+    return result
 
 
 class GgufTensors:

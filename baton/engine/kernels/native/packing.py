@@ -42,8 +42,8 @@ class PackedWeight(LinearWeight):
     int8: scales float32 `[out]` · offsets: int32 `[out]`, by which `ACTIVATION_OFFSET` increases an
     output's sum. Group-scaled: scales float32 `[panels][in / group][64]`, or int8 that are
     multiplied by units float32 `[panels][in / block][64]` · minimums, minimum_units: as those, and
-    added to a group's values, or None · order: int4's int32 `[in]` · format: an index of `GROUP_FORMATS`
-    · following: the weight whose outputs follow, with the same inputs.
+    added to a group's values, or None · order: int4's int32 `[in]` · format: an index of
+    `GROUP_FORMATS` · following: the weight whose outputs follow, with the same inputs.
     """
 
     packed: Tensor
@@ -103,19 +103,8 @@ class PackedWeight(LinearWeight):
                     more["minimums"] = pack((Int4Weight.MIDDLE - zeros.float()) * scales)
                 if order is not None:
                     more["order"] = order.int()
-            case GgufWeight(values, _, units, minimums, minimum_units, bits, offset):
-                if bits == 4:
-                    packed, kind = pack_4_bits(weight), "uint4"
-                elif bits == 6:
-                    packed, kind = pack_6_bits(weight), "int6" if offset else "uint6"
-                else:
-                    packed, kind = pack_8_bits(values), "int8"
-                if minimums is not None:
-                    more["minimums"] = pack_scales(minimums)
-                if units is not None:
-                    more |= {"units": pack(units), "block": weight.shape[1] // units.shape[1]}
-                if minimum_units is not None:
-                    more["minimum_units"] = pack(minimum_units)
+            case GgufWeight():
+                packed, kind, more = _gguf_parts(weight)
             case _:
                 raise TypeError(f"native code has no {type(weight).__name__}")
         kind_number, scales = GROUP_FORMATS.index(kind), pack_scales(weight.scales)
@@ -147,6 +136,24 @@ class PackedWeight(LinearWeight):
             threads, x.data_ptr(), rows, weights, y.data_ptr(), floats, scratch.data_ptr()
         )
         return y
+
+
+def _gguf_parts(weight: GgufWeight) -> tuple[Tensor, str, dict[str, Any]]:
+    """A GGUF weight's packed values, their format, and the fields that not all formats have."""
+    if weight.bits == 4:
+        packed, kind = pack_4_bits(weight), "uint4"
+    elif weight.bits == 6:
+        packed, kind = pack_6_bits(weight), "int6" if weight.offset else "uint6"
+    else:
+        packed, kind = pack_8_bits(weight.values), "int8"
+    more: dict[str, Any] = {}
+    if weight.minimums is not None:
+        more["minimums"] = pack_scales(weight.minimums)
+    if weight.minimum_units is not None:
+        more["minimum_units"] = pack(weight.minimum_units)
+    if weight.units is not None:
+        more |= {"units": pack(weight.units), "block": weight.shape[1] // weight.units.shape[1]}
+    return packed, kind, more
 
 
 def address(tensor: Tensor | None) -> int | None:
