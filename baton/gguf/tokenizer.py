@@ -68,7 +68,7 @@ def tokenizer_json(path: Path) -> str:
 
 def special_tokens(file: GgufFile) -> dict[str, str]:
     """Named special tokens, such as `bos_token`."""
-    tokens = file.texts("tokenizer.ggml.tokens")
+    tokens = _tokens(file)
     ids = {name: _token_id(file, key, len(tokens)) for name, key in _NAMED.items()}
     return {f"{name}_token": tokens[token] for name, token in ids.items() if token is not None}
 
@@ -78,7 +78,7 @@ def eos_token_ids(file: GgufFile) -> frozenset[int]:
 
     As in llama.cpp, because files name one of them, and models have several.
     """
-    tokens, kinds = file.texts("tokenizer.ggml.tokens"), _kinds(file)
+    tokens, kinds = _tokens(file), _kinds(file)
     named = (_token_id(file, key, len(tokens)) for key in ("eos", "eot", "eom"))
     ends = {token for token in named if token is not None}
     for token, (text, kind) in enumerate(zip(tokens, kinds, strict=False)):
@@ -89,9 +89,7 @@ def eos_token_ids(file: GgufFile) -> frozenset[int]:
 
 def _tokenizer(file: GgufFile) -> dict[str, Any]:
     model = file.text("tokenizer.ggml.model")
-    tokens = file.texts("tokenizer.ggml.tokens")
-    if not tokens:
-        raise file.error("tokenizer.ggml.tokens", "the texts of all tokens")
+    tokens = _tokens(file)
     kinds = _kinds(file) or [_NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise file.error("tokenizer.ggml.token_type", f"a number for each of {len(tokens)} tokens")
@@ -241,6 +239,13 @@ def _post_processor(file: GgufFile, tokens: list[str], model: str) -> dict[str, 
         return None
     pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
     return _step("TemplateProcessing", single=single, pair=pair, special_tokens=special)
+
+
+def _tokens(file: GgufFile) -> list[str]:
+    """The texts of all tokens. Raises CheckpointError without them."""
+    if not (tokens := file.texts("tokenizer.ggml.tokens")):
+        raise file.error("tokenizer.ggml.tokens", "the texts of all tokens")
+    return tokens
 
 
 def _kinds(file: GgufFile) -> list[int]:

@@ -25,15 +25,16 @@ _STACKED = {
 _CONTROL = 3
 
 
-def write_gguf(file, architecture, kind="F32", types=None, metadata=None, split=0, **overrides):
+def write_gguf(file, architecture, kind="F32", types=None, metadata=None, tensors=None, split=0,
+               **overrides):  # fmt: skip
     """Writes `make_model`'s model as llama.cpp's converter does; returns the model.
 
     kind: of matrices whose inputs are whole blocks, others are F32 · types: other kinds, by a part
-    of the tensor's name · metadata: further keys, or None for keys to leave out · split: tensors in
+    of the tensor's name · metadata: further keys, or None for keys to leave out · tensors: further ones · split: tensors in
     each of several files.
     """
     model = make_model(architecture, **overrides)
-    tensors = dict(_tensors(model, NAMES[architecture]))
+    tensors = {**dict(_tensors(model, NAMES[architecture])), **(tensors or {})}
     writer = gguf.GGUFWriter(
         file, NAMES[architecture], split_max_tensors=split, use_temp_file=False
     )
@@ -62,9 +63,7 @@ def add_tensor(writer, name, values, kind):
 
 def quantized(values, kind):
     """float32 `[..., n]` → the bytes of a type; of K types, random blocks of the values' size."""
-    if kind not in (gguf.GGMLQuantizationType[f"Q{bits}_K"] for bits in (4, 5, 6)):
-        return gguf.quantize(values, kind)
-    return random_blocks(values, kind)
+    return random_blocks(values, kind) if "_K" in kind.name else gguf.quantize(values, kind)
 
 
 def random_blocks(values, kind):
@@ -73,8 +72,8 @@ def random_blocks(values, kind):
     shape = (*values.shape[:-1], values.shape[-1] // elements, size)
     blocks = np.random.default_rng(int(values.size)).integers(0, 256, shape, dtype=np.uint8)
     # So that weights are of the usual size: scales are up to 63 or 127, and numbers up to 63.
-    unit = {"Q4_K": 3e-4, "Q5_K": 1.5e-4, "Q6_K": 8e-5}[kind.name]
-    places = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind.name]
+    unit = {"Q4_K": 3e-4, "Q5_K": 1.5e-4}.get(kind.name, 8e-5)
+    places = {"Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind.name, (size - 2,))
     for place, times in zip(places, (1, 8), strict=False):
         halves = np.full((*shape[:-1], 1), unit * times, dtype=np.float16)
         blocks[..., place : place + 2] = halves.view(np.uint8)
@@ -97,6 +96,17 @@ def byte_tokens(vocab_size):
         "tokenizer.ggml.padding_token_id": 0,
         "tokenizer.ggml.add_bos_token": False,
     }
+
+
+def llama3_factors(rope, head_size):
+    """The divisors of frequencies that llama.cpp's converter computes for Llama 3."""
+    frequencies = rope["rope_theta"] ** (-np.arange(0, head_size, 2) / head_size)
+    wavelengths, original = 2 * np.pi / frequencies, rope["original_max_position_embeddings"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    share = (original / wavelengths - low) / (high - low)
+    between = 1 / ((1 - share) / rope["factor"] + share)
+    factors = np.where(wavelengths > original / low, rope["factor"], between)
+    return np.where(wavelengths < original / high, 1, factors).astype(np.float32)
 
 
 def _add(writer, key, value):
