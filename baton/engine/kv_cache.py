@@ -103,7 +103,8 @@ def plan_layout(
 
     Raises ConfigError when not even one block fits.
     """
-    one = KvLayout(1, config.num_layers, config.num_kv_heads, block_size, config.head_size, dtype)
+    sizes = (config.num_kv_heads, block_size, config.head_size)
+    one = KvLayout(1, config.num_layers, *sizes, dtype, config.kv_parts)
     count = num_blocks or budget_bytes // one.num_bytes
     if count < 1:
         raise ConfigError(

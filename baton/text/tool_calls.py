@@ -278,7 +278,7 @@ class ToolParser:
         while (end := scan.end_in(self._text)) is None and not self._ended:
             self._text = ""
             yield
-        self.take(end or 0)
+        self.take(len(self._text) if end is None else end)
         return True
 
     def named_call(self) -> Found:
@@ -306,14 +306,20 @@ class ToolParser:
 
         `missing`: for a value without text.
         """
-        repair, given = JsonRepair(), 0
+        repair, given = JsonRepair(), False
+
+        def add(text: str) -> None:
+            nonlocal given
+            self.add_arguments(text)
+            given = given or bool(text.strip())
+
         while (end := scan.end_in(self._text)) is None and not self._ended:
-            given += self.add_arguments(repair.push(self.take(len(self._text))))
+            add(repair.push(self.take(len(self._text))))
             yield
-        end_or_all = len(self._text) if end is None else end
-        given += self.add_arguments(repair.push(self.take(end_or_all)))
+        add(repair.push(self.take(len(self._text) if end is None else end)))
         if end is not None or not self._cut:
-            self.add_arguments(repair.close() or ("" if given else missing))
+            add(repair.close())
+            self.add_arguments("" if given else missing)
         return end is not None
 
     def put(self, text: str) -> None:
@@ -346,15 +352,13 @@ class ToolParser:
         self.num_calls += 1
         self._add(ToolCallDelta(self.num_calls - 1, call_id or self._new_id(), name, ""))
 
-    def add_arguments(self, text: str) -> int:
-        """Adds to the arguments of the last call; returns the number of characters."""
-        count = len(text)
+    def add_arguments(self, text: str) -> None:
+        """Adds to the arguments of the last call."""
         index, last = self.num_calls - 1, self._deltas[-1] if self._deltas else None
         if last and last.index == index and not last.id:
             text = self._deltas.pop().arguments + text
         if text:
             self._add(ToolCallDelta(index, "", "", text))
-        return count
 
     def take(self, count: int) -> str:
         """Takes characters from the beginning of the text."""
@@ -366,6 +370,8 @@ class ToolParser:
         try:
             value = json.loads(self._text[:end], strict=False)
         except (ValueError, RecursionError):
+            return False
+        if not isinstance(value, dict):
             return False
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
         if not isinstance(name, str) or (bare and arguments is None):
@@ -458,6 +464,7 @@ class ToolFormat:
     around: tuple[str, str, str] = ("", "", "")
     parallel: bool = True  # whether an output may have several calls
     typed: bool = False  # whether the types of arguments follow from the tools' schemas
+    ends_reasoning: str = ""  # a marker that ends reasoning without its own end
     channels: bool = False  # whether it also marks content and reasoning, so that it always applies
     new_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
 

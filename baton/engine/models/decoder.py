@@ -26,7 +26,7 @@ from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.models.weights import LayerWeights, ModelWeights, MoeWeights
+from baton.engine.models.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights
 from baton.engine.quantization.linear_weight import LinearWeight, ResidualStream
 
 
@@ -124,8 +124,7 @@ class DecoderModel:
             qkv = self._normed_product(
                 hidden, layer.input_norm, layer.qkv, layer.qkv_bias, lora=lora.get("qkv")
             )
-            q = self._rope_and_write(qkv, placed, index, layer, pool)
-            attended = self._attend(q, placed, index, pool)
+            attended = self._attention(qkv, placed, index, layer, pool)
             norm = layer.attention_norm
             self._add_product(hidden, attended, layer.o, layer.o_bias, norm, lora.get("o"))
             self._add_mlp(hidden, layer, placed, index)
@@ -175,10 +174,14 @@ class DecoderModel:
     ) -> Tensor:
         """The weighted sum of the outputs of the experts that rows take."""
         mixed = self._mix(x, experts, placed, self._tokens_of[index])
+        if layer.gate_up is None:
+            return mixed
+        shared = self._shared_expert(x, layer)
         if experts.shared_gate is not None:
             # Not contiguous: torch's last bits would depend on the number of rows.
             gates = x.new_empty(len(x), 2)[:, :1].copy_(experts.shared_gate.apply(x))
-            mixed += torch.sigmoid(gates) * self._shared_expert(x, layer)
+            shared = torch.sigmoid(gates) * shared
+        mixed += shared
         return mixed
 
     def _mix(self, x: Tensor, experts: MoeWeights, placed: Any, tokens: Tensor) -> Tensor:
@@ -189,8 +192,8 @@ class DecoderModel:
         """
         config, own = self.config.experts, self._own_experts
         assert config is not None
-        scores = experts.router.apply(x, experts.router_bias)
-        shares, taken = route(scores, config.per_token, config.normed)
+        logits = experts.router.apply(self._router_input(x), experts.router_bias)
+        shares, taken = route(logits, config.routing, experts.correction)
         tokens += taken.flatten().bincount(minlength=len(tokens))
         outputs = x.new_zeros(*taken.shape, x.shape[1])
         for number in set(taken.unique().tolist()).intersection(own):
@@ -203,6 +206,11 @@ class DecoderModel:
         for at in range(1, taken.shape[1]):
             mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)
         return mixed
+
+    def _router_input(self, x: Tensor) -> Tensor:
+        """x in the type of the router's weight."""
+        names = self.config.arch.experts
+        return x.float() if names is not None and names.float32_router else x
 
     def _normed_product(
         self, hidden: ResidualStream, norm: Tensor | None, weight: LinearWeight,
@@ -278,6 +286,55 @@ class DecoderModel:
         positions, attention = place(batch, pool.shape[4])
         return attention, self._tables[:, :, positions, None]
 
+    def _attention(
+        self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
+    ) -> Tensor:
+        """Writes KV and attends: `[rows, heads * value_size]`."""
+        if layer.latent is not None:
+            return self._latent_attention(qkv, placed, index, layer.latent, pool)
+        q = self._rope_and_write(qkv, placed, index, layer, pool)
+        return self._attend(q, placed, index, pool)
+
+    def _latent_attention(
+        self, projected: Tensor, placed: Any, index: int, weights: LatentWeights, pool: Tensor
+    ) -> Tensor:
+        """Attention over latent rows, of which each head's keys and values are projections.
+
+        The projections are absorbed: a query is projected to where rows are, and the sum of rows to
+        a value, so that one row serves all heads, and rows of the context are never expanded.
+        Prompts are computed so, too: a token's result is then the same to the bit, whether a prompt
+        or a decode step computed it.
+        """
+        latent, size = self.config.latent, self.config.head_size
+        assert latent is not None
+        q, row = projected.split([projected.shape[1] - size, size], dim=1)
+        if weights.q_b is not None:
+            assert weights.q_a_norm is not None
+            norm = Norm(weights.q_a_norm, self.config.rms_eps)
+            q = weights.q_b.apply(self.ops.add_rms_norm(q.contiguous(), None, norm)[0])
+        q, q_end = q.view(len(q), -1, latent.query_size).split(
+            [latent.nope_size, latent.rope_size], dim=2
+        )
+        norm = Norm(weights.kv_a_norm, self.config.rms_eps)
+        sums = self._attend_latent(weights.keys.apply(q), q_end, row, norm, placed, index, pool)
+        return weights.values.apply(sums).flatten(1)
+
+    def _attend_latent(
+        self, q: Tensor, q_end: Tensor, row: Tensor, norm: Norm, placed: Any, index: int,
+        pool: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Norms, rotates and writes latent rows, and attends: `[rows, heads, kv_rank]`.
+
+        q: `[rows, heads, kv_rank]` · q_end: `[rows, heads, rope_size]` · row: `[rows, head_size]`.
+        """
+        rank, (cos, sin) = q.shape[2], placed[1][self._table_of[index]]
+        queries = torch.cat((q, rotate(q_end, cos, sin)), dim=2)
+        row_end = rotate(row[:, None, rank:], cos, sin)
+        rows = torch.cat((rms_norm(row[:, :rank], *norm)[:, None], row_end), dim=2)
+        write_kv(pool, index, placed[0].slots, rows)
+        attended = attend(queries, pool, index, placed[0], self._scoring[index])
+        return attended.view(queries.shape)[..., :rank]
+
     def _rope_and_write(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
@@ -285,7 +342,7 @@ class DecoderModel:
         attention, tables = placed
         q, k, v = self._split(qkv)
         q_norm, k_norm = layer.q_norm, layer.k_norm
-        if self.config.arch.qk_norm == "row":
+        if self.config.qk_norm == "row":
             q, k = self._rows_normed(q, k, layer)
             q_norm = k_norm = None
         q, k = self._head_norm(q, q_norm), self._head_norm(k, k_norm)

@@ -20,13 +20,21 @@ from typing import NamedTuple
 from baton.engine.checkpoint.tensors import StoredTensor, stored_tensors
 from baton.engine.models.architectures import StackedExperts
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.quantization.config import MXFP4_GROUP, GgufConfig, Shapes, TensorSpec
+from baton.engine.quantization.config import (
+    MXFP4_GROUP,
+    GgufConfig,
+    QuantizationConfig,
+    Shapes,
+    TensorSpec,
+)
 from baton.errors import CheckpointError
 from baton.gguf.file import SUFFIX
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PART = re.compile(r"(.+)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _TEXT_PREFIX = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
+_KV_SCALE = re.compile(r".+\.self_attn\.(?:[kv]_proj\.|attn\.)?[kv]_scale")  # of KV in fp8
 _NOT_TEXT = re.compile(
     r"(?:model\.)?(?:vis|audio|multi_modal_projector\.|mm_projector\.|embed_(?:vision|audio)\."
     r"|image_newline$)"
@@ -92,23 +100,29 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
     for field in ("input_norm", "attention_norm", "mlp_norm", "output_norm"):
         if name := getattr(arch, field):
             tensors[field] = {f"{layer}.{name}.weight": (hidden,)}
-    if arch.qk_norm != "none":
-        sizes = (head, head) if arch.qk_norm == "head" else (q, kv)
+    if config.qk_norm != "none":
+        sizes = (head, head) if config.qk_norm == "head" else (q, kv)
         for name, size in zip("qk", sizes, strict=True):
             tensors[f"{name}_norm"] = {f"{attention}.{name}_norm.weight": (size,)}
     if arch.sinks:
         tensors["sinks"] = {f"{attention}.sinks": (config.num_heads,)}
+    projections = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    if (latent := config.latent) is not None:
+        projections = {
+            **(
+                {"self_attn.q_a_proj": latent.q_rank}
+                if latent.q_rank
+                else {"self_attn.q_proj": config.num_heads * latent.query_size}
+            ),
+            "self_attn.kv_a_proj_with_mqa": head,
+        }
+    values = config.num_heads * config.value_size
     for field, outputs, inputs, biased in (
-        (
-            "qkv",
-            {"self_attn.q": q, "self_attn.k": kv, "self_attn.v": kv},
-            hidden,
-            config.qkv_bias,
-        ),
-        ("o", {"self_attn.o": hidden}, q, config.o_bias),
+        ("qkv", projections, hidden, config.qkv_bias),
+        ("o", {"self_attn.o_proj": hidden}, values, config.o_bias),
         *((field, *matrix) for field, matrix in _mlp(config, index).items()),
     ):
-        parts = {f"{layer}.{name}_proj": size for name, size in outputs.items()}
+        parts = {f"{layer}.{name}": size for name, size in outputs.items()}
         if field in arch.joined:
             module = next(iter(outputs)).partition(".")[0]
             parts = {f"{layer}.{module}.{field}_proj": sum(outputs.values())}
@@ -121,14 +135,37 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
 def _mlp(config: ModelConfig, index: int) -> dict[str, tuple[dict[str, int], int, bool]]:
     """The matrices of a layer's MLP, or of the expert that all tokens take."""
     hidden, inner, module = config.hidden_size, config.intermediate_size, "mlp"
-    if config.experts is not None and config.experts.layers[index]:
-        inner, module = config.experts.shared_size, "mlp.shared_expert"
+    names = config.arch.experts
+    if names is not None and config.experts is not None and config.experts.layers[index]:
+        inner, module = config.experts.shared_size, f"{names.module}.{names.shared}"
     if not inner:
         return {}
+    gate_up = {f"{module}.{name}_proj": inner for name in ("gate", "up")}
     return {
-        "gate_up": ({f"{module}.gate": inner, f"{module}.up": inner}, hidden, config.mlp_bias),
-        "down": ({f"{module}.down": hidden}, inner, config.mlp_bias),
+        "gate_up": (gate_up, hidden, config.mlp_bias),
+        "down": ({f"{module}.down_proj": hidden}, inner, config.mlp_bias),
     }
+
+
+def latent_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
+    """The parts of a layer's `LatentWeights`; `kv_b` is what its projections are cut from."""
+    if (latent := config.latent) is None:
+        return {}
+    attention, heads = f"model.layers.{index}.self_attn", config.num_heads
+    tensors: dict[str, Shapes] = {
+        "kv_a_norm": {f"{attention}.kv_a_layernorm.weight": (latent.kv_rank,)},
+        "kv_b": {
+            f"{attention}.kv_b_proj.weight": (
+                heads * (latent.nope_size + latent.value_size),
+                latent.kv_rank,
+            )
+        },
+    }
+    if latent.q_rank:
+        tensors["q_a_norm"] = {f"{attention}.q_a_layernorm.weight": (latent.q_rank,)}
+        q_b = (heads * latent.query_size, latent.q_rank)
+        tensors["q_b"] = {f"{attention}.q_b_proj.weight": q_b}
+    return tensors
 
 
 def expert_tensors(
@@ -143,7 +180,11 @@ def expert_tensors(
     shared: dict[str, Shapes] = {"router": {f"{router}.weight": (experts.count, hidden)}}
     if names.biased:
         shared["router_bias"] = {f"{router}.bias": (experts.count,)}
-    if experts.shared_size:
+    if names.correction:
+        # ERNIE's has two axes.
+        shape = (1,) * names.correction.startswith("moe_statics") + (experts.count,)
+        shared["correction"] = {f"{module}.{names.correction}": shape}
+    if experts.shared_size and names.shared_gate:
         shared["shared_gate"] = {f"{module}.shared_expert_gate.weight": (1, hidden)}
     each: list[dict[str, Shapes]] = []
     for number in range(experts.count):
@@ -165,7 +206,7 @@ def _parts(config: ModelConfig) -> Iterator[Shapes]:
     yield {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         shared, each = expert_tensors(config, index)
-        for fields in (layer_tensors(config, index), shared, *each):
+        for fields in (layer_tensors(config, index), latent_tensors(config, index), shared, *each):
             yield from fields.values()
     yield {FINAL_NORM: (config.hidden_size,)}
     if not config.tie_embeddings:
@@ -176,10 +217,10 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     """The tensors that a checkpoint must have. Raises CheckpointError for unsupported shapes."""
     found: dict[str, TensorSpec] = {}
     for parts in _parts(config):
+        scheme = scheme_of(config, parts)
         for name, shape in parts.items():
-            if is_quantized(config, parts):
-                assert config.quantization is not None
-                found |= config.quantization.tensors(name.removesuffix(".weight"), shape)
+            if scheme is not None:
+                found |= scheme.tensors(name.removesuffix(".weight"), shape)
             elif (part := stacked_part(config, name)) is not None:
                 assert config.experts is not None
                 found |= part.specs(shape, config.experts.count, config.experts.mxfp4)
@@ -196,19 +237,34 @@ def stacked_part(config: ModelConfig, name: str) -> StackedPart | None:
     return StackedPart.from_name(name, names.stacked, experts.size)
 
 
-def is_quantized(config: ModelConfig, parts: Shapes) -> bool:
-    """Whether the checkpoint has this matrix quantised. Raises CheckpointError if only in part."""
+def scheme_of(config: ModelConfig, parts: Shapes) -> QuantizationConfig | None:
+    """How the checkpoint has this matrix quantised; None if it is not.
+
+    Raises CheckpointError if its parts differ, unless it is a GGUF file.
+    """
     is_gguf = isinstance(config.quantization, GgufConfig)
     if config.quantization is None or (EMBEDDING in parts and not is_gguf):
-        return False
+        return None
     modules = [name.removesuffix(".weight") for name, shape in parts.items() if len(shape) == 2]
-    found = {module: config.quantization.is_quantized(module) for module in modules}
-    if len(set(found.values())) > 1 and not is_gguf:  # which is joined from parts of any format
+    found = {module: config.quantization.scheme(module) for module in modules}
+    if is_gguf:
+        return config.quantization if any(found.values()) else None
+    if len(set(found.values())) > 1:
         raise CheckpointError(
-            f"quantization_config ignores some of {', '.join(found)}: they are multiplied "
-            "together, and have to be quantised all or none"
+            f"quantization_config ignores some of {', '.join(found)}, or has them in several "
+            "formats: they are multiplied together, and have to be quantised alike, all or none"
         )
-    return any(found.values())
+    return next(iter(found.values()), None)
+
+
+def is_float32(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor is float32 whatever the model's type: of a router that needs it."""
+    names = config.arch.experts
+    if names is None:
+        return False
+    return name.endswith(names.correction or "?") or (
+        names.float32_router and name.endswith(f"{names.module}.{names.router}.weight")
+    )
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -221,11 +277,12 @@ def text_tensors(path: Path, config: ModelConfig) -> tuple[dict[str, StoredTenso
 
     Also the number and bytes of those of a multimodal model's other parts. Raises CheckpointError.
     """
-    stored = stored_tensors(path, config.tie_embeddings)
-    if not config.wrapper:
-        return stored, 0, 0
-    others = [tensor for name, tensor in stored.items() if _NOT_TEXT.match(name)]
-    text = {_text_name(name): tensor for name, tensor in stored.items() if tensor not in others}
+    text, others = stored_tensors(path, config.tie_embeddings), list[StoredTensor]()
+    if config.wrapper:
+        others = [tensor for name, tensor in text.items() if _NOT_TEXT.match(name)]
+        text = {_text_name(name): one for name, one in text.items() if not _NOT_TEXT.match(name)}
+    if (quantization := config.quantization) is not None:
+        text = {quantization.canonical(name): one for name, one in text.items()}
     return text, len(others), sum(tensor.num_bytes for tensor in others)
 
 
@@ -251,15 +308,19 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
                 f"{', '.join(dtypes)}"
             )
         other = (*shape[:-2], *shape[:-3:-1]) if is_either else shape
-        if found.shape not in (shape, other):
+        if (found.shape or (1,)) not in (shape, other):
             raise CheckpointError(
                 f"{found.file}: tensor {name} has shape {list(found.shape)}; {source} implies "
                 f"{list(shape)}"
             )
+    unused = config.num_layers, config.num_layers + config.predicting_layers
     for name in sorted(stored.keys() - expected.keys()):
+        if (layer := _LAYER.match(name)) and unused[0] <= int(layer[1]) < unused[1]:
+            continue  # layers that predict further tokens
         # Old exports saved rotary tables, and copies of a tied embedding.
         tied_copy = config.tie_embeddings and name == LM_HEAD
-        if not tied_copy and not name.endswith("rotary_emb.inv_freq"):
+        kv_scale = config.quantization is not None and _KV_SCALE.fullmatch(name)
+        if not (tied_copy or kv_scale or name.endswith("rotary_emb.inv_freq")):
             raise CheckpointError(
                 f"{stored[name].file}: tensor {name} is not part of {config.architecture} as "
                 f"{source} describes it"

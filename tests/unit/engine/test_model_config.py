@@ -1,6 +1,7 @@
 """config.json in all its spellings, and a refusal by name of what is not supported."""
 
 import json
+import math
 import os
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 import transformers
 
 from baton.engine.checkpoint.tensors import fingerprint
-from baton.engine.models.model_config import ModelConfig, Rope
+from baton.engine.kernels.routing import Routing
+from baton.engine.kv_cache import plan_layout
+from baton.engine.models.model_config import LatentConfig, ModelConfig, Rope
 from baton.engine.models.rope import inverse_frequencies
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -31,6 +34,16 @@ PHI = {"architectures": ["Phi3ForCausalLM"]}
 GEMMA = {"architectures": ["Gemma3ForCausalLM"]}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 8}
 SMOL = {"architectures": ["SmolLM3ForCausalLM"]}
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "n_routed_experts": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+}
+GLM_FLASH = {**DEEPSEEK, "architectures": ["Glm4MoeLiteForCausalLM"]}
+ERNIE = {"architectures": ["Ernie4_5_MoeForCausalLM"]}
 YARN = {"rope_type": "yarn", "factor": 4}
 
 
@@ -186,7 +199,7 @@ def compressed(form, weights=None, activations=None, **changes):
 REFUSED_FORMATS: list[Any] = [
     ({"bits": 4}, ["quantization_config.quant_method", "None", "gptq", REMEDY]),
     ({"quant_method": "bitsandbytes"}, ["quant_method", "'bitsandbytes'", "awq", REMEDY]),
-    ({"quant_method": "fp8"}, ["weight_block_size is None", "[128, 128]", REMEDY]),
+    ({"quant_method": "fp8", "activation_scheme": "x"}, ["activation_scheme is 'x'", "static"]),
     ({**FP8, "weight_block_size": [1, 128]}, ["weight_block_size", "[128, 128]", REMEDY]),
     ({**FP8, "activation_scheme": "static"}, ["activation_scheme", "dynamic", REMEDY]),
     ({**FP8, "scale_fmt": "ue8m0"}, ["scale_fmt is 'ue8m0'", "float", REMEDY]),
@@ -204,7 +217,11 @@ REFUSED_FORMATS: list[Any] = [
     (compressed("pack-quantized", {"num_bits": 3}), ["group_0.weights.num_bits is 3", REMEDY]),
     (compressed("pack-quantized", {"strategy": "channel"}), ["weights.strategy", REMEDY]),
     (compressed("float-quantized", {"symmetric": False}), ["weights.symmetric is False", REMEDY]),
-    (compressed("float-quantized", {"strategy": "block"}), ["weights.strategy", REMEDY]),
+    (compressed("float-quantized", {"strategy": "group"}), ["weights.strategy", REMEDY]),
+    (
+        compressed("float-quantized", {"strategy": "block", "block_structure": [1, 128]}),
+        ["weights.block_structure is [1, 128]", REMEDY],
+    ),
     (compressed("float-quantized", {"type": "int"}), ["weights.type is 'int'", "float", REMEDY]),
     (
         compressed("int-quantized", activations={"dynamic": False}),
@@ -214,10 +231,30 @@ REFUSED_FORMATS: list[Any] = [
         compressed("int-quantized", activations={"strategy": "tensor"}),
         ["input_activations.strategy is 'tensor'", REMEDY],
     ),
-    (compressed("int-quantized", kv_cache_scheme={"num_bits": 8}), ["kv_cache_scheme", REMEDY]),
     (compressed("int-quantized", transform_config={"r1": {}}), ["transform_config", REMEDY]),
     (compressed("int-quantized", config_groups={}), ["config_groups is []", "one group", REMEDY]),
     (compressed("int-quantized", ignore=["re:(a|b)+"]), ["ignore is 're:(a|b)+'", REMEDY]),
+    (compressed("int-quantized", ignore=["re:(a|b"]), ["ignore is 're:(a|b'", "expression"]),
+    (compressed("int-quantized", ignore=["re:" + ".*a" * 7]), ["ignore", "6 of *", REMEDY]),
+    (compressed("mixed-precision"), ["config_groups.group_0.format is 'mixed-precision'"]),
+    (
+        compressed("nvfp4-pack-quantized", {"type": "float", "num_bits": 4, "group_size": 32}),
+        ["group_0.weights.group_size is 32", "16", REMEDY],
+    ),
+    ({"quant_method": "modelopt"}, ["quant_algo is None", "NVFP4", REMEDY]),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, ["quant_algo is 'W4A8_AWQ'", REMEDY]),
+    (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+        ["group_size is 32", "16", REMEDY],
+    ),
+    (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"model.layers.0.mlp": {"quant_algo": "INT8_SQ"}},
+        },
+        ["quantized_layers.model.layers.0.mlp.quant_algo is 'INT8_SQ'", REMEDY],
+    ),
 ]
 
 
@@ -226,6 +263,22 @@ REFUSED_FORMATS: list[Any] = [
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "Qwen3"]),
         ({"architectures": None}, ["architectures", "None"]),
+        *(
+            ({"architectures": [f"{name}ForCausalLM"]}, [name, "sparse attention", "indexer"])
+            for name in ("DeepseekV32", "GlmMoeDsa")
+        ),
+        ({"architectures": ["DeepseekV4ForCausalLM"]}, ["compressed KV", "hyper-connections"]),
+        ({**DEEPSEEK, "num_key_value_heads": 2}, ["num_key_value_heads is 2", "4, the heads"]),
+        ({**DEEPSEEK, "qk_rope_head_dim": 15}, ["qk_rope_head_dim", "15", "even"]),
+        ({**DEEPSEEK, "attention_bias": True}, ["attention_bias", "True"]),
+        ({**DEEPSEEK, "rope_interleave": False}, ["rope_interleave", "False"]),
+        ({**DEEPSEEK, "scoring_func": "softmax"}, ["scoring_func", "softmax", "sigmoid"]),
+        ({**DEEPSEEK, "topk_method": "greedy"}, ["topk_method", "greedy", "noaux_tc"]),
+        ({**DEEPSEEK, "n_group": 3}, ["n_group is 3", "divisor of 16"]),
+        ({**DEEPSEEK, "n_group": 16}, ["n_group is 16", "2 or more"]),
+        ({**DEEPSEEK, "topk_group": 1}, ["topk_group is 1", "8 experts"]),
+        ({**GLM_FLASH, "mlp_layer_types": ["dense"]}, ["mlp_layer_types", "3 times"]),
+        ({**ERNIE, "use_bias": True}, ["use_bias", "True"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
         *(({"quantization_config": config}, named) for config, named in REFUSED_FORMATS),
         ({"pretraining_tp": 2}, ["pretraining_tp", "2"]),
@@ -308,6 +361,50 @@ def test_refusals_name_file_key_and_value(tmp_path, overrides, named):
     assert len(message) < len(str(file)) + 900
 
 
+def test_published_configs_of_latent_attention(tmp_path):
+    """The keys that matter, as DeepSeek-V3's and V2-Lite's authors wrote them."""
+    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    sizes = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    shared = {
+        **latent, **sizes, "ep_size": 1, "v_head_dim": 128, "max_position_embeddings": 163840,
+        "rope_theta": 10000, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    lite = load(
+        tmp_path,
+        **{
+            **shared, "architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64,
+            "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+            "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0, "num_hidden_layers": 27,
+            "rope_scaling": {**yarn, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    )  # fmt: skip
+    assert lite.latent == LatentConfig(0, 512, 128, 64, 128)
+    assert lite.experts.routing == Routing(6, normed=False)
+    assert (lite.experts.shared_size, lite.experts.counts) == (2816, (26, 64))
+    assert lite.score_scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    assert plan_layout(lite, torch.bfloat16, 16, 1, 0).bytes_per_token == 27 * 576 * 2
+    large = load(
+        tmp_path,
+        **{
+            **shared, "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 1536,
+            "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
+            "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5, "num_hidden_layers": 61, "n_group": 8, "topk_group": 4,
+            "first_k_dense_replace": 3, "num_nextn_predict_layers": 1,
+            "rope_scaling": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    )  # fmt: skip
+    assert large.experts.routing == Routing(
+        8, normed=True, sigmoid=True, groups=8, taken_groups=4, group_top=2, scale=2.5
+    )
+    assert (large.experts.counts, large.predicting_layers) == ((58, 256), 1)
+    assert plan_layout(large, torch.bfloat16, 16, 1, 0).bytes_per_token == 61 * 576 * 2
+
+
 def test_fingerprint_tells_models_apart(tmp_path):
     for name, options in {
         "a": {"tokenizer": True},
@@ -341,3 +438,96 @@ def test_a_config_that_is_no_usual_file_is_refused(tmp_path):
     os.mkfifo(file)
     with pytest.raises(CheckpointError, match=r"config\.json: .*not a regular file"):
         ModelConfig.load(tmp_path)
+
+
+TEXT = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
+
+
+def write_wrapper(directory, architecture="Gemma3ForConditionalGeneration", text=None, **outer):
+    """The config.json of a multimodal model, as sparse as published ones are."""
+    file = directory / "config.json"
+    parts = {"text_config": {**TEXT, **(text or {})}, "vision_config": {"hidden_size": 32}}
+    file.write_text(json.dumps({"architectures": [architecture], **parts, **outer}))
+    return file
+
+
+def test_the_text_part_of_a_multimodal_config_has_the_defaults_of_its_family(tmp_path):
+    rope = {"rope_type": "linear", "factor": 8.0}
+    write_wrapper(
+        tmp_path, text={"rope_scaling": rope, "sliding_window": 1024}, eos_token_id=[1, 106]
+    )
+    config = ModelConfig.load(tmp_path)
+    assert (config.architecture, config.wrapper) == (
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+    )
+    sizes = (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_size)
+    assert sizes == (262208, 8, 4, 256)
+    assert (config.max_context, config.eos_token_ids, config.tie_embeddings) == (
+        131072,
+        (1, 106),
+        True,
+    )
+
+
+FLAT = {
+    **TEXT, "num_attention_heads": 4, "vocab_size": 320, "max_position_embeddings": 512,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def test_a_multimodal_config_without_a_text_part_has_its_keys_outside(tmp_path):
+    """So have Qwen2-VL's of transformers 4."""
+    values = {**FLAT, "architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = ModelConfig.load(tmp_path)
+    assert config.architecture == "Qwen2ForCausalLM"
+    assert (config.ropes[0], config.tie_embeddings) == (Rope(10000.0), True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "text", "named"),
+    [
+        ("Mistral3ForConditionalGeneration", {"model_type": "mistral4"},
+         ["text_config.model_type is 'mistral4'", "mistral, ministral3"]),
+        ("Gemma3ForConditionalGeneration", {"hidden_size": 0}, ["text_config.hidden_size is 0"]),
+        ("Gemma3ForConditionalGeneration", {"use_bidirectional_attention": True},
+         ["text_config.use_bidirectional_attention"]),
+        ("Llama4ForConditionalGeneration", {}, ["architectures", "it needs attention by chunks"]),
+        ("Gemma4ForConditionalGeneration", {}, ["architectures", "it needs heads of two sizes"]),
+    ],
+)  # fmt: skip
+def test_what_a_multimodal_model_s_text_part_lacks_is_named(tmp_path, architecture, text, named):
+    file = write_wrapper(tmp_path, architecture, text)
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.load(tmp_path)
+    message = str(caught.value)
+    assert message.startswith(f"{file}: ")
+    assert all(part in message for part in named), message
+
+
+def test_modelopt_s_own_file_beside_the_config_says_how_weights_are_quantised(tmp_path):
+    write(tmp_path)
+    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*.0*"]}
+    file = tmp_path / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {}, "quantization": quantization}))
+    found = ModelConfig.load(tmp_path).quantization
+    assert (found.method, found.weights) == ("modelopt", "nvfp4")
+    assert found.scheme("model.layers.1.mlp.up_proj") is found
+    assert found.scheme("model.layers.0.mlp.up_proj") is found.scheme("lm_head") is None
+    file.write_text(json.dumps({"quantization": {"quant_algo": "INT4_AWQ"}}))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config.json: quantization.quant_algo is"):
+        ModelConfig.load(tmp_path)
+
+
+def test_names_in_a_multimodal_config_s_lists_have_prefixes(tmp_path):
+    ignored = ["model.language_model.layers.0.self_attn", "language_model.model.layers.1.mlp"]
+    quantization = {**FP8, "modules_to_not_convert": ignored}
+    write_wrapper(tmp_path, quantization_config=quantization)
+    found = ModelConfig.load(tmp_path).quantization
+    for module, is_quantized in (
+        ("layers.0.self_attn.q_proj", False),
+        ("layers.0.mlp.up_proj", True),
+        ("layers.1.mlp.up_proj", False),
+    ):
+        assert (found.scheme(f"model.{module}") is found) == is_quantized

@@ -7,6 +7,7 @@ makes greedy and seeded output independent of batching, chunking, workers and fa
 import pytest
 import torch
 
+from baton.engine.kernels.routing import Routing
 from baton.engine.kernels.torch.linear import product
 from baton.engine.kernels.torch.rows import act_mul
 from baton.engine.models.model_config import ExpertsConfig
@@ -123,12 +124,12 @@ def test_a_positions_angles_are_the_same_whatever_the_longest_context():
         {"architecture": "GraniteForCausalLM", "residual_scale": 0.3, "logit_scale": 0.1},
         {
             "architecture": "Qwen2MoeForCausalLM",
-            "experts": ExpertsConfig(6, 3, 48, normed=True, layers=(True, False), shared_size=32),
+            "experts": ExpertsConfig(6, 48, Routing(3, normed=True), (True, False), shared_size=32),
         },
         {
             "architecture": "GptOssForCausalLM",
             "activation": "swigluoai",
-            "experts": ExpertsConfig(6, 3, 48, normed=True, layers=(True, True)),
+            "experts": ExpertsConfig(6, 48, Routing(3, normed=True), (True, True)),
         },
     ],
     ids=lambda changes: changes["architecture"],

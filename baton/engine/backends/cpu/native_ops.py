@@ -48,7 +48,7 @@ class NativeOps(DecoderModel):
         self._native = library.require(dtype)
         self._attends = attends
         # Over all ranks' heads, which single native calls do not exchange.
-        self._norms_in_torch = config.arch.qk_norm == "row" and ranks is not SINGLE_RANK
+        self._norms_in_torch = config.qk_norm == "row" and ranks is not SINGLE_RANK
         self._kv_heads = range(config.num_kv_heads)  # of the pool that are used
         self._shapes = list(map(self._shape, range(config.num_layers), weights.layers))
 
@@ -99,7 +99,7 @@ class NativeOps(DecoderModel):
             *(config.num_heads, index, config.windows[index] or 0),
             *(config.score_scale, config.attention_softcap, config.rms_eps),
             *(cos.data_ptr(), sin.data_ptr(), *(c_norm(norm, self.dtype) for norm in norms)),
-            config.arch.qk_norm == "row",
+            config.qk_norm == "row",
             None if layer.sinks is None else layer.sinks.data_ptr(),
         )
 

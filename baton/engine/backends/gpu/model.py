@@ -15,7 +15,14 @@ from torch import Tensor
 from baton.engine.backends.gpu.linear import TRITON_ROW_OPS, prepare, unwrapped
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
+from baton.engine.kernels.torch.rows import Norm
 from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
+from baton.engine.kernels.triton.latent_attention import (
+    Angles,
+    latent_attention,
+    plan_latent,
+    write_latent,
+)
 from baton.engine.kernels.triton.moe_matmul import MoeWeight
 from baton.engine.kernels.triton.moe_routing import FusedRouter, moe_sum, route
 from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
@@ -25,7 +32,13 @@ from baton.engine.kernels.triton.slot_mapping import SlotMapping, map_slots
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.models.weights import LayerWeights, ModelWeights, MoeWeights
+from baton.engine.models.weights import (
+    HeadWeights,
+    LatentWeights,
+    LayerWeights,
+    ModelWeights,
+    MoeWeights,
+)
 from baton.engine.quantization.linear_weight import DenseWeight, ResidualStream
 
 
@@ -33,7 +46,9 @@ from baton.engine.quantization.linear_weight import DenseWeight, ResidualStream
 class _PlacedRows:
     """Where a step's rows read and write KV: `num_decodes` decode rows first, then those of chunks.
 
-    plans: of decode rows, by the window of the layers that they are for; made where first used.
+    plans: of decode rows, by the window of the layers that they are for; made where first used ·
+    latent_plan: of all rows, over latent KV · owners: int32 `[rows]`, the sequence of each row;
+    None: one each.
     """
 
     rows: SlotMapping
@@ -43,6 +58,8 @@ class _PlacedRows:
     query_lens: Tensor | None = None
     tiles: Any = None  # of chunks, if there are any
     plans: dict[int | None, DecodePlan] = field(default_factory=dict)
+    latent_plan: DecodePlan | None = None
+    owners: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +94,29 @@ class _MoeExperts(MoeWeights):
         )
 
 
+@dataclass(frozen=True)
+class _StackedHeads(HeadWeights):
+    """Matrices that one product of a batch takes: `[heads, in, out]`."""
+
+    matrices: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        out = x.new_empty(*x.shape[:2], self.matrices.shape[2])
+        torch.bmm(x.transpose(0, 1), self.matrices, out=out.transpose(0, 1))
+        return out
+
+
+def _stacked(weights: LatentWeights) -> LatentWeights:
+    """Latent weights with the matrices of all heads in one tensor, unless they are quantised."""
+
+    def stack(held: HeadWeights) -> HeadWeights:
+        heads = [unwrapped(one) for one in held.heads]
+        dense = [one.tensor.T for one in heads if isinstance(one, DenseWeight)]
+        return _StackedHeads((), torch.stack(dense)) if len(dense) == len(heads) else held
+
+    return replace(weights, keys=stack(weights.keys), values=stack(weights.values))
+
+
 class GpuModel(DecoderModel):
     """Weights are on the device; matrices as `linear.prepare` makes them."""
 
@@ -87,7 +127,11 @@ class GpuModel(DecoderModel):
         shard: Shard = WHOLE, ranks: Collectives = SINGLE_RANK,
     ) -> None:  # fmt: skip
         layers = tuple(
-            replace(layer, experts=layer.experts and _MoeExperts.from_weights(layer.experts, dtype))
+            replace(
+                layer,
+                experts=layer.experts and _MoeExperts.from_weights(layer.experts, dtype),
+                latent=layer.latent and _stacked(layer.latent),
+            )
             for layer in weights.layers
         )
         whole = replace(weights, layers=layers)
@@ -105,14 +149,16 @@ class GpuModel(DecoderModel):
         block_tables: int32 `[rows, width]` · lora_slots: as `StepBatch`'s.
         """
         rows = map_slots(context_lens, None, block_tables, len(token_ids), pool.shape[4])
-        placed = _PlacedRows(rows, len(token_ids), block_tables, context_lens)
+        placed = _PlacedRows(
+            rows, len(token_ids), block_tables, context_lens, latent_plan=self._latent_plan(rows)
+        )
         return self._logits(self._forward(token_ids, placed, pool, lora_slots))
 
     def _add_mlp(
         self, hidden: ResidualStream, layer: LayerWeights, placed: _PlacedRows, index: int
     ) -> None:
         experts, norm = layer.experts, layer.output_norm
-        if experts is None or experts.shared_gate is not None or not self._adds_directly(norm):
+        if experts is None or layer.gate_up is not None or not self._adds_directly(norm):
             return super()._add_mlp(hidden, layer, placed, index)
         normed = self._normed(hidden, layer.mlp_norm)
         hidden.rows = self._mix(normed, experts, placed, self._tokens_of[index], hidden.rows)
@@ -126,13 +172,14 @@ class GpuModel(DecoderModel):
         config = self.config.experts
         assert isinstance(experts, _MoeExperts) and config is not None
         router, scored = experts.few_router, None
-        if router is not None and router.takes(x):
-            scores, scored = x.new_empty(len(x), config.count), (router, x)
+        wide = self._router_input(x)
+        if router is not None and router.takes(wide):
+            scores, scored = wide.new_empty(len(x), config.count), (router, wide)
         else:
-            scores = experts.router.apply(x, experts.router_bias)
+            scores = experts.router.apply(wide, experts.router_bias)
         slots = route(
-            scores, config.per_token, config.normed, self._own_experts, placed.rows.lengths, tokens,
-            scored=scored,
+            scores, config.routing, self._own_experts, experts.correction, placed.rows.lengths,
+            tokens, scored=scored,
         )  # fmt: skip
         inner = experts.gate_up.apply(x, slots, self.config.activation)
         return moe_sum(experts.down.apply(inner, slots), slots, x.dtype, stream)
@@ -142,12 +189,38 @@ class GpuModel(DecoderModel):
         context_lens, tables = batch.context_lens, batch.block_tables
         query_lens = None if num_decodes == len(batch.query_lens) else batch.query_lens
         rows = map_slots(context_lens, query_lens, tables, num_rows, pool.shape[4])
-        tiles = None
-        if query_lens is not None:
+        tiles = owners = None
+        if query_lens is not None and self.config.latent is not None:
+            ends = query_lens.cumsum(0, dtype=torch.int32)
+            numbers = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
+            owners = torch.searchsorted(ends, numbers, right=True, out_int32=True)
+        elif query_lens is not None:
             query_lens = query_lens[num_decodes:]
             group = self.config.num_heads // self.config.num_kv_heads
             tiles = plan_tiles(query_lens, num_rows - num_decodes, group)
-        return _PlacedRows(rows, num_decodes, tables, context_lens, query_lens, tiles)
+        plan = self._latent_plan(rows)
+        return _PlacedRows(
+            rows, num_decodes, tables, context_lens, query_lens, tiles, latent_plan=plan,
+            owners=owners,
+        )  # fmt: skip
+
+    def _latent_plan(self, rows: SlotMapping) -> DecodePlan | None:
+        if self.config.latent is None:
+            return None
+        return plan_latent(rows.lengths, self.config.num_heads)
+
+    def _attend_latent(
+        self, q: Tensor, q_end: Tensor, row: Tensor, norm: Norm, placed: _PlacedRows, index: int,
+        pool: Tensor,
+    ) -> Tensor:  # fmt: skip
+        rows, tables = placed.rows, self._tables[self._table_of[index]]
+        angles = Angles(*tables.unbind())
+        write_latent(row, norm, angles, rows.positions, rows.slots, pool, index)
+        assert placed.latent_plan is not None
+        return latent_attention(
+            q, q_end, pool, index, placed.block_tables, placed.owners,
+            placed.latent_plan, angles, self._scoring[index].scale,
+        )  # fmt: skip
 
     def _rope_and_write(
         self, qkv: Tensor, placed: _PlacedRows, index: int, layer: LayerWeights, pool: Tensor
@@ -155,7 +228,7 @@ class GpuModel(DecoderModel):
         """See `DecoderModel`. Of decode rows alone qkv is returned: their attention kernel rotates
         it."""
         config, rows = self.config, placed.rows
-        if config.arch.qk_norm == "row":  # the kernels norm heads
+        if config.qk_norm == "row":  # the kernels norm heads
             q, k, v = self._split(qkv)
             qkv = torch.cat([*self._rows_normed(q, k, layer), v], dim=1)
         if placed.tiles is None:
@@ -166,7 +239,7 @@ class GpuModel(DecoderModel):
 
     def _rotation(self, index: int) -> Rotation:
         cos, sin = self._tables[self._table_of[index]]
-        if self.config.arch.qk_norm == "row":
+        if self.config.qk_norm == "row":
             return Rotation(cos, sin)
         layer = self._weights.layers[index]
         return Rotation(cos, sin, layer.q_norm, layer.k_norm, self.config.rms_eps)

@@ -79,10 +79,18 @@ class Layer(Structure):
     _fields_ = _fields(
         ("input_norm mlp_norm attention_norm output_norm", Norm),
         ("qkv o gate_up down router shared_gate", Linear),
-        ("expert_tokens", c_void_p),
+        ("correction expert_tokens", c_void_p),
         ("experts", POINTER(Expert)),
         ("attention", AttentionShape),
         ("qkv_lora o_lora gate_up_lora down_lora", Lora),
+    )
+
+
+class RoutingOptions(Structure):
+    """See `baton.engine.kernels.routing.Routing`."""
+
+    _fields_ = _fields(
+        ("per_token normed sigmoid groups taken_groups group_top", c_int32), ("scale", c_float)
     )
 
 
@@ -108,7 +116,9 @@ class Model(Structure):
         ("lm_head", Linear),
         ("ranks", Ranks),
         ("vocab_size num_layers hidden heads kv_heads head_size", c_int32),
-        ("num_experts first_expert own_experts per_token normed activation", c_int32),
+        ("num_experts first_expert own_experts", c_int32),
+        ("routing", RoutingOptions),
+        ("activation", c_int32),
         ("eps logit_scale logit_cap embedding_scale residual_scale", c_float),
     )
 

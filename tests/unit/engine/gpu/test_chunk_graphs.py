@@ -125,7 +125,7 @@ def test_several_prompts_in_chunks_behind_what_is_cached(name, kv_dtype):
     if runs[0].runner.expert_tokens is not None:  # of one model, which both counted in
         rows, config = 2 * (20 + 35 + 22), runs[0].runner.model.config
         counted = runs[0].runner.expert_tokens.sum(1).tolist()
-        assert counted == [rows * config.experts.per_token] * sum(config.experts.layers)
+        assert counted == [rows * config.experts.routing.per_token] * sum(config.experts.layers)
 
 
 def test_chunks_beside_decode_rows():

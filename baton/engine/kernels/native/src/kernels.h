@@ -109,19 +109,25 @@ struct Routing {
     bool is_own(int at) const { return at >= first[own_begin] && at < first[own_end]; }
 };
 
-// The `per_token` experts with the best scores [rows][experts], and their shares: softmax over all
-// experts, or if normed over those taken.
-void route(Team& team, const float* scores, int rows, int experts, int per_token, bool normed,
-           const Routing& to);
+// See baton/engine/kernels/routing.py.
+struct RoutingOptions {
+    int32_t per_token, normed, sigmoid, groups, taken_groups, group_top;
+    float scale;
+};
+
+// The experts that rows take by the router's logits [rows][experts], and their shares. correction:
+// [experts], or null; added to scores to select experts.
+void route(Team& team, const float* logits, int rows, int experts, const RoutingOptions& options,
+           const float* correction, const Routing& to);
 
 // x [rows][size] -> to [places][size], for slots of this rank's experts.
 void gather(Team& team, const Activation* x, int rows, int per_token, int size,
             const Routing& routing, Activation* to);
 
-// out [rows][size] = sum over a row's slots of own experts of outputs [places][size] times shares; with a
-// gate [rows], plus out times the gate's sigmoid. Added in the row's own order.
+// out [rows][size] = sum over a row's slots of own experts of outputs [places][size] times shares; if
+// shared, plus out, with a gate [rows] times its sigmoid. Added in the row's own order.
 void mix(Team& team, const Activation* outputs, int rows, int per_token, int size,
-         const Routing& routing, const float* gate, Activation* out);
+         const Routing& routing, bool shared, const float* gate, Activation* out);
 
 constexpr int MAX_HEAD_SIZE = 256;
 constexpr int MAX_QUERIES = 128;  // query heads that share a KV head
