@@ -30,8 +30,8 @@ def write_gguf(file, architecture, kind="F32", types=None, metadata=None, tensor
     """Writes `make_model`'s model as llama.cpp's converter does; returns the model.
 
     kind: of matrices whose inputs are whole blocks, others are F32 · types: other kinds, by a part
-    of the tensor's name · metadata: further keys, or None for keys to leave out · tensors: further ones · split: tensors in
-    each of several files.
+    of the tensor's name · metadata: further keys, or None for keys to leave out · tensors: further
+    ones · split: tensors in each of several files.
     """
     model = make_model(architecture, **overrides)
     tensors = {**dict(_tensors(model, NAMES[architecture])), **(tensors or {})}

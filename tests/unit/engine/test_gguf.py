@@ -230,7 +230,7 @@ def test_parts_of_several_types_are_cut_as_the_whole_is():
     halves = [joined.take_inputs(range(at, at + 256)).apply(x[:, at : at + 256]) for at in (0, 256)]
     torch.testing.assert_close(halves[0] + halves[1], exact, rtol=1e-4, atol=1e-4)
     with pytest.raises(CheckpointError, match="whole blocks of 256"):
-        joined.take_inputs(range(0, 128))
+        joined.take_inputs(range(128))
     dense = dense_weight(joined, torch.float32)
     torch.testing.assert_close(dense.apply(x), exact, rtol=1e-4, atol=1e-4)
 
@@ -269,7 +269,7 @@ def written(architecture="LlamaForCausalLM", **options):
 
 BROKEN = {
     "empty": (lambda file: file.write_bytes(b""), "model.gguf is empty"),
-    "magic": (edited(lambda data: b"GGML" + data[4:]), r"is not a GGUF file: it begins with b'GGML'"),
+    "magic": (edited(lambda data: b"GGML" + data[4:]), "is not a GGUF file: it begins with b'GGML'"),
     "version": (edited(lambda data: data[:4] + b"\7" + data[5:]), "its version is 7; supported"),
     "header": (edited(lambda data: data[:200]), r"model.gguf is truncated: it has 200 bytes, and"),
     "data": (edited(lambda data: data[:-99]), r"is truncated: .* and tensor '.*' ends at"),
@@ -317,5 +317,5 @@ def test_broken_files_are_refused_in_one_line(name, tmp_path):
 
 def test_a_directory_with_only_gguf_files_names_one(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match="give one of its GGUF files, .*model.gguf"):
+    with pytest.raises(CheckpointError, match=r"give one of its GGUF files, .*model.gguf"):
         check_model(EngineConfig(model=str(tmp_path)))
