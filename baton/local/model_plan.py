@@ -77,7 +77,8 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
     kv_bytes = settings.kv_cache_bytes or (0 if gpu else CPU_KV_CACHE_BYTES)
     layout = None
     if settings.kv_blocks or kv_bytes:
-        layout = plan_layout(config, kv_dtype, settings.block_size, settings.kv_blocks, kv_bytes)
+        size = settings.block_size, settings.kv_blocks, kv_bytes, settings.chunk_tokens
+        layout = plan_layout(config, kv_dtype, *size)
     longest = min(context, layout.num_tokens) if layout else context
     held = weight_format(settings, config.quantization)
     weights = weight_bytes(settings, config, dtype, gpu is not None)

@@ -8,6 +8,7 @@ name. Torch-free.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from baton.engine.quantization.checkpoint_configs import parse_quantization_conf
 from baton.engine.quantization.config import QuantizationConfig
 from baton.errors import CheckpointError
 from baton.gguf.file import SUFFIX, GgufFile
+from baton.kv_groups import LayerGroups
 
 MAX_LAYERS = 1024
 MAX_EXPERTS, MAX_PER_TOKEN = 4096, 64
@@ -113,8 +115,8 @@ class ModelConfig:
     With latent attention, num_kv_heads is 1 and head_size that of a latent row.
 
     windows: for each layer, the number of tokens that a token attends to, itself included, or None
-    for all · ropes: the rotary embedding of each layer, or None · wrapper: the multimodal
-    architecture whose text part this is, or empty.
+    for all of the longest context · ropes: the rotary embedding of each layer, or None · wrapper:
+    the multimodal architecture whose text part this is, or empty.
     """
 
     architecture: str
@@ -188,7 +190,8 @@ class ModelConfig:
             rotated = tuple(map(bool, windows))
         rope_size = latent.rope_size if latent else head_size
         rope, sliding_rope, max_context = parse_ropes(fields, arch, rope_size)
-        layer_ropes = (sliding_rope if window else rope for window in windows)
+        layer_ropes = [sliding_rope if window else rope for window in windows]
+        windows = tuple(one if one and one < max_context else None for one in windows)
         query_scalar = read_if_known("query_pre_attn_scalar", NUMBER, query_size)
         score_scale = read_if_known("attention_multiplier", NUMBER, query_scalar**-0.5)
         dtype_key = "torch_dtype" if fields.values.get("dtype") is None else "dtype"
@@ -239,6 +242,11 @@ class ModelConfig:
     def arch(self) -> Architecture:
         """The architecture's differences from Llama."""
         return ARCHITECTURES[self.architecture]
+
+    @cached_property
+    def layer_groups(self) -> LayerGroups:
+        """The groups of layers, each with a block table."""
+        return LayerGroups.from_windows(self.windows)
 
     @property
     def qk_norm(self) -> QkNorm:

@@ -150,9 +150,8 @@ def planes(words, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr)
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        INT4: tl.constexpr = _INT4_BF16 if FORMAT == "int4" else _INT4_SYMMETRIC_BF16
-        IS_FP4: tl.constexpr = FORMAT == "mxfp4" or FORMAT == "nvfp4"
-        TEXT: tl.constexpr = _MXFP4_BF16 if IS_FP4 else INT4
+        OTHER: tl.constexpr = _INT4_SYMMETRIC_BF16 if FORMAT == "int4_symmetric" else _MXFP4_BF16
+        TEXT: tl.constexpr = _INT4_BF16 if FORMAT == "int4" else OTHER
         found = tl.inline_asm_elementwise(
             TEXT, "=&r,=&r,=&r,=&r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
