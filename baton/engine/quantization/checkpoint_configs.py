@@ -23,6 +23,7 @@ from baton.engine.quantization.config import (
     REMEDY,
     AwqConfig,
     CompressedTensorsConfig,
+    GgufConfig,
     GptqConfig,
     MixedConfig,
     Modules,
@@ -285,6 +286,11 @@ def _check_floats(group: Fields, bits: int, size: int, strategy: str) -> None:
     weights.read("symmetric", one_of(True), True)
 
 
+def _gguf(fields: Fields) -> QuantizationConfig:
+    """As `baton.engine.checkpoint.gguf` writes it."""
+    return GgufConfig("gguf", "gguf", modules=frozenset(_read_names(fields, "modules")))
+
+
 _METHODS: dict[str, Callable[[Fields], QuantizationConfig]] = {
     "awq": _awq,
     "gptq": _gptq,
@@ -293,6 +299,7 @@ _METHODS: dict[str, Callable[[Fields], QuantizationConfig]] = {
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "modelopt_mixed": _modelopt,
+    "gguf": _gguf,
 }
 
 
