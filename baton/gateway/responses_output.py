@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from baton.errors import BatonError, ContextOverflow
 from baton.gateway import api
+from baton.gateway.chat import chat_tokens
 from baton.gateway.generation import Generation
-from baton.gateway.output import ItemSink
+from baton.gateway.output import ItemSink, token_text
 from baton.gateway.responses import (
     FunctionChoice,
     FunctionTool,
@@ -22,8 +27,9 @@ from baton.gateway.responses import (
     TextOptions,
 )
 from baton.generation.tool_call import ToolCallDelta
-from baton.net.http_errors import CONTEXT_OVERFLOW, Failure
+from baton.net.http_errors import CONTEXT_OVERFLOW, Failure, failure_of
 from baton.v1 import common_pb2, inference_pb2
+from router.output.sink import Piece
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 FailureCode = Literal[
@@ -36,7 +42,7 @@ class OutputText(Struct, tag="output_text"):
 
     text: str = ""
     annotations: list[None] = []
-    logprobs: list[None] = []
+    logprobs: list[api.ChatToken] = []
 
 
 class ReasoningText(Struct, tag="reasoning_text"):
@@ -123,7 +129,7 @@ class Response(Struct, kw_only=True):
     object: Literal["response"] = "response"
     created_at: api.Count
     completed_at: api.Count | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"] = "in_progress"
     model: str
     output: list[Item] = []
     usage: ResponseUsage | None = None
@@ -139,10 +145,11 @@ class Response(Struct, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice
     tools: list[FunctionTool]
     top_p: float
-    background: Literal[False] = False
-    previous_response_id: None = None
-    store: Literal[False] = False
-    truncation: Literal["disabled"] = "disabled"
+    background: bool
+    previous_response_id: str | None
+    store: bool
+    top_logprobs: int
+    truncation: Literal["auto", "disabled"]
 
 
 # Prefixes of ids, and of names of events, by the class of the item.
@@ -157,6 +164,7 @@ _CODES: dict[int, FailureCode] = {
     429: "rate_limit_exceeded",
     400: "invalid_prompt",
 }
+_INSTRUCTIONS = ("system", "developer")
 Emit = Callable[..., None]
 _encode = msgspec.json.Encoder().encode
 
@@ -165,19 +173,70 @@ _encode = msgspec.json.Encoder().encode
 class ResponseGeneration(Generation):
     """A request to /v1/responses."""
 
+    keep: Callable[[Response], Awaitable[None]] | None = None  # stores what has ended
     _num_events: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.admitted = asyncio.Event()
+        self._end: Response | None = None
         emit = self._emit if self.parsed.options.stream else _ignore
-        self._output = ItemsOutput(self.on_start, emit)
+        body = self.parsed.options
+        assert isinstance(body, ResponsesRequest)
+        self._body = body
+        show = partial(token_text, self.admission.tokenizer) if body.with_logprobs else None
+        self._output = ItemsOutput(self.on_start, emit, show)
 
     @property
     def sinks(self) -> Sequence[ItemsOutput]:
         return [self._output]
 
+    def on_start(self, started: inference_pb2.Started) -> None:
+        super().on_start(started)
+        self.admitted.set()
+
+    async def _run_choices(self) -> None:
+        await self._run_fitting()
+        if self.keep is not None:
+            await self.keep(self._ended())
+
+    async def _run_fitting(self) -> None:
+        """Runs the request, without its oldest turns if it asks for truncation and is too long."""
+        if self._body.truncation == "auto":
+            await self._truncate()
+        await super()._run_choices()
+
+    async def _truncate(self) -> None:
+        chat, version = self.parsed.base.chat, self.target.version
+        most = version.max_context - (self._body.max_output_tokens or 1)
+        tenant = self.service.tenant_of(self.caller)
+        while version.max_context:
+            request = inference_pb2.TokenizeRequest(chat=chat)
+            with contextlib.suppress(ContextOverflow):
+                prompts = version.admission.prompts
+                tokens = await prompts.tokenize(request, version.max_context, tenant=tenant)
+                if len(tokens) <= most:
+                    return
+            if not drop_oldest(chat):
+                return
+
     async def answer(self) -> bytes:
         return _encode(self._ended())
+
+    async def run_in_background(self) -> Response:
+        """Runs the request without an answer; returns how it ended.
+
+        Raises BatonError if it was not admitted.
+        """
+        try:
+            await self._run_fitting()
+            return self._ended()
+        except BatonError as error:
+            if not self.admitted.is_set():
+                raise
+            return self._failed(failure_of(error))
+        finally:
+            self.release()
 
     def release(self) -> None:
         del self._output
@@ -186,16 +245,21 @@ class ResponseGeneration(Generation):
         if failure is None:
             response = self._ended()
             return self._events(f"response.{response.status}", response=response)
+        response = self._failed(failure)
+        if not self._num_events:  # nothing but comments was sent
+            error = response.error
+            assert error is not None
+            return self._event("error", code=error.code, message=error.message, param=error.param)
+        return self._event("response.failed", response=response)
+
+    def _failed(self, failure: Failure) -> Response:
         error = msgspec.json.decode(failure.body, type=api.Error).error
         code: FailureCode = _CODES.get(failure.status, "server_error")
         if error.code == CONTEXT_OVERFLOW:
             code = "context_length_exceeded"
-        if not self._num_events:  # nothing but comments was sent
-            return self._event("error", code=code, message=error.message, param=error.param)
         failed = ResponseError(code, error.message, error.type, error.param)
         done = [item for item in self._output.items if item.status == "completed"]
-        response = self._response(status="failed", output=done, error=failed)
-        return self._event("response.failed", response=response)
+        return self.response(status="failed", output=done, error=failed)
 
     def _emit(self, kind: str, **members: Any) -> None:
         events = self._events(kind, **members)
@@ -208,7 +272,7 @@ class ResponseGeneration(Generation):
         begin = b""
         if not self._num_events:
             for first in ("response.created", "response.in_progress"):
-                begin += self._event(first, response=self._response())
+                begin += self._event(first, response=self.response())
         return begin + self._event(kind, **members)
 
     def _event(self, kind: str, **members: Any) -> bytes:
@@ -217,11 +281,17 @@ class ResponseGeneration(Generation):
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(event))
 
     def _ended(self) -> Response:
+        """The whole response; what is stored is what is answered."""
+        if self._end is None:
+            self._end = self._whole_response()
+        return self._end
+
+    def _whole_response(self) -> Response:
         end = self._output.end
         usage = self.usage_of([end])
         reasoning = end.usage.reasoning_tokens
         cut = end.reason == common_pb2.FINISH_REASON_LENGTH
-        return self._response(
+        return self.response(
             status="incomplete" if cut else "completed",
             completed_at=None if cut else int(time.time()),
             incomplete_details=IncompleteDetails() if cut else None,
@@ -236,9 +306,9 @@ class ResponseGeneration(Generation):
             ),
         )
 
-    def _response(self, **members: Any) -> Response:
-        body, defaults = self.parsed.options, self.admission.sampling_defaults
-        assert isinstance(body, ResponsesRequest)
+    def response(self, **members: Any) -> Response:
+        """The response as it is now, with the settings of its request."""
+        body, defaults = self._body, self.admission.sampling_defaults
         return Response(
             id=f"resp_{self.started.request_id}",
             created_at=self.created,
@@ -251,10 +321,31 @@ class ResponseGeneration(Generation):
             temperature=defaults["temperature"] if body.temperature is None else body.temperature,
             text=TextOptions((body.text and body.text.format) or PlainText()),
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
+            tools=body.functions,
+            background=bool(body.background),
+            previous_response_id=body.previous_response_id,
+            store=self.keep is not None,
+            top_logprobs=body.top_logprobs or 0,
+            truncation=body.truncation or "disabled",
             top_p=defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
             **members,
         )
+
+
+def drop_oldest(chat: inference_pb2.Chat) -> bool:
+    """Removes about a quarter of a conversation: its oldest turns but for system messages.
+
+    Whole turns are removed, each from a user's message to the next; False if only one is left.
+    """
+    messages = chat.messages
+    first = next((i for i, m in enumerate(messages) if m.role not in _INSTRUCTIONS), 0)
+    size, total = 0, sum(m.ByteSize() for m in messages[first:])
+    for at in range(first + 1, len(messages)):
+        size += messages[at - 1].ByteSize()
+        if messages[at].role == "user" and size * 4 >= total:
+            del messages[first:at]
+            return True
+    return False
 
 
 def _ignore(kind: str, **members: Any) -> None:
@@ -266,9 +357,18 @@ class ItemsOutput(ItemSink):
 
     reasoning_type, text_type = ReasoningItem, MessageItem
 
-    def __init__(self, on_start: Callable[[inference_pb2.Started], None], emit: Emit) -> None:
+    def __init__(
+        self,
+        on_start: Callable[[inference_pb2.Started], None],
+        emit: Emit,
+        show: Callable[[int], tuple[str, bytes]] | None = None,
+    ) -> None:
+        """`show` returns a token's text and bytes; None: without log-probabilities."""
         super().__init__(on_start)
         self.emit = emit
+        self._show = show
+        self._logprobs: list[api.ChatToken] = []  # of tokens whose text has not come yet
+        self._item_logprobs: list[api.ChatToken] = []  # of the open message
         self._item_members: dict[str, Any] = {}  # common members of the open item's events
         self._text_members: dict[str, Any] = {}  # common members of events with its text
         self._delta = ""  # type of events with a piece of text
@@ -281,6 +381,14 @@ class ItemsOutput(ItemSink):
 
     def _new_id(self, kind: type[Item]) -> str:
         return f"{_PREFIXES[kind]}_{self.request_id}_{len(self.items)}"
+
+    def put(self, piece: Piece) -> None:
+        if self._show is not None:
+            if piece.parsed and any(piece.parsed) and not piece.text:
+                self._logprobs.clear()  # of tokens that are no text of a message
+            else:
+                self._logprobs += chat_tokens(piece.logprobs, self._show)
+        super().put(piece)
 
     def on_begin(self, item: Item) -> None:
         index = len(self.items) - 1
@@ -296,7 +404,12 @@ class ItemsOutput(ItemSink):
             self.emit("response.content_part.added", **self._item_members, part=part)
 
     def on_text(self, item: Item, text: str) -> None:
-        self.emit(self._delta, **self._text_members, delta=text)
+        members = self._text_members
+        if self._logprobs and isinstance(item, MessageItem):
+            members = {**members, "logprobs": self._logprobs}
+            self._item_logprobs += self._logprobs
+            self._logprobs = []
+        self.emit(self._delta, **members, delta=text)
 
     def on_end(self, item: Item, text: str, *, cut: bool) -> None:
         item.status = "incomplete" if cut else "completed"
@@ -306,7 +419,9 @@ class ItemsOutput(ItemSink):
             self.emit(done, **self._item_members, name=item.name, arguments=text)
         else:
             if isinstance(item, MessageItem):
-                item.content = [OutputText(text)]
+                item.content = [OutputText(text, logprobs=self._item_logprobs)]
+                self._text_members = {**self._item_members, "logprobs": self._item_logprobs}
+                self._item_logprobs = []
             else:
                 item.content = [ReasoningText(text)]
             self.emit(done, **self._text_members, text=text)

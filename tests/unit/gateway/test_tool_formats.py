@@ -1,4 +1,4 @@
-"""Outputs in the formats of families of models, over both of OpenAI's APIs, whole and streamed."""
+"""Outputs in the formats of families of models, over three APIs, whole and streamed."""
 
 import json
 
@@ -75,6 +75,14 @@ async def test_a_call_in_each_format_whole_streamed_and_as_a_response(says, form
     }
     (item,) = (await gateway.post("/v1/responses", asked)).json()["output"]
     assert (item["type"], json.loads(item["arguments"])) == ("function_call", ARGUMENTS)
+    asked = {
+        "model": "tiny",
+        "max_tokens": 500,
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"name": "weather", "input_schema": SCHEMA}],
+    }
+    (block,) = (await gateway.post("/v1/messages", asked)).json()["content"]
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "weather", ARGUMENTS)
 
 
 async def test_channels_become_reasoning_content_and_calls(says):
@@ -103,8 +111,8 @@ async def test_channels_become_reasoning_content_and_calls(says):
 
 async def test_stop_strings_and_lengths_end_the_content_of_channels(says):
     text = (
-        "<|channel|>analysis<|message|>Say stop.<|end|><|start|>assistant<|channel|>final<|message|>"
-        "One, stop. Two"
+        "<|channel|>analysis<|message|>Say stop.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>One, stop. Two"
     )
     length = common_pb2.FINISH_REASON_LENGTH
     gateway = await says(text, length, template=template_of(HARMONY), added=HARMONY.markers)
