@@ -7,9 +7,11 @@ import torch
 
 from baton.engine.block_manager import BlockManager
 from baton.engine.chunk_budget import ChunkBudget
+from baton.engine.kv_cache import KvLayout
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
 from baton.generation.sampling_params import SamplingParams
+from baton.kv_descriptor import differences
 from baton.kv_groups import NO_BLOCK, LayerGroups, held
 from tests.unit.engine.bench import WAIT_S, Bench, load
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -174,3 +176,13 @@ def test_cached_prefixes_have_every_block_that_a_window_reaches(windows):
         scheduler.free(sequence)
         blocks.check()
     assert hit > 0
+
+
+def test_halves_with_other_groups_are_told_apart():
+    halves = [
+        KvLayout(8, 2, 2, 16, 16, torch.float32, windows=windows).descriptor("x", torch.float32)
+        for windows in ((0, 128), (0, 64), (0,))
+    ]
+    assert differences(*halves[:2]) == ["group_windows: [0, 128] != [0, 64]"]
+    assert differences(*halves[1:]) == ["group_windows: [0, 64] != []"]
+    assert differences(halves[2], halves[2]) == []
