@@ -131,7 +131,7 @@ class Snapshot:
     def __post_init__(self) -> None:
         self.rows = {view.incarnation: row for row, view in enumerate(self.workers)}
         # Kinds of KV cache, each with its number and the size of a block and of a token.
-        self.kvs: dict[bytes, tuple[int, int, tuple[int, ...]]] = {}
+        self.kvs: dict[bytes, tuple[int, int, tuple[int, int, int, int]]] = {}
         self.hosts: dict[str, int] = {}  # with their numbers
         numbers = [self._reported_numbers(view) for view in self.workers]
         self.table = Table(numbers, self.workers)
