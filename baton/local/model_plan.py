@@ -107,15 +107,21 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
 
 
 def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
-    tokens, block_size = layout.num_tokens, layout.block_size
+    groups, tokens, beyond = layout.groups, layout.num_tokens, ""
+    if groups.slide:
+        tokens = min(tokens, context + 1)
+        size = groups.windows.count(0) * layout.block_bytes / layout.block_size
+        beyond = f", {size / 1024:,.3g} beyond windows of {max(groups.windows):,}"
+    share = groups.longest(layout.num_blocks // settings.max_batch, layout.step_tokens)
     text = (
-        f"{layout.bytes_per_token / 1024:,.3g} KiB a token; {layout.num_bytes / _GIB:.2f} GiB hold "
-        f"{tokens:,} tokens: {layout.num_blocks // -(-_SHORT // block_size):,} sequences of "
-        f"{_SHORT:,}, or --max-batch {settings.max_batch} of {tokens // settings.max_batch:,}"
+        f"{layout.bytes_per_token / 1024:,.3g} KiB a token{beyond}; "
+        f"{layout.num_bytes / _GIB:.2f} GiB hold {tokens:,} tokens: "
+        f"{layout.num_bytes // layout.bytes_of(_SHORT):,} sequences of {_SHORT:,}, or "
+        f"--max-batch {settings.max_batch} of {min(share, tokens):,}"
     )
     if tokens > context:
         return ok("KV", text)
-    needed = math.ceil((context + 1) * layout.bytes_per_token / _GIB)
+    needed = math.ceil(layout.bytes_of(context + 1) / _GIB)
     found = fail if settings.max_context else warn  # an explicit --max-context is never lowered
     return found(
         "KV",
