@@ -1,7 +1,7 @@
 """Writes what is generated in docs/; `--check`, as in `make lint`, only compares it.
 
-In each page it is what lies between two marks: metrics, models and tool formats from their tables, options from
-the command line's parser, gRPC's services and messages from protos/.
+In each page it is what lies between two marks: metrics, models and tool formats from their tables,
+options from the command line's parser, gRPC's services and messages from protos/.
 """
 
 from __future__ import annotations

@@ -306,14 +306,20 @@ class ToolParser:
 
         `missing`: for a value without text.
         """
-        repair, given = JsonRepair(), 0
+        repair, given = JsonRepair(), False
+
+        def add(text: str) -> None:
+            nonlocal given
+            self.add_arguments(text)
+            given = given or bool(text.strip())
+
         while (end := scan.end_in(self._text)) is None and not self._ended:
-            given += self.add_arguments(repair.push(self.take(len(self._text))))
+            add(repair.push(self.take(len(self._text))))
             yield
-        end_or_all = len(self._text) if end is None else end
-        given += self.add_arguments(repair.push(self.take(end_or_all)))
+        add(repair.push(self.take(len(self._text) if end is None else end)))
         if end is not None or not self._cut:
-            self.add_arguments(repair.close() or ("" if given else missing))
+            add(repair.close())
+            self.add_arguments("" if given else missing)
         return end is not None
 
     def put(self, text: str) -> None:
@@ -346,15 +352,13 @@ class ToolParser:
         self.num_calls += 1
         self._add(ToolCallDelta(self.num_calls - 1, call_id or self._new_id(), name, ""))
 
-    def add_arguments(self, text: str) -> int:
-        """Adds to the arguments of the last call; returns the number of characters."""
-        count = len(text)
+    def add_arguments(self, text: str) -> None:
+        """Adds to the arguments of the last call."""
         index, last = self.num_calls - 1, self._deltas[-1] if self._deltas else None
         if last and last.index == index and not last.id:
             text = self._deltas.pop().arguments + text
         if text:
             self._add(ToolCallDelta(index, "", "", text))
-        return count
 
     def take(self, count: int) -> str:
         """Takes characters from the beginning of the text."""
