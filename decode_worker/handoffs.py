@@ -87,8 +87,8 @@ class Handoffs:
             self.refuse(router, spec.handoff_id, spans, error)
             return
         events = EventStream(router, spec.handoff_id, request.stream_interval)
-        size = self._limits.block_size
-        handoff = Handoff(spec.handoff_id, sequence, size, deadline, events, spans)
+        groups = self._limits.groups
+        handoff = Handoff(spec.handoff_id, sequence, groups, deadline, events, spans)
         self._handoffs[spec.handoff_id] = handoff
         self._idle.clear()
         self._renew(handoff)
@@ -364,7 +364,7 @@ class Handoffs:
         handoff = self._renew_reserved(request.handoff_id, request.reservation_token)
         if (transfer := handoff.transfer) is None:
             handoff.enter(State.WRITING)
-            transfer = Transfer(link, handoff.cached_tokens, link.new_digest())
+            transfer = Transfer(link, handoff.first_token, link.new_digest())
             handoff.transfer = transfer
         handoff.check_sender(request.reservation_token, request.incarnation)
         if transfer.link is not link:
@@ -478,8 +478,7 @@ class Handoffs:
     def _end(self, handoff: Handoff, reason: str) -> None:
         """Frees the blocks, or quarantines those that a sender may still write into."""
         if handoff.may_be_written:
-            quarantine_from = handoff.cached_tokens // self._limits.block_size
-            handoff.released = self._engine.release(handoff.handoff_id, quarantine_from)
+            handoff.released = self._engine.release(handoff.handoff_id, handoff.cached_tokens)
             self._leave(handoff, reason, State.QUARANTINED)
         else:
             released = self._engine.release(handoff.handoff_id)

@@ -23,6 +23,7 @@ from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.block_manager import BlockManager
 from baton.engine.checkpoint.tensors import fingerprint
+from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.cpu_affinity import pin_thread
 from baton.engine.engine import Engine
 from baton.engine.kernels.torch.row_quantization import FP8
@@ -33,7 +34,7 @@ from baton.engine.models.weight_loader import random_seed
 from baton.engine.rank_executor import RemoteRanks
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.scheduler import ChunkBudget, ScheduledSequence, ScheduledStep, Scheduler
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
 from baton.engine.step_report import StepReport
@@ -89,7 +90,9 @@ class Loaded:
     def engine(self, publish: Callable[[StepReport], None]) -> Engine:
         """A new engine, not started, over this model and pool."""
         settings, runner, most = self.settings, self.runner, self.max_context
-        blocks = BlockManager(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
+        layout = self.layout
+        sizes = layout.num_blocks, layout.block_size
+        blocks = BlockManager(*sizes, settings.prefix_cache, layout.windows)
         proposer = NgramProposer(settings.speculate, most) if settings.speculate else None
         usual = _CHUNKS[runner.pool.device.type]
         alone_s = 0.0 if settings.chunk_ms else usual.alone_s
@@ -140,7 +143,8 @@ def load(
     longest = longest_context(settings, config)
     kv_bytes, layout = settings.kv_cache_bytes or backend.kv_bytes, None
     if settings.kv_blocks or kv_bytes:
-        layout = plan_layout(config, kv_dtype, settings.block_size, settings.kv_blocks, kv_bytes)
+        size = settings.block_size, settings.kv_blocks, kv_bytes, settings.chunk_tokens
+        layout = plan_layout(config, kv_dtype, *size)
         _check_context(settings, layout)
         longest = min(longest, layout.num_tokens)
     # Tables by position cover only the positions that are possible here.
@@ -203,7 +207,7 @@ def _check_context(settings: EngineConfig, layout: KvLayout) -> None:
 
 def _kv_for(layout: KvLayout, context: int) -> str:
     """The option for a pool of this context length."""
-    needed = math.ceil((context + layout.block_size) * layout.bytes_per_token / 2**20)
+    needed = math.ceil(layout.bytes_of(context + layout.block_size) / 2**20)
     return f"--kv-cache {needed}MiB"
 
 
@@ -215,10 +219,11 @@ def warm_up(loaded: Loaded) -> None:
     """
     loaded.prepare()
     chunk = min(512, loaded.settings.chunk_tokens, loaded.max_context)
-    blocks = list(range(-(-chunk // loaded.layout.block_size)))
+    groups = len(loaded.layout.windows)
+    blocks = list(range(-(-chunk // loaded.layout.block_size) * groups))
     sequence = Sequence("warm-up", [1] * chunk, chunk, SamplingParams(), block_ids=blocks)
     single = ScheduledSequence(
-        Sequence("warm-up", [1], 1, SamplingParams(), block_ids=blocks[:1]), 0, 1
+        Sequence("warm-up", [1], 1, SamplingParams(), block_ids=blocks[:groups]), 0, 1
     )
     loaded.runner.run(
         ScheduledStep(

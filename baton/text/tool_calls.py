@@ -189,8 +189,11 @@ class ToolParser:
         Returns an empty text at the end of the output. If that is cut, a beginning of a marker is
         dropped; if `markers_are_rare`, not a single character, which is common by itself.
         """
+        first_chars = {marker[0] for marker in markers}
         while not (found := self._first_of(markers)):
-            held = max(_beginning_at_end(self._text, marker) for marker in markers)
+            held = 0
+            if not first_chars.isdisjoint(self._text):
+                held = max(_beginning_at_end(self._text, marker) for marker in markers)
             if self._ended and not (self._cut and held > markers_are_rare):
                 held = 0
             emit(self.take(len(self._text) - held))
@@ -394,6 +397,8 @@ class ToolParser:
 
     def _first_of(self, markers: Sequence[str]) -> tuple[int, str] | None:
         """Place and text of the first marker, the longest of those that begin there."""
+        if not any(map(self._text.__contains__, markers)):
+            return None
         found = [(at, m) for m in markers if (at := self._text.find(m)) >= 0]
         return min(found, key=lambda one: (one[0], -len(one[1])), default=None)
 
@@ -477,9 +482,12 @@ class ToolFormat:
         """A call in this format, with NAME and marks of its arguments, for documentation."""
         return self.around[0] + "{\u2026}".join(self.call) + self.around[2]
 
-    def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A conversation in the form that the chat templates of these models expect."""
-        return messages
+    def history(self, messages: list[dict[str, Any]], *, shown: bool) -> list[dict[str, Any]]:
+        """A conversation in the form that a chat template of these models expects.
+
+        `shown`: whether the template shows calls.
+        """
+        return messages if self.parallel else _one_call_each(messages)
 
     def grammar(
         self,
@@ -528,6 +536,29 @@ class ToolFormat:
         """The rules of a tool's arguments, the first of which is `arguments_` and its number."""
         arguments = NO_ARGUMENTS if schema is None else schema
         return [f"arguments_{number}: %json {json.dumps({**arguments, **options})}"]
+
+
+def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parts messages with several calls, each of which is followed by its result."""
+    turns = list[dict[str, Any]]()
+    at = 0
+    while at < len(messages):
+        turn, at = messages[at], at + 1
+        if len(calls := turn.get("tool_calls", ())) < 2:
+            turns.append(turn)
+            continue
+        results = list[dict[str, Any]]()
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.append(messages[at])
+            at += 1
+        for call in calls:
+            own = [one for one in results if one.get("tool_call_id") == call["id"]]
+            own = own or [one for one in results if "tool_call_id" not in one][:1]
+            results = [one for one in results if one not in own]
+            turns += [{**turn, "tool_calls": [call]}, *own]
+            turn = {"role": turn["role"], "content": ""}
+        turns += results
+    return turns
 
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -15,6 +15,7 @@ from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest
 from baton.generation.sampling_params import SamplingParams
 from baton.generation.structured_output import GrammarCompiler, GrammarMatcher
+from baton.kv_groups import KvGroups
 from baton.v1 import common_pb2
 
 FINISH_REASONS = {
@@ -28,17 +29,16 @@ FINISH_REASONS = {
 class ModelLimits:
     """A worker model's limits; beyond them a sequence would fail the step of a whole batch.
 
-    block_size: tokens of a KV block, for the hashes of prompts.
+    groups: groups of layers, with the tokens of a KV block, for the hashes of prompts.
     """
 
     vocab_size: int
     max_context: int
-    block_size: int
+    groups: KvGroups
 
     @classmethod
     def from_loaded(cls, loaded: Loaded) -> ModelLimits:
-        block_size = loaded.layout.block_size
-        return cls(loaded.model_config.vocab_size, loaded.max_context, block_size)
+        return cls(loaded.model_config.vocab_size, loaded.max_context, loaded.layout.groups)
 
     def check_token(self, token_id: int, field: str) -> None:
         """Raises InvalidRequest when the model knows no such token."""
@@ -82,7 +82,7 @@ def sequence_of(
         prompt_s=spec.prompt_us / 1e6,
         exclusive_tokens=PROVING_TOKENS if spec.alone else 0,
         pause_after=pause_after,
-        block_hashes=hash_chain(tokens, limits.block_size, salt),
+        block_hashes=hash_chain(tokens, limits.groups.block_size, salt),
     )
 
 

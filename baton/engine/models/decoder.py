@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,8 @@ from baton.engine.models.rope import rope_tables
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights
 from baton.engine.quantization.linear_weight import LinearWeight, ResidualStream
+
+Placed = TypeVar("Placed")
 
 
 class DecoderModel:
@@ -60,6 +62,8 @@ class DecoderModel:
         tables, self._table_of = rope_tables(config)
         # [ropes, 2, max_context, head_size]
         self._tables = tables.to(device, tables_dtype or dtype)
+        self._groups = config.layer_groups
+        self.num_groups = len(self._groups.windows)
         self._scoring = [
             Scoring(config.score_scale, window, config.attention_softcap, layer.sinks)
             for window, layer in zip(config.windows, weights.layers, strict=True)
@@ -283,7 +287,7 @@ class DecoderModel:
 
     def _place(self, batch: StepBatch, pool: Tensor) -> Any:
         """Where a step's rows read and write KV, for all layers."""
-        positions, attention = place(batch, pool.shape[4])
+        positions, attention = place(batch, pool.shape[4], self.num_groups)
         return attention, self._tables[:, :, positions, None]
 
     def _attention(
@@ -328,7 +332,8 @@ class DecoderModel:
         q: `[rows, heads, kv_rank]` · q_end: `[rows, heads, rope_size]` · row: `[rows, head_size]`.
         """
         queries = self._write_latent(q, q_end, row, norm, placed, index, pool)
-        attended = attend(queries, pool, index, placed[0], self._scoring[index])
+        attention, at = self._in_pool(placed[0], index)
+        attended = attend(queries, pool, at, attention, self._scoring[index])
         return attended.view(queries.shape)[..., : q.shape[2]]
 
     def _write_latent(
@@ -340,14 +345,15 @@ class DecoderModel:
         normed, _ = self.ops.add_rms_norm(row[:, :rank].contiguous(), None, norm)
         row_end = rotate(row[:, None, rank:], cos, sin)
         rows = torch.cat((normed[:, None], row_end), dim=2)
-        write_kv(pool, index, placed[0].slots, rows)
+        attention, at = self._in_pool(placed[0], index)
+        write_kv(pool, at, attention.slots, rows)
         return torch.cat((q, rotate(q_end, cos, sin)), dim=2)
 
     def _rope_and_write(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
         """Norms and rotates queries and keys, and writes K and V: `[rows, heads, head_size]`."""
-        attention, tables = placed
+        (attention, at), tables = self._in_pool(placed[0], index), placed[1]
         q, k, v = self._split(qkv)
         q_norm, k_norm = layer.q_norm, layer.k_norm
         if self.config.qk_norm == "row":
@@ -356,8 +362,13 @@ class DecoderModel:
         q, k = self._head_norm(q, q_norm), self._head_norm(k, k_norm)
         cos, sin = tables[self._table_of[index]]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        write_kv(pool, index, attention.slots, k, self._by_head(v))
+        write_kv(pool, at, attention.slots, k, self._by_head(v))
         return q
+
+    def _in_pool(self, by_group: Sequence[Placed], index: int) -> tuple[Placed, int]:
+        """What a layer's group has, and the layer's index in the blocks of the group."""
+        group, at = self._groups.places[index]
+        return by_group[group], at
 
     def _by_head(self, x: Tensor) -> Tensor:
         return x.reshape(len(x), -1, self.config.head_size)
@@ -385,4 +396,5 @@ class DecoderModel:
 
     def _attend(self, q: Tensor, placed: Any, index: int, pool: Tensor) -> Tensor:
         """Attention of all rows: `[rows, heads * head_size]`."""
-        return attend(q, pool, index, placed[0], self._scoring[index])
+        attention, at = self._in_pool(placed[0], index)
+        return attend(q, pool, at, attention, self._scoring[index])

@@ -8,6 +8,7 @@ name. Torch-free.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from baton.engine.checkpoint.fields import (
     one_of,
     whole,
 )
+from baton.engine.checkpoint.gguf import config_values
 from baton.engine.checkpoint.tensors import read_json
 from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.kernels.routing import Routing
@@ -40,6 +42,8 @@ from baton.engine.models.rope_config import Rope, parse_ropes
 from baton.engine.quantization.checkpoint_configs import parse_quantization_config
 from baton.engine.quantization.config import QuantizationConfig
 from baton.errors import CheckpointError
+from baton.gguf.file import SUFFIX, GgufFile
+from baton.kv_groups import LayerGroups
 
 MAX_LAYERS = 1024
 MAX_EXPERTS, MAX_PER_TOKEN = 4096, 64
@@ -111,8 +115,8 @@ class ModelConfig:
     With latent attention, num_kv_heads is 1 and head_size that of a latent row.
 
     windows: for each layer, the number of tokens that a token attends to, itself included, or None
-    for all · ropes: the rotary embedding of each layer, or None · wrapper: the multimodal
-    architecture whose text part this is, or empty.
+    for all of the longest context · ropes: the rotary embedding of each layer, or None · wrapper:
+    the multimodal architecture whose text part this is, or empty.
     """
 
     architecture: str
@@ -146,20 +150,22 @@ class ModelConfig:
     predicting_layers: int = 0  # layers of the checkpoint that predict further tokens; not used
     quantization: QuantizationConfig | None = None
     wrapper: str = ""
+    interleaved_rope: bool = False  # rotated pairs are neighbours in the checkpoint's q and k
+    norm_plus_one: bool = False  # 1 is added to the checkpoint's norms
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
-        """Reads a model directory, or a bare config file (for random weights).
+        """Reads a model directory, a GGUF file, or a bare config file (for random weights).
 
         Raises CheckpointError naming the file, the key, its value and what is supported.
         """
-        file = path / "config.json" if path.is_dir() else path
-        if path.suffix == ".gguf" or (not file.exists() and any(path.glob("*.gguf"))):
-            raise CheckpointError(
-                f"{path}: GGUF is not supported yet: give a directory with config.json and "
-                "safetensors weights"
-            )
-        whole_model = Fields(file, read_json(file))
+        if path.suffix == SUFFIX:
+            whole_model = Fields(path, config_values(GgufFile.load(path)))
+        else:
+            file = path / "config.json" if path.is_dir() else path
+            if not file.exists() and (files := sorted(path.glob(f"*{SUFFIX}"))):
+                raise CheckpointError(f"{file} is missing: give one of its GGUF files, {files[0]}")
+            whole_model = Fields(file, read_json(file))
         named = _architecture(whole_model)
         architecture, fields = _text_part(whole_model, named)
         arch = ARCHITECTURES[architecture]
@@ -184,7 +190,8 @@ class ModelConfig:
             rotated = tuple(map(bool, windows))
         rope_size = latent.rope_size if latent else head_size
         rope, sliding_rope, max_context = parse_ropes(fields, arch, rope_size)
-        layer_ropes = (sliding_rope if window else rope for window in windows)
+        layer_ropes = [sliding_rope if window else rope for window in windows]
+        windows = tuple(one if one and one < max_context else None for one in windows)
         query_scalar = read_if_known("query_pre_attn_scalar", NUMBER, query_size)
         score_scale = read_if_known("attention_multiplier", NUMBER, query_scalar**-0.5)
         dtype_key = "torch_dtype" if fields.values.get("dtype") is None else "dtype"
@@ -227,12 +234,19 @@ class ModelConfig:
             if experts is not None and experts.mxfp4
             else parse_quantization_config(whole_model),
             wrapper=named if named in WRAPPERS else "",
+            interleaved_rope=fields.read("rope_interleave", BOOLEAN, arch.interleaved_rope),
+            norm_plus_one=fields.read("norm_plus_one", BOOLEAN, arch.norm_plus_one),
         )
 
     @property
     def arch(self) -> Architecture:
         """The architecture's differences from Llama."""
         return ARCHITECTURES[self.architecture]
+
+    @cached_property
+    def layer_groups(self) -> LayerGroups:
+        """The groups of layers, each with a block table."""
+        return LayerGroups.from_windows(self.windows)
 
     @property
     def qk_norm(self) -> QkNorm:
@@ -265,10 +279,10 @@ class ModelConfig:
             return None
         rope = next((rope for rope in self.ropes if rope is not None), None)
         size = self.head_size if rope is None else rope.size or self.head_size
-        if size == self.head_size and not self.arch.interleaved_rope:
+        if size == self.head_size and not self.interleaved_rope:
             return None
         first, second = range(size // 2), range(size // 2, size)
-        if self.arch.interleaved_rope:
+        if self.interleaved_rope:
             first, second = range(0, size, 2), range(1, size, 2)
         rest = range(size, self.head_size)
         half = len(rest) // 2

@@ -7,7 +7,7 @@ import torch
 from baton.engine.batch import StepBatch
 from baton.engine.kv_cache import plan_layout
 
-NUM_BLOCKS = 160
+NUM_BLOCKS = 320
 
 
 class PagedSequence:
@@ -28,6 +28,7 @@ class PagedRun:
         layout = plan_layout(model.config, kv_dtype, block_size, NUM_BLOCKS, 0)
         self.model = model
         self.block_size = block_size
+        self.num_groups = len(layout.windows)
         self.pool = torch.zeros(layout.shape, dtype=kv_dtype)
         # Block 0 fills padded block_tables: nobody owns it here, so it may hold any finite garbage.
         self.pool[0] = 3
@@ -35,7 +36,7 @@ class PagedRun:
 
     def add(self, tokens, room=0):
         """A sequence with blocks for its tokens and `room` more."""
-        count = -(-(len(tokens) + room) // self.block_size)
+        count = -(-(len(tokens) + room) // self.block_size) * self.num_groups
         blocks = [self._free.pop() for _ in range(count)]
         return PagedSequence(list(tokens), blocks)
 
@@ -59,7 +60,8 @@ class PagedRun:
         return batch_of(token_ids, contexts, counts, [self._blocks(*one) for one in work])
 
     def _blocks(self, sequence, count):
-        return sequence.block_ids[: -(-(sequence.computed + count) // self.block_size)]
+        needed = -(-(sequence.computed + count) // self.block_size)
+        return sequence.block_ids[: needed * self.num_groups]
 
 
 def batch_of(token_ids, context_lens, query_lens, block_tables):

@@ -87,7 +87,8 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 32}
         ),
         ("Llama", {"rope_parameters": {"rope_theta": 5e5, **OF_LINEAR}}, "ropes", LINEAR),
         ("Llama", {"rope_theta": 5e5, "rope_parameters": OF_LINEAR}, "ropes", LINEAR),
-        ("Mistral", {}, "windows", (4096,) * 3),
+        ("Mistral", {"max_position_embeddings": 8192}, "windows", (4096,) * 3),
+        ("Mistral", {}, "windows", (None,) * 3),  # longer than any context
         ("Mistral", {"sliding_window": None}, "windows", (None,) * 3),
         ("Mistral", {"sliding_window": 32}, "windows", (32,) * 3),
         ("Qwen2", {"sliding_window": 32}, "windows", (None,) * 3),

@@ -483,7 +483,7 @@ def test_what_a_template_writes_is_what_the_parser_returns_at_any_cuts(form, dat
         for i, one in enumerate(calls)
     ]
     turn = {"role": "assistant", "content": content, "tool_calls": made}
-    text = ChatTemplate(TEMPLATES[form], {}, "t").render(form.history([turn]))
+    text = ChatTemplate(TEMPLATES[form], {}, "t").render(form.history([turn], shown=True))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     shown, found, _ = parsed(form, parts)
@@ -650,3 +650,20 @@ def test_channels_of_an_answer_that_a_grammar_restricts(library):
                 assert (matcher.consume_tokens(ids) and matcher.is_accepting()) is whole
     with pytest.raises(InvalidRequest, match="JSON schema"):
         HARMONY.answer_grammar(StructuredOutput(grammar="start: /a/"), special, "")
+
+
+def test_a_message_with_several_calls_is_parted_where_templates_take_one():
+    calls = [{"id": name, "function": {"name": name, "arguments": {}}} for name in "fg"]
+    said = {"role": "assistant", "content": "See.", "tool_calls": calls}
+    results = [{"role": "tool", "content": name, "tool_call_id": name} for name in "gf"]
+    turns = LLAMA3.history([said, *results], shown=True)
+    assert turns == [
+        {**said, "tool_calls": calls[:1]},
+        results[1],
+        {"role": "assistant", "content": "", "tool_calls": calls[1:]},
+        results[0],
+    ]
+    assert HERMES.history([said, *results], shown=True) == [said, *results]
+    unnamed = [{"role": "tool", "content": content} for content in "123"]
+    turns = LLAMA3.history([said, *unnamed], shown=True)
+    assert [turn["content"] for turn in turns] == ["See.", "1", "", "2", "3"]

@@ -115,10 +115,9 @@ class NativeOps(DecoderModel):
         threads, heads = torch.get_num_threads(), self.config.num_heads
         out = torch.empty_like(queries)
         # A group of heads is one thread's work.
-        groups = max(one for one in range(1, min(threads, heads) + 1) if heads % one == 0)
-        paged = Pool(
-            pool.data_ptr(), pool.shape[1], 1, 0, groups, *pool.shape[4:], int8=0, latent=1
-        )
+        parts = max(one for one in range(1, min(threads, heads) + 1) if heads % one == 0)
+        sizes = (pool.shape[1], 1, 0, parts, *pool.shape[4:])
+        paged = Pool(pool.data_ptr(), *sizes, int8=0, groups=self.num_groups, latent=1)
         self._native.baton_attend(
             threads, queries.data_ptr(), spans, len(spans), self._shapes[index], paged,
             out.data_ptr(),
@@ -127,19 +126,21 @@ class NativeOps(DecoderModel):
 
     def _shape(self, index: int, layer: LayerWeights) -> AttentionShape:
         """The attention of a layer, for native code."""
-        config = self.config
+        config, (group, at) = self.config, self._groups.places[index]
         cos, sin = self._tables[self._table_of[index]]
         norms = (None, None) if self._norms_in_torch else (layer.q_norm, layer.k_norm)
         return AttentionShape(
-            *(config.num_heads, index, config.windows[index] or 0),
+            *(config.num_heads, at, config.windows[index] or 0),
             *(config.score_scale, config.attention_softcap, config.rms_eps),
             *(cos.data_ptr(), sin.data_ptr(), *(c_norm(norm, self.dtype) for norm in norms)),
             config.qk_norm == "row",
             None if layer.sinks is None else layer.sinks.data_ptr(),
+            group,
         )
 
     def _pool(self, pool: Tensor) -> Pool:
         _, layers, _, heads, block_size, _ = pool.shape
         int8, mine = pool.dtype == torch.int8, self._kv_heads
         used = (heads, mine.start, len(mine))
-        return Pool(pool.data_ptr(), layers, *used, block_size, self.config.head_size, int8)
+        size = self.config.head_size
+        return Pool(pool.data_ptr(), layers, *used, block_size, size, int8, self.num_groups)

@@ -46,20 +46,25 @@ from baton.engine.quantization.linear_weight import DenseWeight, ResidualStream
 class _PlacedRows:
     """Where a step's rows read and write KV: `num_decodes` decode rows first, then those of chunks.
 
+    groups: for each group of layers, the rows' slots and the block tables `[sequences, width]` ·
     plans: of decode rows, by the window of the layers that they are for; made where first used ·
     latent_plan: of all rows, over latent KV · owners: int32 `[rows]`, the sequence of each row;
     None: one each.
     """
 
-    rows: SlotMapping
+    groups: list[tuple[SlotMapping, Tensor]]
     num_decodes: int
-    block_tables: Tensor
     context_lens: Tensor
     query_lens: Tensor | None = None
     tiles: Any = None  # of chunks, if there are any
     plans: dict[int | None, DecodePlan] = field(default_factory=dict)
     latent_plan: DecodePlan | None = None
     owners: Tensor | None = None
+
+    @property
+    def lengths(self) -> Tensor:
+        """Of each row, as of `SlotMapping`, whatever its group."""
+        return self.groups[0][0].lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +153,22 @@ class GpuModel(DecoderModel):
         tokens before the row; -1 is padding, which touches no block and whose logits mean nothing ·
         block_tables: int32 `[rows, width]` · lora_slots: as `StepBatch`'s.
         """
-        rows = map_slots(context_lens, None, block_tables, len(token_ids), pool.shape[4])
-        placed = _PlacedRows(
-            rows, len(token_ids), block_tables, context_lens, latent_plan=self._latent_plan(rows)
-        )
+        groups = self._map_groups(context_lens, None, block_tables, len(token_ids), pool)
+        plan = self._latent_plan(groups[0][0])
+        placed = _PlacedRows(groups, len(token_ids), context_lens, latent_plan=plan)
         return self._logits(self._forward(token_ids, placed, pool, lora_slots))
+
+    def _map_groups(
+        self, context_lens: Tensor, query_lens: Tensor | None, block_tables: Tensor, num_rows: int,
+        pool: Tensor,
+    ) -> list[tuple[SlotMapping, Tensor]]:  # fmt: skip
+        """As `_PlacedRows.groups`."""
+        count = self.num_groups
+        tables = [block_tables[:, group::count].contiguous() for group in range(count)]
+        return [
+            (map_slots(context_lens, query_lens, table, num_rows, pool.shape[4]), table)
+            for table in tables
+        ]
 
     def _add_mlp(
         self, hidden: ResidualStream, layer: LayerWeights, placed: _PlacedRows, index: int
@@ -178,8 +194,8 @@ class GpuModel(DecoderModel):
         else:
             scores = experts.router.apply(wide, experts.router_bias)
         slots = route(
-            scores, config.routing, self._own_experts, experts.correction, placed.rows.lengths,
-            tokens, scored=scored,
+            scores, config.routing, self._own_experts, experts.correction, placed.lengths, tokens,
+            scored=scored,
         )  # fmt: skip
         inner = experts.gate_up.apply(x, slots, self.config.activation)
         return moe_sum(experts.down.apply(inner, slots), slots, x.dtype, stream)
@@ -188,7 +204,7 @@ class GpuModel(DecoderModel):
         num_rows, num_decodes = len(batch.token_ids), batch.num_decodes
         context_lens, tables = batch.context_lens, batch.block_tables
         query_lens = None if num_decodes == len(batch.query_lens) else batch.query_lens
-        rows = map_slots(context_lens, query_lens, tables, num_rows, pool.shape[4])
+        groups = self._map_groups(context_lens, query_lens, tables, num_rows, pool)
         tiles = owners = None
         if query_lens is not None and self.config.latent is not None:
             ends = query_lens.cumsum(0, dtype=torch.int32)
@@ -198,11 +214,10 @@ class GpuModel(DecoderModel):
             query_lens = query_lens[num_decodes:]
             group = self.config.num_heads // self.config.num_kv_heads
             tiles = plan_tiles(query_lens, num_rows - num_decodes, group)
-        plan = self._latent_plan(rows)
+        plan = self._latent_plan(groups[0][0])
         return _PlacedRows(
-            rows, num_decodes, tables, context_lens, query_lens, tiles, latent_plan=plan,
-            owners=owners,
-        )  # fmt: skip
+            groups, num_decodes, context_lens, query_lens, tiles, latent_plan=plan, owners=owners
+        )
 
     def _latent_plan(self, rows: SlotMapping) -> DecodePlan | None:
         if self.config.latent is None:
@@ -213,13 +228,13 @@ class GpuModel(DecoderModel):
         self, q: Tensor, q_end: Tensor, row: Tensor, norm: Norm, placed: _PlacedRows, index: int,
         pool: Tensor,
     ) -> Tensor:  # fmt: skip
-        rows, tables = placed.rows, self._tables[self._table_of[index]]
-        angles = Angles(*tables.unbind())
-        write_latent(row, norm, angles, rows.positions, rows.slots, pool, index)
+        (rows, block_tables), at = self._in_pool(placed.groups, index)
+        angles = Angles(*self._tables[self._table_of[index]].unbind())
+        write_latent(row, norm, angles, rows.positions, rows.slots, pool, at)
         assert placed.latent_plan is not None
         return latent_attention(
-            q, q_end, pool, index, placed.block_tables, placed.owners,
-            placed.latent_plan, angles, self._scoring[index].scale,
+            q, q_end, pool, at, block_tables, placed.owners, placed.latent_plan, angles,
+            self._scoring[index].scale,
         )  # fmt: skip
 
     def _rope_and_write(
@@ -227,7 +242,7 @@ class GpuModel(DecoderModel):
     ) -> Tensor:
         """See `DecoderModel`. Of decode rows alone qkv is returned: their attention kernel rotates
         it."""
-        config, rows = self.config, placed.rows
+        config, ((rows, _), at) = self.config, self._in_pool(placed.groups, index)
         if config.qk_norm == "row":  # the kernels norm heads
             q, k, v = self._split(qkv)
             qkv = torch.cat([*self._rows_normed(q, k, layer), v], dim=1)
@@ -235,7 +250,7 @@ class GpuModel(DecoderModel):
             return qkv
         heads = config.num_heads, config.num_kv_heads
         rotation = self._rotation(index)
-        return rope_and_write(qkv, rows.positions, rows.slots, rotation, pool, index, *heads)
+        return rope_and_write(qkv, rows.positions, rows.slots, rotation, pool, at, *heads)
 
     def _rotation(self, index: int) -> Rotation:
         cos, sin = self._tables[self._table_of[index]]
@@ -256,18 +271,19 @@ class GpuModel(DecoderModel):
 
     def _attend(self, q: Tensor, placed: _PlacedRows, index: int, pool: Tensor) -> Tensor:
         own, scoring = placed.num_decodes, self._scoring[index]
+        (_, block_tables), at = self._in_pool(placed.groups, index)
         out = q.new_empty(len(q), self.config.num_heads, self.config.head_size)
         if own:
-            window, tables = scoring.window, placed.block_tables[:own]
+            window, tables = scoring.window, block_tables[:own]
             if window not in placed.plans:
-                lengths = placed.rows.lengths[:own]
+                lengths = placed.lengths[:own]
                 placed.plans[window] = plan_decode(out[:own], pool, lengths, window)
             plan = placed.plans[window]
             rotation = self._rotation(index) if placed.tiles is None else None
-            decode_attention(q[:own], pool, index, tables, plan, scoring, out[:own], rotation)
+            decode_attention(q[:own], pool, at, tables, plan, scoring, out[:own], rotation)
         if placed.tiles is not None:
             assert placed.query_lens is not None, "chunks have lengths"
-            tables, context_lens = placed.block_tables[own:], placed.context_lens[own:]
+            tables, context_lens = block_tables[own:], placed.context_lens[own:]
             chunks = (tables, context_lens, placed.query_lens, placed.tiles, scoring, out[own:])
-            prefill_attention(q[own:], pool, index, *chunks)
+            prefill_attention(q[own:], pool, at, *chunks)
         return out.view(len(q), -1)

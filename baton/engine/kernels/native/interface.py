@@ -19,8 +19,8 @@ class Linear(Structure):
     """A packed weight and its bias."""
 
     _fields_ = _fields(
-        ("packed scales offsets zeros order bias", c_void_p),
-        ("inputs outputs group format", c_int32),
+        ("packed scales offsets minimums units minimum_units order bias next", c_void_p),
+        ("inputs outputs group format block", c_int32),
     )
 
 
@@ -35,7 +35,7 @@ class Pool(Structure):
 
     _fields_ = _fields(
         ("data", c_void_p),
-        ("layers all_heads first_head kv_heads block_size head_size int8 latent", c_int32),
+        ("layers all_heads first_head kv_heads block_size head_size int8 groups latent", c_int32),
     )
 
 
@@ -55,6 +55,7 @@ class AttentionShape(Structure):
         ("q_norm k_norm", Norm),
         ("row_norms", c_int32),
         ("sinks", c_void_p),
+        ("group", c_int32),
     )
 
 

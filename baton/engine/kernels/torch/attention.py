@@ -242,8 +242,11 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -
     return out[:, :rows].reshape(q.shape)
 
 
-def place(batch: StepBatch, block_size: int) -> tuple[Tensor, AttentionBatch]:
-    """The positions of a batch's rows, int64 `[rows]`, and where they read and write KV."""
+def place(
+    batch: StepBatch, block_size: int, num_groups: int = 1
+) -> tuple[Tensor, list[AttentionBatch]]:
+    """The positions of a batch's rows, int64 `[rows]`, and where they read and write KV in each
+    group of layers."""
     context_lens, query_lens, tables = (
         x.long() for x in (batch.context_lens, batch.query_lens, batch.block_tables)
     )
@@ -254,8 +257,19 @@ def place(batch: StepBatch, block_size: int) -> tuple[Tensor, AttentionBatch]:
     #  position:  5 6 7 | 0 1 2 3    context_lens 5, 0
     begins = query_lens.cumsum(0) - query_lens
     positions = rows - (begins - context_lens)[owner]
-    blocks = tables[owner, positions // block_size]
+    lens = begins, query_lens, context_lens
+    return positions, [
+        _place_group(positions, owner, *lens, tables[:, group::num_groups], batch, block_size)
+        for group in range(num_groups)
+    ]
 
+
+def _place_group(
+    positions: Tensor, owner: Tensor, begins: Tensor, query_lens: Tensor, context_lens: Tensor,
+    tables: Tensor, batch: StepBatch, block_size: int,
+) -> AttentionBatch:  # fmt: skip
+    """Where rows read and write KV by one group's block tables `[sequences, blocks]`."""
+    blocks = tables[owner, positions // block_size]
     decodes, width = batch.num_decodes, tables.shape[1]
     segments = []
     if decodes < len(query_lens):
@@ -265,11 +279,10 @@ def place(batch: StepBatch, block_size: int) -> tuple[Tensor, AttentionBatch]:
         for table, begin, count, context in zip(tables[decodes:], *chunks, strict=True):
             needed = -(-(context + count) // block_size)
             segments.append(PrefillSegment(begin, count, context, table[:needed]))
-    attention = AttentionBatch(
+    return AttentionBatch(
         slots=blocks * block_size + positions % block_size,
         num_decode=decodes,
         decode_tables=tables[:decodes, :width],
         decode_lengths=context_lens[:decodes] + 1,
         segments=tuple(segments),
     )
-    return positions, attention

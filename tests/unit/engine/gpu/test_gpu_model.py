@@ -45,7 +45,8 @@ def mixed_steps(run):
     first, second = run.add(tokens(20, 1)), run.add(tokens(9, 2))
     logits = run.step((first, 18), (second, 4))
     third = run.add(first.tokens[:16] + tokens(4, 3))
-    third.block_ids[0], third.computed = first.block_ids[0], 16
+    groups = run.num_groups  # of layers, each with a block
+    third.block_ids[:groups], third.computed = first.block_ids[:groups], 16
     logits += run.step((first, 1), (second, 4), (third, 3))
     logits += run.step((first, 1), (second, 1), (third, 1))
     return logits
@@ -271,10 +272,9 @@ def test_decode_is_a_step_of_single_rows(decoding):
     torch.testing.assert_close(decoded, stepped, rtol=0, atol=1e-5)
     written = decoded != run.pool
     assert torch.equal(written, stepped != run.pool), "padding leaves the pool alone"
-    assert (
-        written[block_tables[0, 1], ..., 2, :].all()
-        and written[block_tables[1, 0], ..., 5, :].all()
-    )
+    groups = run.num_groups
+    assert written[block_tables[0, groups : 2 * groups].long(), ..., 2, :].all()
+    assert written[block_tables[1, :groups].long(), ..., 5, :].all()
     gpu.decode(last, ints([-1, -1]), block_tables, decoded)
     assert torch.equal(written, decoded != run.pool), "nor does a batch of padding touch it"
     assert written.sum() == 2 * run.pool[0, :, :, :, 0].numel()

@@ -69,9 +69,9 @@ Linear weight(int in, int out, Form form, bool bias = false) {
         auto* words = room<uint32_t>(columns * in / 8);
         for (size_t i = 0; i < columns * in / 8; i++) words[i] = random_bits() ^ random_bits() << 16;
         made.group = 32;
-        auto* zeros = room<float>(columns * in / made.group);
-        for (size_t i = 0; i < columns * in / made.group; i++) zeros[i] = int(random_bits() % 16) - 8;
-        made.packed = words, made.zeros = zeros;
+        auto* minimums = room<float>(columns * in / made.group);
+        for (size_t i = 0; i < columns * in / made.group; i++) minimums[i] = (int(random_bits() % 16) - 8) * wide / 8;
+        made.packed = words, made.minimums = minimums;
         made.scales = scales(columns * in / made.group, wide / 8);
     }
     return made;
@@ -130,7 +130,7 @@ void run(Form form, bool int8_kv, float cap, bool experts) {
         float logits[2 * VOCAB];
         const Step step{token_ids.data(), context_lens, query_lens, block_tables, logit_rows.data(),
                         nullptr, logits, nullptr, nullptr, room<char>(baton_workspace(&model, rows)),
-                        {pool, LAYERS, KV_HEADS, 0, KV_HEADS, BLOCK, HEAD, int8_kv}, rows, 2,
+                        {pool, LAYERS, KV_HEADS, 0, KV_HEADS, BLOCK, HEAD, int8_kv, 1}, rows, 2,
                         WIDTH, 2};
         baton_step(2, &model, &step);
         for (float score : logits) std::printf("%a\n", score);

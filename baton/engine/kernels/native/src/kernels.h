@@ -11,19 +11,23 @@
 namespace baton {
 
 // The formats of group-scaled weights, in the order of GROUP_FORMATS in packing.py.
-enum GroupFormat : int32_t { INT4, FP8, MXFP4 };
+enum GroupFormat : int32_t { INT4, FP8, MXFP4, UINT4, INT6, UINT6, INT8 };
 
 // y = x @ weight.T + bias.
 struct Linear {
     const void* packed;      // [panels][groups][PANEL][GROUP]; depth and columns padded with zeros
-    const float* scales;     // int8: [out]; group-scaled: as `zeros`; otherwise null
+    const void* scales;      // int8: float [out]; group-scaled: [panels][in / group][PANEL]; otherwise null
     const int32_t* offsets;  // int8: [out], 128 times the sum of an output's weights
-    const float* zeros;      // int4: [panels][in / group][PANEL], 8 less zero points, or null
+    const void* minimums;    // group-scaled: as `scales`, added to all values of a group, or null
+    const float *units, *minimum_units;  // [panels][in / block][PANEL]: scales and minimums are int8, and
+                                         // multiplied by these; or null: they are floats
     const int32_t* order;    // int4: [in], the input at each place in the depth, or null
-    const Activation* bias;  // [out], or null
+    const Activation* bias;  // [out], also of `next`, or null
+    const Linear* next;      // the weight whose outputs follow, with the same inputs, or null
     int32_t in, out;
-    int32_t group;    // inputs that share a scale, a multiple of 32; 0: not group-scaled
+    int32_t group;       // inputs that share a scale, a multiple of 16; 0: not group-scaled
     GroupFormat format;  // of group-scaled weights
+    int32_t block;       // inputs that share a unit
 };
 
 constexpr int PANEL = 64;  // columns packed side by side
@@ -36,10 +40,11 @@ template <class Output>
 void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
             void* scratch);
 
-// Rows of results: floats or activations.
+// Rows of results: floats or activations, `stride` apart, of which a weight's outputs begin at `first`.
 struct Results {
     void* rows;
     bool floats;
+    int stride, first;
 };
 
 // `linear_scratch` and `linear` for group-scaled weights.
@@ -137,7 +142,9 @@ struct Pool {
     void* data;
     int32_t layers, all_heads, first_head, kv_heads;
     int32_t block_size, head_size;  // multiples of 16, the latter at most MAX_HEAD_SIZE
-    int32_t int8, latent;           // int8: 1: rows are int8 and have scales
+    int32_t int8;                   // 1: rows are int8 and have scales
+    int32_t groups;                 // of layers: a block table has an entry of each in turn
+    int32_t latent;                 // 1: rows are K and V of all query heads
 };
 
 // Rows of one sequence: [first_row, first_row + count) of the batch, at positions
@@ -146,7 +153,7 @@ struct Span {
     int32_t first_row;
     int32_t count;
     int32_t context;
-    const int32_t* table;  // its blocks
+    const int32_t* table;  // its blocks, one of each group of layers in turn
 };
 
 struct AttentionShape {
@@ -157,6 +164,7 @@ struct AttentionShape {
     Norm q_norm, k_norm;     // over each head, or over all heads of a row
     int32_t row_norms;       // 1: over all heads of a row
     const float* sinks;      // [heads], a further score of each softmax with a value of 0; or null
+    int32_t group;           // `layer` is the index in this group
 };
 
 // qkv [rows][(heads + 2 * kv_heads) * head_size] -> out [rows][2], mean squares of q and k divided by the
@@ -182,20 +190,22 @@ enum Part { KEYS, VALUES };
 
 // The K or V rows of one sequence, layer and KV head.
 struct PagedRows {
-    const int32_t* table;
-    int block_size;
+    const int32_t* table;  // from the layer's group on
+    int groups, block_size;
     size_t stride;  // bytes from a row to the next one of its block
     size_t block_bytes;
     char* begin;
 
-    PagedRows(const Pool& pool, int layer, int kv_head, Part part, const int32_t* table)
-        : table(table),
+    PagedRows(const Pool& pool, const AttentionShape& shape, int kv_head, Part part,
+              const int32_t* table)
+        : table(table + shape.group),
+          groups(pool.groups),
           block_size(pool.block_size),
           stride(pool.head_size * (pool.int8 ? sizeof(int8_t) : sizeof(Activation))) {
         const size_t head_bytes = (stride + (pool.int8 ? sizeof(float) : 0)) * block_size;
         block_bytes = head_bytes * pool.all_heads * (pool.latent ? 1 : 2) * pool.layers;
-        const size_t head = pool.latent ? layer
-                                        : (size_t(layer) * 2 + part) * pool.all_heads +
+        const size_t head = pool.latent ? shape.layer
+                                        : (size_t(shape.layer) * 2 + part) * pool.all_heads +
                                               pool.first_head + kv_head;
         begin = (char*)pool.data + head * head_bytes;
     }
@@ -210,7 +220,7 @@ struct PagedRows {
 
    private:
     char* block_of(int position) const {
-        return begin + size_t(table[position / block_size]) * block_bytes;
+        return begin + size_t(table[position / block_size * groups]) * block_bytes;
     }
 };
 
