@@ -21,6 +21,7 @@ from baton.net.object_connection import ObjectConnection
 
 MULTIPLE = 16  # of head sizes and block sizes
 MAX_HEAD_SIZE = 256
+MAX_LATENT_SIZE = 640  # elements of a latent row that native attention takes
 MAX_QUERIES = 128  # heads that share a KV head
 
 
@@ -28,7 +29,7 @@ def unsupported(config: ModelConfig, block_size: int, kernels: str) -> str:
     """Why the attention kernels do not support a model; empty if they do."""
     need = f"{kernels} kernels need a multiple of {MULTIPLE}"
     if config.latent is not None and kernels == "native":
-        return "latent KV, and native attention has K and V of each head"
+        return "latent KV, which the native step has not"
     if config.latent is None and (config.head_size % MULTIPLE or config.head_size > MAX_HEAD_SIZE):
         return f"heads of {config.head_size} elements, and {need} up to {MAX_HEAD_SIZE}"
     queries = config.num_heads // config.num_kv_heads

@@ -331,14 +331,23 @@ class DecoderModel:
 
         q: `[rows, heads, kv_rank]` · q_end: `[rows, heads, rope_size]` · row: `[rows, head_size]`.
         """
+        queries = self._write_latent(q, q_end, row, norm, placed, index, pool)
+        attention, at = self._in_pool(placed[0], index)
+        attended = attend(queries, pool, at, attention, self._scoring[index])
+        return attended.view(queries.shape)[..., : q.shape[2]]
+
+    def _write_latent(
+        self, q: Tensor, q_end: Tensor, row: Tensor, norm: Norm, placed: Any, index: int,
+        pool: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """The first part of `_attend_latent`: queries `[rows, heads, head_size]`."""
         rank, (cos, sin) = q.shape[2], placed[1][self._table_of[index]]
-        queries = torch.cat((q, rotate(q_end, cos, sin)), dim=2)
+        normed, _ = self.ops.add_rms_norm(row[:, :rank].contiguous(), None, norm)
         row_end = rotate(row[:, None, rank:], cos, sin)
-        rows = torch.cat((rms_norm(row[:, :rank], *norm)[:, None], row_end), dim=2)
+        rows = torch.cat((normed[:, None], row_end), dim=2)
         attention, at = self._in_pool(placed[0], index)
         write_kv(pool, at, attention.slots, rows)
-        attended = attend(queries, pool, at, attention, self._scoring[index])
-        return attended.view(queries.shape)[..., :rank]
+        return torch.cat((q, rotate(q_end, cos, sin)), dim=2)
 
     def _rope_and_write(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor

@@ -45,7 +45,7 @@ class HeadWeights:
 
     def apply(self, x: Tensor) -> Tensor:
         """x `[rows, heads, in]` → `[rows, heads, out]`."""
-        products = [one.apply(x[:, head]) for head, one in enumerate(self.heads)]
+        products = [one.apply(x[:, head].contiguous()) for head, one in enumerate(self.heads)]
         return torch.stack(products, dim=1)
 
 

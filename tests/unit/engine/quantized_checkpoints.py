@@ -51,7 +51,7 @@ def make_quantized(
     generator = np.random.default_rng(3)
     orders = {}
     for name in tensors:
-        if name.endswith("proj.weight") and "vis" not in name:
+        if name.endswith(("proj.weight", "mqa.weight")) and "vis" not in name:
             module, shape = name.removesuffix(".weight"), tuple(tensors[name].shape)
             # q, k and v have seen the same inputs, and so have gate and up.
             side = (module.rsplit(".", 1)[0], shape[1])

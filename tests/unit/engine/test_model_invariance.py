@@ -10,7 +10,7 @@ import torch
 from baton.engine.kernels.routing import Routing
 from baton.engine.kernels.torch.linear import product
 from baton.engine.kernels.torch.rows import act_mul
-from baton.engine.models.model_config import ExpertsConfig
+from baton.engine.models.model_config import ExpertsConfig, LatentConfig
 from baton.engine.models.rope import rope_table
 from baton.engine.models.rope_config import Rope
 from tests.unit.engine.small_models import Kind, feed, run_of, tokens
@@ -130,6 +130,16 @@ def test_a_positions_angles_are_the_same_whatever_the_longest_context():
             "architecture": "GptOssForCausalLM",
             "activation": "swigluoai",
             "experts": ExpertsConfig(6, 48, Routing(3, normed=True), (True, True)),
+        },
+        {
+            "architecture": "DeepseekV3ForCausalLM",
+            "num_kv_heads": 1,
+            "head_size": 80,
+            "latent": LatentConfig(24, 64, nope_size=32, rope_size=16, value_size=32),
+            "score_scale": 48**-0.5,
+            "experts": ExpertsConfig(
+                6, 48, Routing(3, True, True, 3, 2, 2, 1.5), (False, True), shared_size=32
+            ),
         },
     ],
     ids=lambda changes: changes["architecture"],

@@ -206,6 +206,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV2ForCausalLM",
         {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     ),
+    "deepseek v2, rows of the published size": (
+        "DeepseekV2ForCausalLM",
+        {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128},
+    ),
     "deepseek v3": ("DeepseekV3ForCausalLM", {}),
     "deepseek v3 yarn": (
         "DeepseekV3ForCausalLM",

@@ -151,6 +151,16 @@ def greedy(step, count=64):
 
 
 @pytest.mark.parametrize("kernels", small_models.KERNELS)
+def test_latent_attention_in_blocks_of_fp8(tmp_path, kernels):
+    """As DeepSeek-V3 is published: what makes queries and rows is quantised, and so is kv_b."""
+    sizes = {"num_key_value_heads": 4, "v_head_dim": 32, "q_lora_rank": 64}
+    sizes |= {"moe_intermediate_size": 64, "head_dim": 16}
+    reference = make_quantized(tmp_path, FORMATS["fp8"], "DeepseekV3ForCausalLM", **sizes)
+    model = model_of(kernels, tmp_path)
+    assert relative_error(paged_logits(model), logits_of(reference)) < 1e-5
+
+
+@pytest.mark.parametrize("kernels", small_models.KERNELS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_int4_and_blocks_of_fp8_give_the_tokens_of_the_dense_model(tmp_path, name, kernels):
     default = "Qwen2ForCausalLM" if "gptq" in name else "LlamaForCausalLM", {}

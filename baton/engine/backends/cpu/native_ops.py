@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.engine.backends import MAX_LATENT_SIZE, MAX_QUERIES, MULTIPLE
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.interface import AttentionShape, Pool, Span
 from baton.engine.kernels.native.rows import NATIVE_ROW_OPS, c_norm
+from baton.engine.kernels.torch.rows import Norm
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
@@ -55,14 +57,19 @@ class NativeOps(DecoderModel):
     def _place(self, batch: StepBatch, pool: Tensor) -> Any:
         """The spans of the batch's sequences, and the pool, for native code."""
         if not self._attends:
-            return super()._place(batch, pool)
+            spans = self._spans(batch) if self._attends_latent(pool) else None
+            return *super()._place(batch, pool), spans
+        return self._spans(batch), self._pool(pool)
+
+    def _spans(self, batch: StepBatch) -> Any:
+        """The rows of each sequence."""
         query_lens, row = batch.query_lens.tolist(), 0
         spans = (Span * len(query_lens))()
         table, stride = batch.block_tables.data_ptr(), batch.block_tables.shape[1] * INT32
         for at, context in enumerate(batch.context_lens.tolist()):
             spans[at] = Span(row, query_lens[at], context, table + at * stride)
             row += query_lens[at]
-        return spans, self._pool(pool)
+        return spans
 
     def _rope_and_write(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
@@ -89,6 +96,33 @@ class NativeOps(DecoderModel):
             out.data_ptr(),
         )  # fmt: skip
         return out
+
+    def _attends_latent(self, pool: Tensor) -> bool:
+        """Whether the pool's rows are latent, and of a size that native attention supports."""
+        parts, _, block_size, row_size = pool.shape[2:]
+        aligned = not (block_size % MULTIPLE or row_size % MULTIPLE)
+        fits = row_size <= MAX_LATENT_SIZE and self.config.num_heads <= MAX_QUERIES
+        return parts == 1 and aligned and fits
+
+    def _attend_latent(
+        self, q: Tensor, q_end: Tensor, row: Tensor, norm: Norm, placed: Any, index: int,
+        pool: Tensor,
+    ) -> Tensor:  # fmt: skip
+        spans = placed[2]
+        if spans is None:
+            return super()._attend_latent(q, q_end, row, norm, placed, index, pool)
+        queries = self._write_latent(q, q_end, row, norm, placed, index, pool)
+        threads, heads = torch.get_num_threads(), self.config.num_heads
+        out = torch.empty_like(queries)
+        # A group of heads is one thread's work.
+        parts = max(one for one in range(1, min(threads, heads) + 1) if heads % one == 0)
+        sizes = (pool.shape[1], 1, 0, parts, *pool.shape[4:])
+        paged = Pool(pool.data_ptr(), *sizes, int8=0, groups=self.num_groups, latent=1)
+        self._native.baton_attend(
+            threads, queries.data_ptr(), spans, len(spans), self._shapes[index], paged,
+            out.data_ptr(),
+        )  # fmt: skip
+        return out[..., : q.shape[2]]
 
     def _shape(self, index: int, layer: LayerWeights) -> AttentionShape:
         """The attention of a layer, for native code."""

@@ -35,7 +35,7 @@ class Pool(Structure):
 
     _fields_ = _fields(
         ("data", c_void_p),
-        ("layers all_heads first_head kv_heads block_size head_size int8 groups", c_int32),
+        ("layers all_heads first_head kv_heads block_size head_size int8 groups latent", c_int32),
     )
 
 

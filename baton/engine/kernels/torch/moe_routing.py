@@ -18,7 +18,10 @@ def route(
     correction: float32 `[experts]`, added to scores to select experts, but not to their shares.
     """
     logits = logits.float()
-    scores = logits.sigmoid() if routing.sigmoid else torch.softmax(logits, dim=-1)
+    # In float32 torch's last bits of sigmoids depend on the number of rows.
+    scores = torch.softmax(logits, dim=-1)
+    if routing.sigmoid:
+        scores = logits.double().sigmoid().float()
     # Of a softmax the order is that of its inputs, which do not underflow.
     choice = logits if correction is None and not routing.sigmoid else scores
     if routing.groups > 1:

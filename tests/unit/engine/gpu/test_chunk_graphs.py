@@ -108,6 +108,7 @@ def test_prompts_of_every_length_around_a_shapes_edges():
         ("mistral window, no gqa", torch.int8),
         ("qwen2 moe", torch.float32),
         ("gpt-oss", torch.int8),
+        ("deepseek v3", torch.float32),
     ],
 )
 def test_several_prompts_in_chunks_behind_what_is_cached(name, kv_dtype):

@@ -244,7 +244,7 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(scope="module", params=["mistral window, no gqa", "gpt-oss"])
+@pytest.fixture(scope="module", params=["mistral window, no gqa", "gpt-oss", "deepseek v3"])
 def decoding(request):
     """A model, a run with two sequences of 18 and 5 tokens; their last tokens and block_tables."""
     _, gpu = both(CONFIGS[request.param])
@@ -266,7 +266,8 @@ def test_decode_is_a_step_of_single_rows(decoding):
     assert got.shape == (4, TINY.vocab_size)
     assert torch.isfinite(got).all()
     if gpu.expert_tokens is not None:
-        assert (gpu.expert_tokens - before).sum(1).tolist() == [2 * 3] * 2, "padding takes none"
+        taken = (gpu.expert_tokens - before).sum(1).tolist()
+        assert taken == [2 * 3] * len(before), "padding takes none"
     torch.testing.assert_close(got[[0, 2]], expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(decoded, stepped, rtol=0, atol=1e-5)
     written = decoded != run.pool
@@ -276,7 +277,7 @@ def test_decode_is_a_step_of_single_rows(decoding):
     assert written[block_tables[1, :groups].long(), ..., 5, :].all()
     gpu.decode(last, ints([-1, -1]), block_tables, decoded)
     assert torch.equal(written, decoded != run.pool), "nor does a batch of padding touch it"
-    assert written.sum() == 2 * TINY.num_layers * 2 * gpu.config.num_kv_heads * TINY.head_size
+    assert written.sum() == 2 * run.pool[0, :, :, :, 0].numel()
 
 
 def test_nothing_waits_for_the_device(decoding, monkeypatch):

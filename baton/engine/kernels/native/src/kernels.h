@@ -129,18 +129,22 @@ void gather(Team& team, const Activation* x, int rows, int per_token, int size,
 void mix(Team& team, const Activation* outputs, int rows, int per_token, int size,
          const Routing& routing, bool shared, const float* gate, Activation* out);
 
-constexpr int MAX_HEAD_SIZE = 256;
+constexpr int MAX_HEAD_SIZE = 640;
 constexpr int MAX_QUERIES = 128;  // query heads that share a KV head
 
 // The KV pool [blocks][layers][2][all_heads][head], K at 0 and V at 1, of which the heads
 // [first_head, first_head + kv_heads) are used. A head of a block is [block_size][head_size] elements of
 // the compute type, or of int8 followed by float scales [block_size].
+//
+// A latent pool is [blocks][layers][block_size][head_size]: its rows are K and V of all query heads, of
+// which there are kv_heads groups.
 struct Pool {
     void* data;
     int32_t layers, all_heads, first_head, kv_heads;
     int32_t block_size, head_size;  // multiples of 16, the latter at most MAX_HEAD_SIZE
     int32_t int8;                   // 1: rows are int8 and have scales
     int32_t groups;                 // of layers: a block table has an entry of each in turn
+    int32_t latent;                 // 1: rows are K and V of all query heads
 };
 
 // Rows of one sequence: [first_row, first_row + count) of the batch, at positions
@@ -173,7 +177,8 @@ void mean_squares(Team& team, const Activation* qkv, int rows, const AttentionSh
 void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_spans,
                       const AttentionShape& shape, const Pool& pool, const float* mean_squares);
 
-// Attention of each row over its sequence's KV in the pool -> out [rows][heads * head_size]. A row's
+// Attention of each row over its sequence's KV in the pool; with a latent one, qkv is
+// [rows][heads * head_size]. -> out [rows][heads * head_size]. A row's
 // bits depend on its own query and its sequence's KV alone, not on what shares its span or batch.
 void attend(Team& team, const Activation* qkv, const Span* spans, int num_spans,
             const AttentionShape& shape, const Pool& pool, Activation* out);
@@ -198,9 +203,10 @@ struct PagedRows {
           block_size(pool.block_size),
           stride(pool.head_size * (pool.int8 ? sizeof(int8_t) : sizeof(Activation))) {
         const size_t head_bytes = (stride + (pool.int8 ? sizeof(float) : 0)) * block_size;
-        block_bytes = head_bytes * pool.all_heads * 2 * pool.layers;
-        const size_t head =
-            (size_t(shape.layer) * 2 + part) * pool.all_heads + pool.first_head + kv_head;
+        block_bytes = head_bytes * pool.all_heads * (pool.latent ? 1 : 2) * pool.layers;
+        const size_t head = pool.latent ? shape.layer
+                                        : (size_t(shape.layer) * 2 + part) * pool.all_heads +
+                                              pool.first_head + kv_head;
         begin = (char*)pool.data + head * head_bytes;
     }
 
