@@ -92,8 +92,8 @@ class Transfer:
 class Handoff:
     """A sequence that holds blocks here, or asks for them.
 
-    `block_ids` cover its `num_tokens` tokens in order (more may follow). The first `cached_tokens`,
-    a multiple of the block size, are valid already, perhaps shared, and never written. Only KV of
+    `block_ids` cover its `num_slots` token slots in order (more may follow): those of its
+    `num_tokens` tokens, and then those of its state's blocks. The first `cached_tokens`, a multiple of the block size, are valid already, perhaps shared, and never written. Only KV of
     the tokens of `token_digest` (`baton.block_hash`) may come in. `deadline`: of the event loop's
     clock.
     """
@@ -101,6 +101,7 @@ class Handoff:
     handoff_id: str
     sequence: Sequence
     block_size: int
+    num_slots: int
     deadline: float | None
     events: EventStream
     spans: DecodeSpans
@@ -150,9 +151,9 @@ class Handoff:
             text = f"tokens from {first_token} were announced, {transfer.next_token} are next"
             cached = f" ({self.cached_tokens} are cached here)"
             raise InvalidRequest(text + cached, "first_token")
-        if num_tokens == 0 or end > self.num_tokens:
+        if num_tokens == 0 or end > self.num_slots:
             raise InvalidRequest(f"[{first_token}, {end}) is not reserved", "num_tokens")
-        if end % self.block_size and end != self.num_tokens:
+        if end % self.block_size and end != self.num_slots:
             raise InvalidRequest(f"only the last block may be partial, not at {end}", "num_tokens")
         transfer.next_token = end
         return self._slots(first_token, end)
@@ -160,7 +161,7 @@ class Handoff:
     @property
     def received_slots(self) -> Slots:
         """All slots that the handoff's sender wrote, once everything has been announced."""
-        return self._slots(self.cached_tokens, self.num_tokens)
+        return self._slots(self.cached_tokens, self.num_slots)
 
     def check_tokens(self, transfer: Transfer, request: pb.CommitRequest) -> None:
         """Raises KvCorrupted unless all reserved tokens were sent, and InvalidRequest for the KV of
@@ -168,8 +169,8 @@ class Handoff:
         if request.token_digest != self.token_digest:
             text = f"handoff {self.handoff_id}: other tokens were prefilled than were reserved"
             raise InvalidRequest(text, "token_digest")
-        self._compare("tokens", request.num_tokens, self.num_tokens)
-        self._compare("tokens announced", transfer.next_token, self.num_tokens)
+        self._compare("tokens", request.num_tokens, self.num_slots)
+        self._compare("tokens announced", transfer.next_token, self.num_slots)
 
     def check_bytes(self, request: pb.CommitRequest, arrived: LinkDigest) -> None:
         """Raises KvCorrupted unless exactly the sent bytes are here."""

@@ -87,8 +87,8 @@ class Handoffs:
             self.refuse(router, spec.handoff_id, spans, error)
             return
         events = EventStream(router, spec.handoff_id, request.stream_interval)
-        size = self._limits.block_size
-        handoff = Handoff(spec.handoff_id, sequence, size, deadline, events, spans)
+        size, slots = self._limits.block_size, self._limits.handoff_slots(sequence.num_tokens)
+        handoff = Handoff(spec.handoff_id, sequence, size, slots, deadline, events, spans)
         self._handoffs[spec.handoff_id] = handoff
         self._idle.clear()
         self._renew(handoff)
@@ -165,8 +165,15 @@ class Handoffs:
                 raise transfer.failure
             self._check_current(handoff, transfer)
             handoff.check_tokens(transfer, request)
-            if not link.transport.one_sided:
+            is_verified = not link.transport.one_sided
+            if is_verified:
                 handoff.check_bytes(request, transfer.digest)
+            elif self._limits.state_blocks:  # which decoding would change before it is read back
+                async with asyncio.timeout(self._verify_timeout_s):
+                    arrived = await link.checksum(handoff.received_slots)
+                self._check_current(handoff, transfer)
+                handoff.check_bytes(request, arrived)
+                is_verified = True
             self._limits.check_token(request.first_token_id, "first_token_id")
         except BatonError as error:
             handoff.warn(request.incarnation, error)
@@ -176,17 +183,16 @@ class Handoffs:
             raise
         handoff.events.awaited = False
         handoff.transfer = None  # Commit says that everything has been written
-        is_verified = not link.transport.one_sided
         handoff.enter(State.RUNNING if is_verified else State.COMMITTED)
         self._start_decoding(handoff)
         # What a one-sided sender wrote is read back while the sequence decodes.
-        arrived = None if is_verified else link.checksum(handoff.received_slots)
+        reading = None if is_verified else link.checksum(handoff.received_slots)
         token_id, num_tokens = request.first_token_id, handoff.num_tokens
         resumed = self._engine.resume(handoff.handoff_id, num_tokens, token_id, is_verified)
-        if arrived is None:
+        if reading is None:
             await asyncio.wrap_future(resumed)
         else:
-            await self._verify(handoff, request, arrived, resumed)
+            await self._verify(handoff, request, reading, resumed)
 
     async def _verify(
         self, handoff: Handoff, request: pb.CommitRequest, arrived: asyncio.Future[LinkDigest],

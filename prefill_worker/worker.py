@@ -64,7 +64,7 @@ class Prompt:
     sequence: Sequence
     num_tokens: int  # tokens of the handoff; the sequence gets one more, sampled here
     trace: Context
-    sent: int  # tokens whose blocks were sent, or are cached at the decode worker
+    sent: int  # token slots whose blocks were sent, or are cached at the decode worker
     arrived_ns: int = field(default_factory=time.time_ns)
     computed: int | None = None  # tokens; None before the first chunk
     pooled: Vector | None = None  # for an embedding: the sum of hidden states so far
@@ -252,7 +252,7 @@ class PrefillPart(Part):
             self.tracer,
             request.target,
             sequence.seq_id,
-            prompt.num_tokens,
+            self.limits.handoff_slots(prompt.num_tokens),
             request.sequence.time_left_ms / 1000 or self.config.lease_s,
             parent=prompt.trace,
             token_digest=token_digest(sequence.tokens, sequence.cache_salt),
@@ -308,12 +308,15 @@ class PrefillPart(Part):
     def _send_blocks(self, prompt: Prompt, handoff: HandoffSender) -> None:
         """Queues newly complete blocks for sending: full ones, and at the end the partial one."""
         size, end = self.limits.block_size, prompt.computed or 0
+        # Block ids of a prompt do not change while it runs, so reading them here is safe.
+        blocks = prompt.sequence.handoff_blocks(prompt.num_tokens, size)
         if end < prompt.num_tokens:
             end -= end % size
+        elif prompt.sequence.state_blocks:  # behind those of tokens, all of which are sent whole
+            end = len(blocks) * size
         if end <= prompt.sent:
             return
-        # Block ids of a prompt do not change while it runs, so reading them here is safe.
-        blocks = prompt.sequence.block_ids[prompt.sent // size : -(-end // size)]
+        blocks = blocks[prompt.sent // size : -(-end // size)]
         if not blocks:  # the prompt has ended; the report of that is already queued
             return
         with self.metrics.transferring():

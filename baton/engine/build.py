@@ -89,12 +89,14 @@ class Loaded:
     def engine(self, publish: Callable[[StepReport], None]) -> Engine:
         """A new engine, not started, over this model and pool."""
         settings, runner, most = self.settings, self.runner, self.max_context
-        blocks = BlockManager(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
+        layout, state_blocks = self.layout, self.layout.state_blocks
+        cache = settings.prefix_cache and not state_blocks
+        blocks = BlockManager(layout.num_blocks, layout.block_size, cache, runner.zero_blocks)
         proposer = NgramProposer(settings.speculate, most) if settings.speculate else None
         usual = _CHUNKS[runner.pool.device.type]
         alone_s = 0.0 if settings.chunk_ms else usual.alone_s
         chunk = ChunkBudget(settings.chunk_tokens, self.chunk_s, usual.min_tokens, alone_s)
-        scheduler = Scheduler(blocks, chunk, settings.max_batch, proposer)
+        scheduler = Scheduler(blocks, chunk, settings.max_batch, proposer, state_blocks)
         eos = frozenset(self.model_config.eos_token_ids)
         overlap = settings.overlap and not proposer  # proposals need known tokens
         engine = Engine(runner, scheduler, eos, most, publish, overlap, settings.lora_slots)
@@ -124,6 +126,7 @@ def load(
     ranks_here = settings.tp - len(remote_ranks.connections)
     path = model_path(settings.model)
     config = ModelConfig.load(path)
+    config.check_settings(settings)
     backend = backend or backend_of(settings, ranks_here)
     backend.remote_ranks = remote_ranks
     settings = Shard(0, ranks_here).settings(backend.settings)
@@ -137,7 +140,7 @@ def load(
     if settings.kv_blocks or kv_bytes:
         layout = plan_layout(config, kv_dtype, settings.block_size, settings.kv_blocks, kv_bytes)
         _check_context(settings, layout)
-        longest = min(longest, layout.num_tokens)
+        longest = min(longest, layout.max_sequence)
     # Tables by position cover only the positions that are possible here.
     limited = replace(config, max_context=longest)
     try:
@@ -149,7 +152,7 @@ def load(
             f"{memory.advice(settings, None)}"
         ) from error
     _check_context(settings, layout)
-    max_context = min(longest, layout.num_tokens - 1)
+    max_context = min(longest, layout.max_sequence - 1)
     if max_context < 2:
         raise ConfigError(
             "the KV cache is too small for any request: raise --kv-blocks or --kv-cache"
@@ -187,18 +190,19 @@ def longest_context(settings: EngineConfig, config: ModelConfig) -> int:
 
 def _check_context(settings: EngineConfig, layout: KvLayout) -> None:
     """Raises ConfigError if the pool is smaller than the requested context."""
-    if settings.max_context >= layout.num_tokens:
+    if settings.max_context >= layout.max_sequence:
         raise ConfigError(
             f"--max-context {settings.max_context} does not fit the KV cache, which holds "
-            f"{layout.num_tokens} tokens, one more than a context: give it "
+            f"{layout.max_sequence} tokens, one more than a context: give it "
             f"{_kv_for(layout, settings.max_context)}, or lower --max-context to "
-            f"{layout.num_tokens - 1}"
+            f"{layout.max_sequence - 1}"
         )
 
 
 def _kv_for(layout: KvLayout, context: int) -> str:
     """The option for a pool of this context length."""
-    needed = math.ceil((context + layout.block_size) * layout.bytes_per_token / 2**20)
+    tokens = (context + layout.block_size) * layout.bytes_per_token
+    needed = math.ceil((tokens + layout.state_bytes) / 2**20)
     return f"--kv-cache {needed}MiB"
 
 
@@ -211,9 +215,14 @@ def warm_up(loaded: Loaded) -> None:
     loaded.prepare()
     chunk = min(512, loaded.settings.chunk_tokens, loaded.max_context)
     blocks = list(range(-(-chunk // loaded.layout.block_size)))
-    sequence = Sequence("warm-up", [1] * chunk, chunk, SamplingParams(), block_ids=blocks)
+    num_blocks = loaded.layout.num_blocks
+    states = list(range(num_blocks - loaded.layout.state_blocks, num_blocks))
+    params = SamplingParams()
+    sequence = Sequence(
+        "warm-up", [1] * chunk, chunk, params, block_ids=blocks, state_blocks=states
+    )
     single = ScheduledSequence(
-        Sequence("warm-up", [1], 1, SamplingParams(), block_ids=blocks[:1]), 0, 1
+        Sequence("warm-up", [1], 1, params, block_ids=blocks[:1], state_blocks=states), 0, 1
     )
     loaded.runner.run(
         ScheduledStep(
@@ -221,6 +230,7 @@ def warm_up(loaded: Loaded) -> None:
         )
     )
     loaded.runner.run(ScheduledStep([ScheduledSequence(sequence, chunk - 1, 1)]))
+    loaded.runner.zero_blocks(states)  # which may hold KV next
 
 
 def backend_of(settings: EngineConfig, ranks: int) -> Backend:

@@ -25,7 +25,8 @@ RETRY_S = 0.2  # advised when there is no room: room comes whenever a sequence e
 
 @dataclass(frozen=True)
 class Reserved:
-    """Blocks held for a sequence; those of its first `num_cached` tokens are filled.
+    """Blocks held for a sequence, as `Sequence.handoff_blocks`; those of its first `num_cached`
+    tokens are filled.
 
     started: it runs already, and needs no `resume`.
     """
@@ -90,12 +91,13 @@ class Engine(EngineLoop):
                 RETRY_S,
             )
         starts = sequence.num_tokens - sequence.num_computed <= start_tokens
-        reserved = Reserved(sequence.num_computed, tuple(sequence.block_ids), starts)
+        blocks = sequence.handoff_blocks(sequence.num_tokens, self._blocks.block_size)
+        reserved = Reserved(sequence.num_computed, tuple(blocks), starts)
         if starts:
             self._scheduler.add(sequence)
         else:
             # The writers are other processes, which are not ordered with steps that run here.
-            self._runner.wait_for_writes(sequence.block_ids)
+            self._runner.wait_for_writes(blocks)
             sequence.awaits_kv = True
         return reserved
 
@@ -171,8 +173,9 @@ class Engine(EngineLoop):
             return []
         quarantined: list[int] = []
         if quarantine_from is not None:
-            quarantined = sequence.block_ids[quarantine_from:]
+            quarantined = sequence.block_ids[quarantine_from:] + sequence.state_blocks
             sequence.block_ids = sequence.block_ids[:quarantine_from]
+            sequence.state_blocks = []
             self._blocks.quarantine(quarantined)
         if sequence.awaits_kv:
             first = sequence.num_computed // self._blocks.block_size
@@ -218,6 +221,7 @@ class Engine(EngineLoop):
     def _register(self, sequence: Sequence) -> None:
         assert sequence.seq_id not in self._sequences, "sequence ids are unique"
         needed = -(-(sequence.num_tokens + 1) // self._blocks.block_size)
+        needed += self._scheduler.state_blocks
         if needed > self._blocks.num_blocks:
             raise Overloaded(
                 f"the sequence needs {needed} KV blocks and the pool has {self._blocks.num_blocks}"

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from baton.engine.kernels.delta_rule import StateLayout
 from baton.engine.kernels.torch.row_quantization import SCALE_BYTES, is_quantized
 from baton.engine.models.model_config import ModelConfig
 from baton.errors import ConfigError
@@ -40,6 +41,7 @@ class KvLayout:
     block_size: int
     head_size: int
     dtype: torch.dtype
+    state_blocks: int = 0  # of each sequence's state; 0 in models without states
 
     @property
     def row_size(self) -> int:
@@ -56,6 +58,16 @@ class KvLayout:
     def num_tokens(self) -> int:
         """Tokens that the pool holds."""
         return self.num_blocks * self.block_size
+
+    @property
+    def max_sequence(self) -> int:
+        """Tokens of the longest sequence that the pool holds."""
+        return (self.num_blocks - self.state_blocks) * self.block_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the blocks of a sequence's state."""
+        return self.state_blocks * self.block_size * self.bytes_per_token
 
     @property
     def bytes_per_token(self) -> int:
@@ -91,6 +103,22 @@ class KvLayout:
         )
 
 
+def _state_blocks(config: ModelConfig, layout: KvLayout) -> int:
+    """Blocks of a sequence's state. Raises ConfigError where a block cannot hold a row of it."""
+    rule = config.delta_rule
+    if rule is None:
+        return 0
+    chunk_bytes = layout.block_size * layout.row_size * layout.dtype.itemsize
+    heads, chunks = layout.num_kv_heads, 2 * layout.num_layers
+    states = StateLayout(rule.shape, sum(rule.layers), heads, chunk_bytes, chunks)
+    if not states.chunk_rows:
+        raise ConfigError(
+            f"the model's states have rows of {rule.shape.value_size} floats, which do not fit the "
+            f"{chunk_bytes} bytes that a KV head has in a block: raise --block-size"
+        )
+    return states.num_blocks
+
+
 def plan_layout(
     config: ModelConfig, dtype: torch.dtype, block_size: int, num_blocks: int, budget_bytes: int
 ) -> KvLayout:
@@ -98,12 +126,19 @@ def plan_layout(
 
     Raises ConfigError when not even one block fits.
     """
-    one = KvLayout(1, config.num_layers, config.num_kv_heads, block_size, config.head_size, dtype)
+    layers, heads = config.num_kv_layers, config.num_kv_heads
+    one = KvLayout(1, layers, heads, block_size, config.head_size, dtype)
+    one = replace(one, state_blocks=_state_blocks(config, one))
     count = num_blocks or budget_bytes // one.num_bytes
     if count < 1:
         raise ConfigError(
             f"one KV block takes {one.num_bytes} bytes and the budget is {budget_bytes}: "
             "raise --kv-cache or lower --block-size"
+        )
+    if count <= one.state_blocks:
+        raise ConfigError(
+            f"a sequence's state takes {one.state_blocks} KV blocks of {one.num_bytes} bytes, and "
+            f"there are {count}: raise --kv-cache or --kv-blocks"
         )
     return replace(one, num_blocks=count)
 

@@ -113,6 +113,7 @@ class Sequence:
     limit: int = _ENDLESS
     preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
+    state_blocks: list[int] = field(default_factory=list)  # of its state, in models with states
     block_hashes: list[int] = field(default_factory=list)
     token_counts: TokenCounts = field(
         default_factory=TokenCounts
@@ -126,6 +127,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    def handoff_blocks(self, num_tokens: int, block_size: int) -> list[int]:
+        """The blocks that a handoff of the first `num_tokens` tokens consists of: theirs, then
+        those of the state."""
+        return self.block_ids[: -(-num_tokens // block_size)] + self.state_blocks
 
     @property
     def num_pending(self) -> int:

@@ -21,6 +21,7 @@ def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
     if path.is_file() and path.suffix != ".gguf" and not settings.random_weights:
         raise ConfigError(f"--model {settings.model} is a file: give its directory")
     config = ModelConfig.load(path)
+    config.check_settings(settings)
     weight_format(settings, config.quantization)
     if not (settings.random_weights or settings.simulate):
         check_tensors(path, config, stored_tensors(path, config.tie_embeddings))

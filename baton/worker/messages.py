@@ -28,17 +28,26 @@ FINISH_REASONS = {
 class ModelLimits:
     """A worker model's limits; beyond them a sequence would fail the step of a whole batch.
 
-    block_size: tokens of a KV block, for the hashes of prompts.
+    block_size: tokens of a KV block, for the hashes of prompts · state_blocks: blocks of the state
+    that each sequence has besides; 0 in models without.
     """
 
     vocab_size: int
     max_context: int
     block_size: int
+    state_blocks: int = 0
 
     @classmethod
     def from_loaded(cls, loaded: Loaded) -> ModelLimits:
-        block_size = loaded.layout.block_size
-        return cls(loaded.model_config.vocab_size, loaded.max_context, block_size)
+        layout, vocab_size = loaded.layout, loaded.model_config.vocab_size
+        return cls(vocab_size, loaded.max_context, layout.block_size, layout.state_blocks)
+
+    def handoff_slots(self, num_tokens: int) -> int:
+        """Token slots that a handoff of that many tokens fills: with a state whole blocks, of which
+        the state's are the last."""
+        if not self.state_blocks:
+            return num_tokens
+        return (-(-num_tokens // self.block_size) + self.state_blocks) * self.block_size
 
     def check_token(self, token_id: int, field: str) -> None:
         """Raises InvalidRequest when the model knows no such token."""

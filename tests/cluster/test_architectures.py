@@ -17,6 +17,7 @@ from tests.unit.engine.test_model_oracle import VARIANTS
 FORMS = (
     *("demo", "LlamaForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Glm4ForCausalLM"),
     *("MixtralForCausalLM", "Qwen3MoeForCausalLM"),
+    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"),
 )
 OF_EACH = dict(reversed(VARIANTS.values()))  # the first variant of each
 PROMPTS = [[(7 * i + 5 * one) % 250 + 2 for i in range(75)] for one in range(6)]

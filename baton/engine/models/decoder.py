@@ -19,6 +19,13 @@ from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.torch.attention import Scoring, attend, place, softcapped, write_kv
+from baton.engine.kernels.torch.delta_rule import (
+    DeltaRule,
+    DeltaRuleTensors,
+    States,
+    layout_of,
+    rowwise,
+)
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.moe_routing import route
 from baton.engine.kernels.torch.rows import Norm, RowOps, rms_norm, rotate
@@ -26,7 +33,12 @@ from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.models.weights import LayerWeights, ModelWeights, MoeWeights
+from baton.engine.models.weights import (
+    DeltaRuleWeights,
+    LayerWeights,
+    ModelWeights,
+    MoeWeights,
+)
 from baton.engine.quantization.linear_weight import LinearWeight, ResidualStream
 
 
@@ -72,6 +84,12 @@ class DecoderModel:
             self.expert_tokens = torch.zeros(counts, dtype=torch.int64, device=device)
             moe_layers = [index for index, has in enumerate(config.experts.layers) if has]
             self._tokens_of = dict(zip(moe_layers, self.expert_tokens, strict=True))
+        self._kv_layers = config.kv_layers
+        self._delta_tensors = [
+            None if layer.delta is None else _delta_rule_tensors(layer.delta)
+            for layer in weights.layers
+        ]
+        self._delta_rules: dict[int, DeltaRule] = {}  # by layer, once the pool is known
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
     @torch.inference_mode()
@@ -79,7 +97,10 @@ class DecoderModel:
         """Runs a batch and writes its K and V into the pool: logits `[logit_rows, vocab_size]`."""
         num_rows, num_logits, self.hidden = len(batch.token_ids), len(batch.logit_rows), None
         placed = self._place(batch, pool)
-        hidden = self._forward(batch.token_ids, placed, pool, batch.lora_slots)
+        states = None
+        if batch.state_tables is not None:
+            states = States(batch.state_tables, batch.context_lens, batch.query_lens)
+        hidden = self._forward(batch.token_ids, placed, pool, batch.lora_slots, states)
         if not num_logits:
             return hidden.rows.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         if num_logits < num_rows:
@@ -112,24 +133,67 @@ class DecoderModel:
         self.lora.write(slot, adapter)
 
     def _forward(
-        self, token_ids: Tensor, placed: Any, pool: Tensor, lora_slots: Tensor | None = None
-    ) -> ResidualStream:
+        self, token_ids: Tensor, placed: Any, pool: Tensor, lora_slots: Tensor | None = None,
+        states: States | None = None,
+    ) -> ResidualStream:  # fmt: skip
         """The residual stream after all layers. placed: as `_place` returned it."""
         embedded = self._embed(token_ids)
         if self._embedding_scale != 1:
             embedded = embedded * self._embedding_scale
         hidden = ResidualStream(embedded, lora_slots=lora_slots)
         for index, layer in enumerate(self._weights.layers):
-            lora = self._lora(hidden, index)
-            qkv = self._normed_product(
-                hidden, layer.input_norm, layer.qkv, layer.qkv_bias, lora=lora.get("qkv")
-            )
-            q = self._rope_and_write(qkv, placed, index, layer, pool)
-            attended = self._attend(q, placed, index, pool)
-            norm = layer.attention_norm
-            self._add_product(hidden, attended, layer.o, layer.o_bias, norm, lora.get("o"))
+            if layer.delta is None:
+                self._add_attention(hidden, layer, placed, index, pool)
+            else:
+                assert states is not None, "a model with states has them"
+                self._add_delta_rule(hidden, layer, layer.delta, states, index, pool)
             self._add_mlp(hidden, layer, placed, index)
         return hidden
+
+    def _add_attention(
+        self, hidden: ResidualStream, layer: LayerWeights, placed: Any, index: int, pool: Tensor
+    ) -> None:
+        """Adds the output of attention to the stream, and writes K and V."""
+        assert layer.qkv is not None and layer.o is not None
+        lora, gates = self._lora(hidden, index), None
+        qkv = self._normed_product(
+            hidden, layer.input_norm, layer.qkv, layer.qkv_bias, lora=lora.get("qkv")
+        )
+        if self.config.arch.gated_attention:
+            size = self.config.num_heads * self.config.head_size
+            gates, qkv = qkv[:, -size:], qkv[:, :-size].contiguous()
+        q = self._rope_and_write(qkv, placed, index, layer, pool)
+        attended = self._attend(q, placed, index, pool)
+        if gates is not None:
+            attended = attended * rowwise(torch.sigmoid, gates)
+        norm = layer.attention_norm
+        self._add_product(hidden, attended, layer.o, layer.o_bias, norm, lora.get("o"))
+
+    def _add_delta_rule(
+        self, hidden: ResidualStream, layer: LayerWeights, delta: DeltaRuleWeights, states: States,
+        index: int, pool: Tensor,
+    ) -> None:  # fmt: skip
+        """Adds the output of linear attention to the stream, and updates states."""
+        normed = self._normed(hidden, layer.input_norm)
+        mixed, gates = delta.delta_in.product(normed), delta.delta_gates.product(normed)
+        if index not in self._delta_rules:
+            self._delta_rules[index] = self._delta_rule(index, pool)
+        out = self._run_delta_rule(self._delta_rules[index], mixed, gates, states, pool)
+        self._add_product(hidden, out, delta.delta_out, None, layer.attention_norm)
+
+    def _delta_rule(self, index: int, pool: Tensor) -> DeltaRule:
+        rule, tensors = self.config.delta_rule, self._delta_tensors[index]
+        assert rule is not None and tensors is not None
+        layers = rule.state_layers
+        layout = layout_of(rule.shape, sum(rule.layers), pool)
+        assert (layer := layers[index]) is not None
+        return DeltaRule(layout, tensors, layer, self.config.rms_eps)
+
+    def _run_delta_rule(
+        self, rule: DeltaRule, mixed: Tensor, gates: Tensor, states: States, pool: Tensor
+    ) -> Tensor:
+        """See `DeltaRule.run`."""
+        return rule.run(mixed, gates, states, pool)
 
     def _lora(self, hidden: ResidualStream, index: int) -> Mapping[str, LoraMatrices]:
         """What adapters add to a layer's products, by field; empty where no row has an adapter."""
@@ -291,7 +355,7 @@ class DecoderModel:
         q, k = self._head_norm(q, q_norm), self._head_norm(k, k_norm)
         cos, sin = tables[self._table_of[index]]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        write_kv(pool, index, attention.slots, k, self._by_head(v))
+        write_kv(pool, self._kv_layer(index), attention.slots, k, self._by_head(v))
         return q
 
     def _by_head(self, x: Tensor) -> Tensor:
@@ -320,4 +384,18 @@ class DecoderModel:
 
     def _attend(self, q: Tensor, placed: Any, index: int, pool: Tensor) -> Tensor:
         """Attention of all rows: `[rows, heads * head_size]`."""
-        return attend(q, pool, index, placed[0], self._scoring[index])
+        return attend(q, pool, self._kv_layer(index), placed[0], self._scoring[index])
+
+    def _kv_layer(self, index: int) -> int:
+        """The index in the pool of a layer that keeps KV."""
+        layer = self._kv_layers[index]
+        assert layer is not None, "only layers that keep KV attend to it"
+        return layer
+
+
+def _delta_rule_tensors(weights: DeltaRuleWeights) -> DeltaRuleTensors:
+    """Parameters in the form that kernels take."""
+    decay = -weights.log_decay.exp()
+    return DeltaRuleTensors(
+        weights.conv.float().contiguous(), decay, weights.decay_bias, weights.head_scale
+    )

@@ -8,9 +8,11 @@ name. Torch-free.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from baton.config import EngineConfig
 from baton.engine.checkpoint.fields import (
     BOOLEAN,
     COUNT,
@@ -25,13 +27,14 @@ from baton.engine.checkpoint.fields import (
 )
 from baton.engine.checkpoint.tensors import read_json
 from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
-from baton.engine.models.architectures import ARCHITECTURES, FULL, SLIDING, Architecture
+from baton.engine.kernels.delta_rule import DeltaRuleShape
+from baton.engine.models.architectures import ARCHITECTURES, FULL, LINEAR, SLIDING, Architecture
 from baton.engine.models.rope_config import Rope, parse_ropes
 from baton.engine.quantization.config import (
     QuantizationConfig,
     parse_quantization_config,
 )
-from baton.errors import CheckpointError
+from baton.errors import CheckpointError, ConfigError
 
 MAX_LAYERS = 1024
 MAX_EXPERTS, MAX_PER_TOKEN = 4096, 64
@@ -69,6 +72,19 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class DeltaRuleConfig:
+    """Linear attention by the gated delta rule. layers: whether each layer has it."""
+
+    layers: tuple[bool, ...]
+    shape: DeltaRuleShape
+
+    @property
+    def state_layers(self) -> tuple[int | None, ...]:
+        """Each layer's index among those with a state; None for the others."""
+        return _numbered(self.layers)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer; sizes count elements, contexts and windows count tokens.
 
@@ -102,6 +118,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of the outputs of attention and MLP
     experts: ExpertsConfig | None = None
+    delta_rule: DeltaRuleConfig | None = None
     quantization: QuantizationConfig | None = None
 
     @classmethod
@@ -170,15 +187,43 @@ class ModelConfig:
             embedding_scale=hidden_size**0.5 if arch.scaled_embedding else float(embedding_scale),
             residual_scale=float(read_if_known("residual_multiplier", NUMBER, 1.0)),
             experts=experts,
+            delta_rule=_delta_rule(fields, arch, num_layers, num_kv_heads),
             quantization=None
             if experts is not None and experts.mxfp4
             else parse_quantization_config(fields),
         )
 
+    def check_settings(self, settings: EngineConfig) -> None:
+        """Raises ConfigError for options that a model with states cannot have."""
+        if self.delta_rule is None:
+            return
+        if settings.speculate:
+            raise ConfigError(
+                f"--speculate: {self.architecture} has linear attention, whose states cannot go "
+                "back to before a rejected token; leave the option out"
+            )
+        if settings.lora_slots:
+            raise ConfigError(
+                f"--max-loras: {self.architecture} has linear attention, which adapters are not "
+                "supported for; leave --lora and --max-loras out"
+            )
+
     @property
     def arch(self) -> Architecture:
         """The architecture's differences from Llama."""
         return ARCHITECTURES[self.architecture]
+
+    @property
+    def kv_layers(self) -> tuple[int | None, ...]:
+        """Each layer's index in the KV pool; None for those that keep a state instead."""
+        if self.delta_rule is None:
+            return tuple(range(self.num_layers))
+        return _numbered(tuple(not linear for linear in self.delta_rule.layers))
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of layers that keep KV."""
+        return sum(index is not None for index in self.kv_layers)
 
     @property
     def head_order(self) -> list[int] | None:
@@ -284,6 +329,45 @@ def _windows(
     else:
         slides = [True] * count
     return tuple(window if slide else None for slide in slides)
+
+
+def _delta_rule(
+    fields: Fields, arch: Architecture, num_layers: int, num_kv_heads: int
+) -> DeltaRuleConfig | None:
+    if not arch.delta_rule:
+        return None
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        period = fields.read("full_attention_interval", COUNT)
+        kinds = [FULL if (index + 1) % period == 0 else LINEAR for index in range(num_layers)]
+    known = isinstance(kinds, list) and all(kind in (FULL, LINEAR) for kind in kinds)
+    if not known or len(kinds) != num_layers or FULL not in kinds:
+        supported = f"{num_layers} times {FULL} or {LINEAR}, at least once the former"
+        raise fields.error("layer_types", kinds, supported)
+    key_heads = fields.read("linear_num_key_heads", COUNT)
+    value_heads = fields.read("linear_num_value_heads", COUNT)
+    if key_heads % num_kv_heads:  # a state is divided as KV is
+        supported = f"a multiple of {num_kv_heads} KV heads"
+        raise fields.error("linear_num_key_heads", key_heads, supported)
+    if value_heads % key_heads:
+        supported = f"a multiple of {key_heads} key heads"
+        raise fields.error("linear_num_value_heads", value_heads, supported)
+    return DeltaRuleConfig(
+        layers=tuple(kind == LINEAR for kind in kinds),
+        shape=DeltaRuleShape(
+            key_heads,
+            value_heads,
+            key_size=fields.read("linear_key_head_dim", COUNT),
+            value_size=fields.read("linear_value_head_dim", COUNT),
+            kernel=fields.read("linear_conv_kernel_dim", whole(2, 16)),
+        ),
+    )
+
+
+def _numbered(chosen: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """The index of each chosen layer among them; None for the others."""
+    before = accumulate(chosen, initial=0)
+    return tuple(index if is_one else None for index, is_one in zip(before, chosen, strict=False))
 
 
 def _experts(fields: Fields, arch: Architecture, num_layers: int) -> ExpertsConfig | None:

@@ -71,21 +71,22 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
     for field in ("input_norm", "attention_norm", "mlp_norm", "output_norm"):
         if name := getattr(arch, field):
             tensors[field] = {f"{layer}.{name}.weight": (hidden,)}
-    if arch.qk_norm != "none":
+    linear = config.delta_rule is not None and config.delta_rule.layers[index]
+    if arch.qk_norm != "none" and not linear:
         sizes = (head, head) if arch.qk_norm == "head" else (q, kv)
         for name, size in zip("qk", sizes, strict=True):
             tensors[f"{name}_norm"] = {f"{attention}.{name}_norm.weight": (size,)}
-    if arch.sinks:
+    if arch.sinks and not linear:
         tensors["sinks"] = {f"{attention}.sinks": (config.num_heads,)}
-    for field, outputs, inputs, biased in (
-        (
-            "qkv",
-            {"self_attn.q": q, "self_attn.k": kv, "self_attn.v": kv},
-            hidden,
-            config.qkv_bias,
-        ),
-        ("o", {"self_attn.o": hidden}, q, config.o_bias),
-        *((field, *matrix) for field, matrix in _mlp(config, index).items()),
+    queries = 2 * q if arch.gated_attention else q  # each with its gate
+    outputs_of = {"self_attn.q": queries, "self_attn.k": kv, "self_attn.v": kv}
+    projections = {
+        "qkv": (outputs_of, hidden, config.qkv_bias),
+        "o": ({"self_attn.o": hidden}, q, config.o_bias),
+    }
+    for field, (outputs, inputs, biased) in (
+        *(() if linear else projections.items()),
+        *_mlp(config, index).items(),
     ):
         parts = {f"{layer}.{name}_proj": size for name, size in outputs.items()}
         if field in arch.joined:
@@ -95,6 +96,30 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
         if biased:
             tensors[f"{field}_bias"] = {f"{name}.bias": (size,) for name, size in parts.items()}
     return tensors
+
+
+def delta_rule_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
+    """The parts that each field of a layer's `DeltaRuleWeights` is joined from; empty without."""
+    if config.delta_rule is None or not config.delta_rule.layers[index]:
+        return {}
+    delta, hidden = config.delta_rule.shape, config.hidden_size
+    module, names = f"model.layers.{index}.linear_attn", config.arch.delta_rule
+    values, heads = delta.value_heads * delta.value_size, delta.value_heads
+    channels = delta.key_heads * delta.head_channels
+    sizes = {"qkvz": channels + values, "qkv": channels, "z": values} | {
+        "ba": 2 * heads, "b": heads, "a": heads
+    }  # fmt: skip
+    parts = {f"{module}.{name}.weight": (sizes[name.rpartition("_")[2]], hidden) for name in names}
+    half = len(names) // 2
+    return {
+        "delta_in": dict(list(parts.items())[:half]),
+        "delta_gates": dict(list(parts.items())[half:]),
+        "delta_out": {f"{module}.out_proj.weight": (hidden, values)},
+        "conv": {f"{module}.conv1d.weight": (channels, 1, delta.kernel)},
+        "log_decay": {f"{module}.A_log": (heads,)},
+        "decay_bias": {f"{module}.dt_bias": (heads,)},
+        "head_scale": {f"{module}.norm.weight": (delta.value_size,)},
+    }
 
 
 def _mlp(config: ModelConfig, index: int) -> dict[str, tuple[dict[str, int], int, bool]]:
@@ -144,7 +169,8 @@ def _parts(config: ModelConfig) -> Iterator[Shapes]:
     yield {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         shared, each = expert_tensors(config, index)
-        for fields in (layer_tensors(config, index), shared, *each):
+        delta = delta_rule_tensors(config, index)
+        for fields in (layer_tensors(config, index), delta, shared, *each):
             yield from fields.values()
     yield {FINAL_NORM: (config.hidden_size,)}
     if not config.tie_embeddings:
@@ -214,7 +240,9 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
     for name in sorted(stored.keys() - expected.keys()):
         # Old exports saved rotary tables, and copies of a tied embedding.
         tied_copy = config.tie_embeddings and name == LM_HEAD
-        if not tied_copy and not name.endswith("rotary_emb.inv_freq"):
+        # Of heads that predict further tokens, which are not used.
+        further = bool(config.arch.delta_rule) and name.startswith("mtp.")
+        if not tied_copy and not further and not name.endswith("rotary_emb.inv_freq"):
             raise CheckpointError(
                 f"{stored[name].file}: tensor {name} is not part of {config.architecture} as "
                 "config.json describes it"

@@ -96,7 +96,7 @@ class NativeOps(DecoderModel):
         cos, sin = self._tables[self._table_of[index]]
         norms = (None, None) if self._norms_in_torch else (layer.q_norm, layer.k_norm)
         return AttentionShape(
-            *(config.num_heads, index, config.windows[index] or 0),
+            *(config.num_heads, self._kv_layers[index] or 0, config.windows[index] or 0),
             *(config.score_scale, config.attention_softcap, config.rms_eps),
             *(cos.data_ptr(), sin.data_ptr(), *(c_norm(norm, self.dtype) for norm in norms)),
             config.arch.qk_norm == "row",
