@@ -19,12 +19,25 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+# Of models with linear attention, beside SMALL.
+SMALL_DELTA_RULE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
 
 
 def make_model(architecture, seed=0, dtype=torch.float32, **overrides):
     """A small transformers model with seeded weights; overrides are config keys."""
     model_class = getattr(transformers, architecture)
-    config = model_class.config_class(**{**SMALL, **overrides})
+    linear = SMALL_DELTA_RULE if "linear_key_head_dim" in vars(model_class.config_class()) else {}
+    config = model_class.config_class(**{**SMALL, **linear, **overrides})
     model = model_class(config).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -42,14 +42,6 @@ LONG = {
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16}
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 48}
-SHARED = {"num_experts": 6, "shared_expert_intermediate_size": 80}
-DELTA_RULE = {
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama one kv head": ("LlamaForCausalLM", {"num_key_value_heads": 1}),
@@ -160,12 +152,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
-    "qwen3 next": ("Qwen3NextForCausalLM", {**DELTA_RULE, **EXPERTS, **SHARED}),
-    "qwen3.5": ("Qwen3_5ForCausalLM", {**DELTA_RULE, "linear_num_value_heads": 4}),
-    "qwen3.5 moe": (
-        "Qwen3_5MoeForCausalLM",
-        {**DELTA_RULE, **EXPERTS, **SHARED, "linear_value_head_dim": 32, "head_dim": 32},
+    "qwen3 next": ("Qwen3NextForCausalLM", {}),
+    "qwen3 next odd sizes": (
+        "Qwen3NextForCausalLM",
+        {"linear_value_head_dim": 24, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1]},
     ),
+    "qwen3.5": ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 4}),
+    "qwen3.5 moe": ("Qwen3_5MoeForCausalLM", {"linear_value_head_dim": 32, "head_dim": 32}),
     "olmoe": ("OlmoeForCausalLM", {"num_experts": 5, "num_experts_per_tok": 3}),
     "granite": (
         "GraniteForCausalLM",
