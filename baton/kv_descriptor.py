@@ -21,5 +21,5 @@ def differences(prefill: common_pb2.KvDescriptor, decode: common_pb2.KvDescripto
 def token_bytes(kv: common_pb2.KvDescriptor) -> int:
     """Bytes of one token's KV, in all layers."""
     element, scale = _SIZES.get(kv.dtype, _16_BITS)
-    size: int = 2 * kv.num_layers * kv.num_kv_heads * (kv.head_size * element + scale)
+    size: int = kv.parts * kv.num_layers * kv.num_kv_heads * (kv.head_size * element + scale)
     return size

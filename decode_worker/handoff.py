@@ -93,8 +93,9 @@ class Handoff:
     """A sequence that holds blocks here, or asks for them.
 
     `block_ids` cover its `num_slots` token slots in order (more may follow): those of its
-    `num_tokens` tokens, and then those of its state's blocks. The first `cached_tokens`, a multiple of the block size, are valid already, perhaps shared, and never written. Only KV of
-    the tokens of `token_digest` (`baton.block_hash`) may come in. `deadline`: of the event loop's
+    `num_tokens` tokens, and then those of its state's blocks. The first `cached_tokens`, a multiple
+    of the block size, are valid already, perhaps shared, and never written. Only KV of the tokens
+    of `token_digest` (`baton.block_hash`) may come in. `deadline`: of the event loop's
     clock.
     """
 

@@ -1,6 +1,6 @@
 """Checksums of KV bytes in canonical order.
 
-That is block by block the filled slots in [layer, K or V, kv_head, token, element] order: exactly
+That is block by block the filled slots in [layer, part, kv_head, token, element] order: exactly
 the transferred bytes, in the order of their transfer.
 """
 

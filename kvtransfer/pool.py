@@ -1,8 +1,9 @@
 """A worker's KV blocks as bytes: where the bytes of tokens and heads are, and copies of them.
 
-The pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`. The first
-`n` tokens of a block are the first `n / block_size` of each of its (layer, K or V, head) rows; a
-range of heads is one run of bytes for each (layer, K or V). Quantized rows, of one-byte elements,
+The pool is one tensor `[num_blocks, num_layers, parts, num_kv_heads, block_size, head_size]`, whose
+parts are K and V, or latent KV alone. The first `n` tokens of a block are the first `n /
+block_size` of each of its (layer, part, head) rows; a range of heads is one run of bytes for each
+(layer, part). Quantized rows, of one-byte elements,
 hold the elements of all tokens and then a scale for each token: `n` tokens are the first
 `n / block_size` of both parts.
 """
@@ -73,20 +74,21 @@ class KvPool:
     def __init__(
         self, tensor: torch.Tensor, area: Area | None = None, heads: range | None = None
     ) -> None:
-        if tensor.dim() != 6 or tensor.shape[2] != 2 or not tensor.is_contiguous():
+        if tensor.dim() != 6 or tensor.shape[2] not in (1, 2) or not tensor.is_contiguous():
             raise ValueError(
-                "the KV pool must be a contiguous [num_blocks, num_layers, 2, num_kv_heads, "
+                "the KV pool must be a contiguous [num_blocks, num_layers, 1 or 2, num_kv_heads, "
                 f"block_size, head_size] tensor, not {tuple(tensor.shape)}"
             )
         if area is not None and tensor.data_ptr() != area.tensor.data_ptr():
             raise ValueError("the KV pool must begin where its shared memory begins")
         self.tensor, self.area, self.device = tensor, area, tensor.device
-        self.num_blocks, layers, _, num_heads, self.block_size, head_size = tensor.shape
+        self.num_blocks, layers, parts, num_heads, self.block_size, head_size = tensor.shape
+        sides = layers * parts
         self.heads = range(num_heads) if heads is None else heads
         self.has_all_heads = len(self.heads) == num_heads
         self.row_slot_bytes = head_size * tensor.element_size()
         self.scale_bytes = SCALE_BYTES if tensor.element_size() == 1 else 0  # of row_slot_bytes
-        self.token_bytes = layers * 2 * len(self.heads) * self.row_slot_bytes
+        self.token_bytes = sides * len(self.heads) * self.row_slot_bytes
         self.block_bytes = self.token_bytes * self.block_size
         self.on_gpu = self.device.type != "cpu" or (area is not None and area.on_gpu)
         if self.on_gpu and (self.row_slot_bytes % 4 or self.block_bytes % 16):
@@ -94,10 +96,10 @@ class KvPool:
             raise ValueError(
                 f"on a GPU a slot of a row and a block are multiples of 4 and 16 bytes, not {sizes}"
             )
-        octets = tensor.view(torch.uint8).view(self.num_blocks, layers * 2, num_heads, -1)
-        # [num_blocks, layers * 2, heads, bytes of a row]
+        octets = tensor.view(torch.uint8).view(self.num_blocks, sides, num_heads, -1)
+        # [num_blocks, layers * parts, heads, bytes of a row]
         self.rows = octets[:, :, self.heads.start : self.heads.stop]
-        self.blocks = self.rows.view(self.num_blocks, layers * 2, -1)
+        self.blocks = self.rows.view(self.num_blocks, sides, -1)
 
     @cached_property
     def words(self) -> torch.Tensor:
@@ -107,7 +109,7 @@ class KvPool:
 
     @property
     def side_words(self) -> int:
-        """Words of K or V of all heads of the tensor, in one layer of a block."""
+        """Words of a part of all heads of the tensor, in one layer of a block."""
         return int(self.tensor.shape[3]) * self.block_size * self.row_slot_bytes // 4
 
     def with_heads(self, heads: range) -> KvPool:
@@ -192,7 +194,7 @@ class KvPool:
 
     def chunks(self, blocks: BlockIds) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
         """Full blocks in host memory, several at a time: the index of the first, and their bytes,
-        contiguous `[blocks, layers * 2, bytes]` and valid until the next.
+        contiguous `[blocks, layers * parts, bytes]` and valid until the next.
 
         Blocks that are not contiguous in the pool are copied, many in one call, because ranks'
         threads wait for the GIL between calls, about as long as copying a few blocks takes.

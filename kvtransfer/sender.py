@@ -58,8 +58,9 @@ class HandoffSender:
     """The transfer of one sequence's KV: an async context that aborts unless it was committed.
 
     The blocks must be held until it is left. `num_tokens`: token slots of the sequence's blocks,
-    including cached ones; where it has a state, those of whole blocks, its state's last · `timeout_s`: the request's remaining time · `step_timeout_s`: limit of every single wait
-    · `parent`: the parent of the span `kv.transfer` · `token_digest`: of the tokens whose KV is
+    including cached ones; where it has a state, those of whole blocks, its state's last ·
+    `timeout_s`: the request's remaining time · `step_timeout_s`: limit of every single wait ·
+    `parent`: the parent of the span `kv.transfer` · `token_digest`: of the tokens whose KV is
     sent; Commit fails if other tokens were reserved · `abort_wait_s`: time that leaving waits for
     the first try of an Abort; others follow in the background.
     """

@@ -189,7 +189,12 @@ def longest_context(settings: EngineConfig, config: ModelConfig) -> int:
 
 
 def _check_context(settings: EngineConfig, layout: KvLayout) -> None:
-    """Raises ConfigError if the pool is smaller than the requested context."""
+    """Raises ConfigError if the pool is smaller than a state, or than the requested context."""
+    if layout.max_sequence < 1:
+        raise ConfigError(
+            f"the state of a sequence takes {layout.state_blocks} KV blocks, and there are "
+            f"{layout.num_blocks}: give the KV cache {_kv_for(layout, layout.block_size)}"
+        )
     if settings.max_context >= layout.max_sequence:
         raise ConfigError(
             f"--max-context {settings.max_context} does not fit the KV cache, which holds "

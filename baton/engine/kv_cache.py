@@ -28,11 +28,13 @@ Allocate = Callable[[int, torch.device], Memory | None]
 
 @dataclass(frozen=True)
 class KvLayout:
-    """Shape of the pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`.
+    """Shape of the pool: `[num_blocks, num_layers, parts, num_kv_heads, block_size, row_size]`.
 
-    A row is a token's K or V of one head. In int8 and fp8, the elements of all rows of a block and
-    head come first, and their float32 scales last (`row_quantization.split_rows`): so a row is
-    aligned to 16 bytes where head_size is a multiple of 16, as wide loads of GPUs need it.
+    A row is a token's K or V of one head. Latent KV has one part and one head, whose row is what K
+    and V of all heads are made of; several ranks each hold all of it, as of any KV head that their
+    queries share. In int8 and fp8, the elements of all rows of a block and head come first, and
+    their float32 scales last (`row_quantization.split_rows`): so a row is aligned to 16 bytes where
+    head_size is a multiple of 16, as wide loads of GPUs need it.
     """
 
     num_blocks: int
@@ -41,6 +43,7 @@ class KvLayout:
     block_size: int
     head_size: int
     dtype: torch.dtype
+    parts: int = 2
     state_blocks: int = 0  # of each sequence's state; 0 in models without states
 
     @property
@@ -50,9 +53,9 @@ class KvLayout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The pool's shape; axis 2 is K, then V."""
+        """The pool's shape; axis 2 is K, then V, or latent KV alone."""
         heads, row_size = self.num_kv_heads, self.row_size
-        return self.num_blocks, self.num_layers, 2, heads, self.block_size, row_size
+        return self.num_blocks, self.num_layers, self.parts, heads, self.block_size, row_size
 
     @property
     def num_tokens(self) -> int:
@@ -72,7 +75,8 @@ class KvLayout:
     @property
     def bytes_per_token(self) -> int:
         """KV bytes of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.row_size * self.dtype.itemsize
+        rows = self.num_layers * self.parts * self.num_kv_heads
+        return rows * self.row_size * self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -95,6 +99,7 @@ class KvLayout:
             compute_dtype=compute_name if compute_name != name else "",
             quantization=quantization if quantization != "none" else "",
             num_layers=self.num_layers,
+            parts=self.parts,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             block_size=self.block_size,
@@ -109,7 +114,7 @@ def _state_blocks(config: ModelConfig, layout: KvLayout) -> int:
     if rule is None:
         return 0
     chunk_bytes = layout.block_size * layout.row_size * layout.dtype.itemsize
-    heads, chunks = layout.num_kv_heads, 2 * layout.num_layers
+    heads, chunks = layout.num_kv_heads, layout.num_layers * layout.parts
     states = StateLayout(rule.shape, sum(rule.layers), heads, chunk_bytes, chunks)
     if not states.chunk_rows:
         raise ConfigError(
@@ -134,11 +139,6 @@ def plan_layout(
         raise ConfigError(
             f"one KV block takes {one.num_bytes} bytes and the budget is {budget_bytes}: "
             "raise --kv-cache or lower --block-size"
-        )
-    if count <= one.state_blocks:
-        raise ConfigError(
-            f"a sequence's state takes {one.state_blocks} KV blocks of {one.num_bytes} bytes, and "
-            f"there are {count}: raise --kv-cache or --kv-blocks"
         )
     return replace(one, num_blocks=count)
 

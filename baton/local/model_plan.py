@@ -76,7 +76,7 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
     layout = None
     if settings.kv_blocks or kv_bytes:
         layout = plan_layout(config, kv_dtype, settings.block_size, settings.kv_blocks, kv_bytes)
-    longest = min(context, layout.num_tokens) if layout else context
+    longest = min(context, layout.max_sequence) if layout else context
     held = weight_format(settings, config.quantization)
     weights = weight_bytes(settings, config, dtype, gpu is not None)
     form = str(dtype).removeprefix("torch.") if held == "none" else held

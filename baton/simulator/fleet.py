@@ -36,6 +36,7 @@ class _Member:
         kv = common_pb2.KvDescriptor(
             dtype="bfloat16",
             num_layers=1,
+            parts=2,
             num_kv_heads=1,
             head_size=spec.token_bytes // 4,
             block_size=spec.block_size,

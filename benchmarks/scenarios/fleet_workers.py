@@ -107,7 +107,7 @@ class Worker(ABC):
             version=config.model_version,
             text_fingerprint=fingerprint,
             kv=common_pb2.KvDescriptor(
-                model_fingerprint="fleet", dtype="bfloat16", num_layers=32, num_kv_heads=8,
+                model_fingerprint="fleet", dtype="bfloat16", num_layers=32, parts=2, num_kv_heads=8,
                 head_size=128, block_size=_BLOCK, layout_version=1, tensor_parallel=1,
             ),
             transports=[common_pb2.TRANSPORT_SHM],

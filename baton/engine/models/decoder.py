@@ -184,9 +184,9 @@ class DecoderModel:
     def _delta_rule(self, index: int, pool: Tensor) -> DeltaRule:
         rule, tensors = self.config.delta_rule, self._delta_tensors[index]
         assert rule is not None and tensors is not None
-        layers = rule.state_layers
         layout = layout_of(rule.shape, sum(rule.layers), pool)
-        assert (layer := layers[index]) is not None
+        layer = rule.state_layers[index]
+        assert layer is not None, "it has a state"
         return DeltaRule(layout, tensors, layer, self.config.rms_eps)
 
     def _run_delta_rule(

@@ -64,8 +64,8 @@ class Shard:
                 )
         if config.delta_rule is not None and config.num_kv_heads % ranks:
             raise ConfigError(
-                f"--tp {ranks} does not divide the model's {config.num_kv_heads} KV heads, by which "
-                "the states of its linear attention are divided"
+                f"--tp {ranks} does not divide the model's {config.num_kv_heads} KV heads, by "
+                "which the states of its linear attention are divided"
             )
         if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
             raise ConfigError(

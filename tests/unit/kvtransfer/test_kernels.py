@@ -17,6 +17,7 @@ SHAPES = {
     "float32": ((9, 2, 2, 2, 4, 8), torch.float32),
     "bfloat16": ((9, 1, 2, 3, 16, 4), torch.bfloat16),
     "int8 with scales": ((9, 1, 2, 1, 16, 20), torch.int8),  # rows of no power of two
+    "latent KV": ((9, 2, 1, 1, 4, 24), torch.float32),
     "some heads": ((9, 2, 2, 5, 4, 8), torch.float32, range(1, 3), range(3, 5)),
 }
 SLOTS = {

@@ -13,9 +13,14 @@ from tests.contract.kvtransfer_parts import by_token
 SHAPE = (6, 2, 2, 3, 4, 5)
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.int8], ids=str)
+LATENT = (6, 2, 1, 1, 4, 5)
+KINDS = {str(dtype): (SHAPE, dtype) for dtype in (torch.float32, torch.bfloat16, torch.int8)}
+
+
+@pytest.fixture(params=[*KINDS.values(), (LATENT, torch.float32)], ids=[*KINDS, "latent"])
 def pool(request):
-    return KvPool((50 * torch.randn(SHAPE)).to(request.param))
+    shape, dtype = request.param
+    return KvPool((50 * torch.randn(shape)).to(dtype))
 
 
 def first_slots(tensor, block, count):
@@ -95,6 +100,7 @@ def test_a_copy_is_the_same_in_pieces_of_any_size(pool, piece, monkeypatch):
     assert digest.num_bytes == pool.nbytes(local)
 
 
+@pytest.mark.parametrize("pool", KINDS.values(), ids=KINDS, indirect=True)
 @pytest.mark.parametrize("piece", [1, 1 << 20])
 def test_heads_of_a_pool_are_a_pool_of_their_own(pool, piece, monkeypatch):
     """Copied into another place of other pools, gathered, scattered: the same bytes and digest."""

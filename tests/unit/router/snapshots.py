@@ -10,7 +10,7 @@ from router.queueing.fair_queue import FairQueue
 from router.request import Demand, TenantShare
 
 BLOCK = 4
-_TOKEN_OF_40_000_BYTES = {"num_layers": 10, "num_kv_heads": 4, "head_size": 125}
+_TOKEN_OF_40_000_BYTES = {"num_layers": 10, "parts": 2, "num_kv_heads": 4, "head_size": 125}
 PROMPT = tuple(range(100, 108))
 INDEX, SLOTS = KvIndex(), {}
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.native import library
-from baton.engine.kernels.native.interface import DeltaRule as NativeDeltaRule
 from baton.engine.kernels.native.interface import AttentionShape, Pool, Span
+from baton.engine.kernels.native.interface import DeltaRule as NativeDeltaRule
 from baton.engine.kernels.native.rows import NATIVE_ROW_OPS, c_norm
 from baton.engine.kernels.torch.delta_rule import DeltaRule, States
 from baton.engine.models.decoder import DecoderModel
