@@ -19,26 +19,16 @@ from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.torch.attention import Scoring, attend, place, softcapped, write_kv
-from baton.engine.kernels.torch.delta_rule import (
-    DeltaRule,
-    DeltaRuleTensors,
-    States,
-    layout_of,
-    rowwise,
-)
+from baton.engine.kernels.torch.delta_rule import States, rowwise
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.moe_routing import route
 from baton.engine.kernels.torch.rows import Norm, RowOps, rms_norm, rotate
+from baton.engine.models.linear_attention import LinearAttention
 from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.models.weights import (
-    DeltaRuleWeights,
-    LayerWeights,
-    ModelWeights,
-    MoeWeights,
-)
+from baton.engine.models.weights import LayerWeights, ModelWeights, MoeWeights
 from baton.engine.quantization.linear_weight import LinearWeight, ResidualStream
 
 
@@ -49,6 +39,7 @@ class DecoderModel:
     """
 
     ops = RowOps()
+    linear_attention = LinearAttention
 
     def __init__(
         self,
@@ -85,11 +76,7 @@ class DecoderModel:
             moe_layers = [index for index, has in enumerate(config.experts.layers) if has]
             self._tokens_of = dict(zip(moe_layers, self.expert_tokens, strict=True))
         self._kv_layers = config.kv_layers
-        self._delta_tensors = [
-            None if layer.delta is None else _delta_rule_tensors(layer.delta)
-            for layer in weights.layers
-        ]
-        self._delta_rules: dict[int, DeltaRule] = {}  # by layer, once the pool is known
+        self._linear = self.linear_attention(config, weights.layers)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
     @torch.inference_mode()
@@ -146,7 +133,7 @@ class DecoderModel:
                 self._add_attention(hidden, layer, placed, index, pool)
             else:
                 assert states is not None, "a model with states has them"
-                self._add_delta_rule(hidden, layer, layer.delta, states, index, pool)
+                self._add_linear_attention(hidden, layer, states, index, pool)
             self._add_mlp(hidden, layer, placed, index)
         return hidden
 
@@ -169,31 +156,14 @@ class DecoderModel:
         norm = layer.attention_norm
         self._add_product(hidden, attended, layer.o, layer.o_bias, norm, lora.get("o"))
 
-    def _add_delta_rule(
-        self, hidden: ResidualStream, layer: LayerWeights, delta: DeltaRuleWeights, states: States,
-        index: int, pool: Tensor,
-    ) -> None:  # fmt: skip
+    def _add_linear_attention(
+        self, hidden: ResidualStream, layer: LayerWeights, states: States, index: int, pool: Tensor
+    ) -> None:
         """Adds the output of linear attention to the stream, and updates states."""
+        assert layer.delta is not None
         normed = self._normed(hidden, layer.input_norm)
-        mixed, gates = delta.delta_in.product(normed), delta.delta_gates.product(normed)
-        if index not in self._delta_rules:
-            self._delta_rules[index] = self._delta_rule(index, pool)
-        out = self._run_delta_rule(self._delta_rules[index], mixed, gates, states, pool)
-        self._add_product(hidden, out, delta.delta_out, None, layer.attention_norm)
-
-    def _delta_rule(self, index: int, pool: Tensor) -> DeltaRule:
-        rule, tensors = self.config.delta_rule, self._delta_tensors[index]
-        assert rule is not None and tensors is not None
-        layout = layout_of(rule.shape, sum(rule.layers), pool)
-        layer = rule.state_layers[index]
-        assert layer is not None, "it has a state"
-        return DeltaRule(layout, tensors, layer, self.config.rms_eps)
-
-    def _run_delta_rule(
-        self, rule: DeltaRule, mixed: Tensor, gates: Tensor, states: States, pool: Tensor
-    ) -> Tensor:
-        """See `DeltaRule.run`."""
-        return rule.run(mixed, gates, states, pool)
+        out = self._linear.run(index, normed, states, pool)
+        self._add_product(hidden, out, layer.delta.delta_out, None, layer.attention_norm)
 
     def _lora(self, hidden: ResidualStream, index: int) -> Mapping[str, LoraMatrices]:
         """What adapters add to a layer's products, by field; empty where no row has an adapter."""
@@ -391,11 +361,3 @@ class DecoderModel:
         layer = self._kv_layers[index]
         assert layer is not None, "only layers that keep KV attend to it"
         return layer
-
-
-def _delta_rule_tensors(weights: DeltaRuleWeights) -> DeltaRuleTensors:
-    """Parameters in the form that kernels take."""
-    decay = -weights.log_decay.exp()
-    return DeltaRuleTensors(
-        weights.conv.float().contiguous(), decay, weights.decay_bias, weights.head_scale
-    )

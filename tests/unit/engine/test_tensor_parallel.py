@@ -107,11 +107,14 @@ def generated(loaded):
          {"tp": 4, "tp_backend": "gloo"}),
         ("Qwen2MoeForCausalLM", {"num_experts": 4, "shared_expert_intermediate_size": 64},
          {"tp": 2, "tp_backend": "gloo", "kernels": "torch"}),
+        ("Qwen3NextForCausalLM", {}, {"tp": 2, "tp_backend": "gloo"}),
+        ("Qwen3_5ForCausalLM", {}, {"tp": 2, "tp_backend": "gloo", "kernels": "torch"}),
     ],
     ids=[
         "shared KV head, biases", "tied, odd vocabulary", "experts", "whole experts, not as many",
         "whole experts, of an odd size", "rows normed", "rows normed, gloo",
         "rows normed, whole experts", "int8", "gloo", "gloo torch",
+        "states", "states torch",
     ],
 )  # fmt: skip
 def test_ranks_give_the_tokens_of_one_process(tmp_path, architecture, options, settings):

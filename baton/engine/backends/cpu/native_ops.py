@@ -6,32 +6,28 @@ lacks are torch's.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from baton.engine.backends.cpu.linear_attention import NativeLinearAttention, spans_of
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.native import library
-from baton.engine.kernels.native.interface import AttentionShape, Pool, Span
-from baton.engine.kernels.native.interface import DeltaRule as NativeDeltaRule
+from baton.engine.kernels.native.interface import AttentionShape, Pool
 from baton.engine.kernels.native.rows import NATIVE_ROW_OPS, c_norm
-from baton.engine.kernels.torch.delta_rule import DeltaRule, States
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.weights import LayerWeights, ModelWeights
-
-INT32 = 4  # bytes
-MULTIPLE = 16  # of the sizes of heads whose states native code advances
 
 
 class NativeOps(DecoderModel):
     """Norms, gates and products are native, and attention if `attends`."""
 
     ops = NATIVE_ROW_OPS
+    linear_attention = NativeLinearAttention
 
     def __init__(
         self,
@@ -53,9 +49,6 @@ class NativeOps(DecoderModel):
         self._attends = attends
         # Over all ranks' heads, which single native calls do not exchange.
         self._norms_in_torch = config.arch.qk_norm == "row" and ranks is not SINGLE_RANK
-        rule = config.delta_rule
-        sizes = (rule.shape.key_size, rule.shape.value_size) if rule else ()
-        self._advances = not any(size % MULTIPLE for size in sizes)  # states by native code
         self._kv_heads = range(config.num_kv_heads)  # of the pool that are used
         self._shapes = list(map(self._shape, range(config.num_layers), weights.layers))
 
@@ -63,7 +56,7 @@ class NativeOps(DecoderModel):
         """The spans of the batch's sequences, and the pool, for native code."""
         if not self._attends:
             return super()._place(batch, pool)
-        return _spans(batch.context_lens, batch.query_lens, batch.block_tables), self._pool(pool)
+        return spans_of(batch.context_lens, batch.query_lens, batch.block_tables), self._pool(pool)
 
     def _rope_and_write(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
@@ -91,28 +84,6 @@ class NativeOps(DecoderModel):
         )  # fmt: skip
         return out
 
-    def _delta_rule(self, index: int, pool: Tensor) -> DeltaRule:
-        """With the weights of the convolution in the order that native code reads them in."""
-        rule = super()._delta_rule(index, pool)
-        shape = rule.layout.shape
-        by_head = rule.tensors.conv.view(shape.key_heads, -1, shape.kernel)
-        conv = by_head.transpose(1, 2).contiguous() if self._advances else rule.tensors.conv
-        return replace(rule, tensors=rule.tensors._replace(conv=conv))
-
-    def _run_delta_rule(
-        self, rule: DeltaRule, mixed: Tensor, gates: Tensor, states: States, pool: Tensor
-    ) -> Tensor:
-        if not self._advances:
-            return super()._run_delta_rule(rule, mixed, gates, states, pool)
-        spans = _spans(states.context_lens, states.query_lens, states.tables)
-        shape = rule.layout.shape
-        out = mixed.new_empty(len(mixed), shape.value_heads * shape.value_size)
-        self._native.baton_delta_rule(
-            torch.get_num_threads(), mixed.data_ptr(), gates.data_ptr(), spans, len(spans),
-            _c_delta_rule(rule, pool), out.data_ptr(),
-        )  # fmt: skip
-        return out
-
     def _shape(self, index: int, layer: LayerWeights) -> AttentionShape:
         """The attention of a layer, for native code."""
         config = self.config
@@ -131,25 +102,3 @@ class NativeOps(DecoderModel):
         int8, mine = pool.dtype == torch.int8, self._kv_heads
         used = (heads, mine.start, len(mine))
         return Pool(pool.data_ptr(), layers, *used, block_size, self.config.head_size, int8)
-
-
-def _spans(context_lens: Tensor, query_lens: Tensor, tables: Tensor) -> Any:
-    """The rows of each sequence, and its table, for native code."""
-    counts, row = query_lens.tolist(), 0
-    spans = (Span * len(counts))()
-    table, stride = tables.data_ptr(), tables.shape[1] * INT32
-    for at, context in enumerate(context_lens.tolist()):
-        spans[at] = Span(row, counts[at], context, table + at * stride)
-        row += counts[at]
-    return spans
-
-
-def _c_delta_rule(rule: DeltaRule, pool: Tensor) -> NativeDeltaRule:
-    layout, tensors = rule.layout, rule.tensors
-    shape = layout.shape
-    return NativeDeltaRule(
-        *(tensor.data_ptr() for tensor in tensors), pool.data_ptr(),
-        *(shape.key_heads, shape.values_per_key, shape.key_size, shape.value_size, shape.kernel),
-        *(rule.layer, layout.kv_heads, layout.chunk_rows, layout.block_chunks, layout.chunk_bytes),
-        rule.eps,
-    )  # fmt: skip
