@@ -111,6 +111,7 @@ async def test_a_worker_whose_lease_ended_serves_on_while_its_connection_answers
     cluster.store.find("d0")
     await cluster.store_seen()
     cluster.store.lose("d0")
+    await cluster.store_seen()
     worker.break_connections()  # now nothing speaks for it any more
     assert isinstance(await received(waiting), Unavailable)
     await cluster.until(lambda s: [w.incarnation for w in decode_views(s)] == ["d9"])

@@ -386,7 +386,7 @@ async def test_the_workers_of_a_kept_trace_are_told(cluster_of):
     world.request(workers=("p0", "d0"))
     first = world.request(failed, workers=("p0", "d0", "gone")).trace_id
     second = world.request(failed, workers=("d0",)).trace_id
-    await seen(lambda: len(cluster.decodes[0].kept) == 2)
+    await seen(lambda: len(cluster.decodes[0].kept) == 2 and cluster.prefills[0].kept)
     kept = {worker.record.incarnation: worker.kept for worker in cluster.workers}
     assert kept == {"p0": [first], "p1": [], "d0": [first, second]}
 
