@@ -152,6 +152,9 @@ def _differences(one: Architecture) -> Iterator[str]:
         yield "scaled embeddings"
     if one.sinks:
         yield "sinks"
+    if one.delta_rule:
+        period = one.defaults["full_attention_interval"]
+        yield f"gated attention in each {period}th layer, linear (gated delta rule) in others"
     if one.experts:
         shared = "shared_expert_intermediate_size" in one.defaults
         yield f"mixture of experts{', one of them for all tokens' if shared else ''}"

@@ -104,15 +104,20 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
 
 
 def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
-    tokens, block_size = layout.num_tokens, layout.block_size
+    block_size, states = layout.block_size, layout.state_blocks
+    state = f" and {layout.state_bytes / 2**20:,.3g} MiB a sequence" if states else ""
+    tokens = layout.num_tokens - states * block_size * settings.max_batch  # beside full states
+    each = f"of {tokens // settings.max_batch:,}" if tokens > 0 else "does not fit"
     text = (
-        f"{layout.bytes_per_token / 1024:,.3g} KiB a token; {layout.num_bytes / _GIB:.2f} GiB hold "
-        f"{tokens:,} tokens: {layout.num_blocks // -(-_SHORT // block_size):,} sequences of "
-        f"{_SHORT:,}, or --max-batch {settings.max_batch} of {tokens // settings.max_batch:,}"
+        f"{layout.bytes_per_token / 1024:,.3g} KiB a token{state}; {layout.num_bytes / _GIB:.2f} "
+        f"GiB hold {layout.num_tokens:,} tokens: "
+        f"{layout.num_blocks // (-(-_SHORT // block_size) + states):,} sequences of {_SHORT:,}, or "
+        f"--max-batch {settings.max_batch} {each}"
     )
+    tokens = layout.max_sequence
     if tokens > context:
         return ok("KV", text)
-    needed = math.ceil((context + 1) * layout.bytes_per_token / _GIB)
+    needed = math.ceil(((context + 1) * layout.bytes_per_token + layout.state_bytes) / _GIB)
     found = fail if settings.max_context else warn  # an explicit --max-context is never lowered
     return found(
         "KV",
