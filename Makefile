@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PROTOS := $(wildcard protos/baton/v1/*.proto)
 
-.PHONY: setup demo test test-all chaos chaos-ranks fuzz compose-test bench-engine bench-serve gpu lint format docs wheel protos lock clean
+.PHONY: setup demo test test-all chaos chaos-ranks chaos-versions fuzz compose-test bench-engine bench-serve gpu lint format docs wheel protos lock clean
 
 setup: $(STAMP)
 
@@ -28,9 +28,9 @@ test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/gpu tests/cluster tests/compose tests/helm || status=1; \
 	exit $$status
 
-# Also long tests: chaos for ten minutes, with workers of several ranks for five each way, and the
-# containers.
-test-all: test chaos chaos-ranks compose-test
+# Also long tests: chaos for ten minutes, with workers of several ranks for five each way, with two
+# versions for five, and the containers.
+test-all: test chaos chaos-ranks chaos-versions compose-test
 
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) $(if $(SEED),--seed $(SEED))
@@ -41,6 +41,9 @@ chaos: $(STAMP)
 chaos-ranks: $(STAMP)
 	@$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),5) --prefill-tp 2
 	@$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),5) --decode-tp 2
+
+chaos-versions: $(STAMP)
+	@$(BIN)/python -m tests.chaos --versions --minutes $(or $(MINUTES),5) $(if $(SEED),--seed $(SEED))
 
 compose-test: $(STAMP)
 	@BATON_COMPOSE_TEST=1 $(BIN)/python -m pytest tests/compose

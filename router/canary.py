@@ -40,6 +40,7 @@ from baton.v1.route_pb2 import (
 )
 from router.models import Models
 from router.request import LimitReached
+from router.telemetry.metrics import CANARY_DECISIONS
 from router.telemetry.stats import CANCELLED, OK, RequestListener, RequestOutcome, RequestRecord
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ _LOOK_S = 0.5
 # What the caller alone is to blame for.
 _CALLER_ERRORS = (InvalidRequest, ModelNotFound, Unauthenticated, LimitReached)
 
-STEPPED, PROMOTED, ROLLED_BACK = "stepped", "promoted", "rolled_back"
+STEPPED, PROMOTED, ROLLED_BACK = CANARY_DECISIONS
 
 
 @dataclass

@@ -456,6 +456,7 @@ def _served(record: RequestRecord, target: Target) -> Iterator[None]:
     version, span = target.version, record.span
     assert span is not None
     record.labels, record.route, record.fleet = version.labels, target.route, version.fleet
+    record.traffic = version.traffic
     span.update_name(f"{record.operation} {version.name}")
     span.set_attributes({**version.labels, "baton.tenant": record.tenant})
     version.running += 1

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
-from baton.errors import Unauthenticated
+from baton.errors import BatonError, Unauthenticated
 from baton.net import rpc, tls
-from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from baton.v1 import (
+    common_pb2,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    planner_pb2,
+)
 from baton.v1.common_pb2 import WorkerRecord
 from router import adapters
 from router.admission.tenants import Tenants
@@ -23,6 +32,7 @@ _OPERATOR_METHODS = (
     "/baton.v1.FleetService/", "/baton.v1.RouteService/", "/baton.v1.TraceService/",
     "/grpc.reflection.",
 )  # fmt: skip
+_PLAN_S = 2.0  # between two looks at the planner's plan
 _PUBLISH_S = 0.5
 _MAX_JOINED = 64  # tokens in a message of joined output
 
@@ -163,6 +173,14 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             siblings=self._shared.siblings() if self._shared else (),
         )
 
+    async def follow_plan(self, read: Callable[[], Awaitable[planner_pb2.Plan]]) -> None:
+        """Keeps the planner's newest plan for the status until cancelled."""
+        while True:
+            with contextlib.suppress(BatonError):  # the last one stays
+                if (plan := await read()).roles:
+                    self._router.plan.CopyFrom(plan)
+            await asyncio.sleep(_PLAN_S)
+
     async def publish(self) -> None:
         """Publishes this process's status to its siblings and parent, if any, until cancelled."""
         while self._shared is not None:
@@ -189,6 +207,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         router.counts.CopyFrom(stats.counts)
         router.latency.CopyFrom(stats.latency())
         router.events.extend(stats.events)
+        router.traffic.extend(one.traffic_now() for one in models.versions.values())
         return router
 
     async def Explain(

@@ -100,8 +100,10 @@ async def _run(
     telemetry = tracing.setup("baton-router", config.otlp, instance, config.trace_sample)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, telemetry.close)
+        registry = EtcdRegistry(config.registry)
+        stack.push_async_callback(registry.close)
         service, membership, routes = await _started_service(
-            config, texts, tenants, telemetry.tracer, stop, stack
+            config, registry, texts, tenants, telemetry.tracer, stop, stack
         )
         recorder = Recorder("router", instance)
         for work in _observe(config, service, recorder, telemetry, routes):
@@ -126,6 +128,7 @@ async def _run(
         formats = "; ".join(f"{s.name} ({text.chat_formats})" for s, text in texts)
         log.info("router %s at %s serves %s", config.incarnation, address, formats)
         _run_within(stack, operators.publish(), "status")
+        _run_within(stack, operators.follow_plan(registry.plan), "plan")
         await _serve(stop, leave, partial(_leave, limits.default_timeout_s, service, server))
         readiness.cancel()
         await health.set(False)
@@ -153,6 +156,7 @@ def _load_texts(config: RouterConfig, tenants: Tenants) -> list[tuple[ModelSourc
 
 async def _started_service(
     config: RouterConfig,
+    registry: EtcdRegistry,
     texts: Sequence[tuple[ModelSource, Admission]],
     tenants: Tenants,
     tracer: Tracer,
@@ -161,8 +165,6 @@ async def _started_service(
 ) -> tuple[GenerationService, Membership, RouteTable]:
     """The service over models that follow the registry; `stop` is set if they cannot any more."""
     limits, stats = config.limits, RouterStats()
-    registry = EtcdRegistry(config.registry)
-    stack.push_async_callback(registry.close)
     membership = await stack.enter_async_context(registry.watch())
     routes = await stack.enter_async_context(registry.routes())
     _run_within(stack, tenants.follow(), "tenants")

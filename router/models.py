@@ -15,14 +15,15 @@ import hashlib
 import logging
 import math
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from baton.config import ModelSource, full_name, shown_name
 from baton.errors import ModelNotFound, Unavailable, quoted
 from baton.registry import Membership
-from baton.v1 import common_pb2, worker_pb2
+from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from baton.v1.route_pb2 import ModelRoute, RouteTarget
 from router.admission.admission import Admission
 from router.dispatch.dispatch import Dispatch
@@ -30,6 +31,7 @@ from router.fleet.circuit_breaker import Key
 from router.fleet.fleet import Fleet
 from router.fleet.snapshot import MISMATCH, WorkerView
 from router.queueing.wait_queue import WaitQueue
+from router.telemetry.stats import Traffic
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class ModelVersion:
     fleet: Fleet
     wait_queue: WaitQueue
     dispatch: Dispatch
+    traffic: Traffic = field(default_factory=Traffic)
     running: int = 0  # requests
     output_tokens: int = 0  # delivered
 
@@ -63,6 +66,19 @@ class ModelVersion:
     def labels(self) -> dict[str, str]:
         """Its labels in metrics and spans."""
         return {"gen_ai.request.model": self.name, "baton.model.version": self.version}
+
+    def traffic_now(self) -> fleet_pb2.ModelTraffic:
+        """What it does at this router."""
+        traffic = fleet_pb2.ModelTraffic(
+            model=self.name,
+            version=self.version,
+            queued=self.wait_queue.depth,
+            running=self.running,
+            counts=self.traffic.counts,
+            latency=self.traffic.latency(time.monotonic()),
+        )
+        traffic.counts.output_tokens = self.output_tokens
+        return traffic
 
     @property
     def why_not_ready(self) -> str:

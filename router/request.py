@@ -21,7 +21,7 @@ from baton.config.slo import Slo
 from baton.errors import Overloaded
 from baton.generation.sampling_params import Reasoning, SamplingParams
 from baton.text.detokenizer import TokenPieces
-from baton.text.tool_calls import ToolFormat
+from baton.text.tool_calls import ToolFormat, ToolSchemas
 from baton.v1 import common_pb2, prefill_pb2
 
 # How the prompt's KV reached the worker that decoded; values of a metric's label.
@@ -80,12 +80,21 @@ class PendingPrompt:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """Parts of a chat's output other than content; `pieces` show the markers of tool calls."""
+    """Parts of a chat's output other than content; `pieces` show the markers of tool calls.
+
+    `tool_schemas`: of the tools that may be called, if their types matter to the format.
+    """
 
     pieces: TokenPieces
     reasoning: Reasoning | None = None
     tools: ToolFormat | None = None
     single_tool_call: bool = False  # further calls are dropped
+    tool_schemas: ToolSchemas = field(default_factory=dict)
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether the output's format marks content and reasoning, too."""
+        return self.tools is not None and self.tools.channels
 
 
 _NOT_QUEUED = PendingPrompt(TenantShare(""), 0.0)

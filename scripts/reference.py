@@ -1,6 +1,6 @@
 """Writes what is generated in docs/; `--check`, as in `make lint`, only compares it.
 
-In each page it is what lies between two marks: metrics and models from their tables, options from
+In each page it is what lies between two marks: metrics, models and tool formats from their tables, options from
 the command line's parser, gRPC's services and messages from protos/.
 """
 
@@ -19,11 +19,13 @@ import transformers
 
 from baton import cli
 from baton.cli.options import HelpFormatter
+from baton.config import TOOL_PARSERS
 from baton.engine.backends import unsupported
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY, refused
-from baton.engine.models.architectures import ARCHITECTURES, Architecture
+from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS, Architecture
 from baton.engine.models.model_config import ModelConfig
 from baton.telemetry.metrics import table
+from baton.text.tool_formats import FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -109,7 +111,9 @@ def grpc() -> Iterator[str]:
 
 def model_names() -> Iterator[str]:
     """The models of the table of architectures, in one line."""
-    yield f"{', '.join(one.models for one in ARCHITECTURES.values())}."
+    names = [one.models for one in ARCHITECTURES.values()]
+    names += [one.models for one in WRAPPERS.values()]
+    yield f"{', '.join(dict.fromkeys(names))}."
 
 
 def models() -> Iterator[str]:
@@ -128,6 +132,10 @@ def models() -> Iterator[str]:
             )
             cells = " | ".join("no" if reason else "yes" for reason in reasons)
             yield f"| {one.models} | `{name}` | {', '.join(_differences(one))} | {cells} |"
+    yield "\n| multimodal models, text only | `architectures` | their text part |\n|---|---|---|"
+    for name, wrapper in WRAPPERS.items():
+        parts = ", ".join(f"`{part}`" for part in dict.fromkeys(wrapper.text.values()))
+        yield f"| {wrapper.models} | `{name}` | {parts if parts != f'`{name}`' else 'its own'} |"
     yield ""
 
 
@@ -142,7 +150,7 @@ def _differences(one: Architecture) -> Iterator[str]:
         yield "sliding windows"
     elif isinstance(one.windows, int):
         yield f"sliding windows but in each {one.windows}th layer".replace("2th", "2nd")
-    if "no_rope_layers" in one.defaults:
+    if "no_rope_layers" in one.defaults or one.rotates == "sliding":
         yield "layers without rotation"
     if "partial_rotary_factor" in one.defaults:
         yield "partial rotation"
@@ -160,7 +168,18 @@ def _differences(one: Architecture) -> Iterator[str]:
         yield f"mixture of experts{', one of them for all tokens' if shared else ''}"
 
 
+def tool_formats() -> Iterator[str]:
+    """The formats of tool calls, in the order of the option's names."""
+    yield "| `--tool-parser` | models | output |\n|---|---|---|"
+    for name in TOOL_PARSERS[2:]:
+        for one in (form for form in FORMATS if form.name == name):
+            written = " ".join(one.written.replace("|", "\\|").split())
+            quote = "````" if "`" in written else "`"
+            yield f"| `{name}` | {one.models} | {quote}{written}{quote} |"
+
+
 PAGES = {
+    "gateway.md": tool_formats,
     "metrics.md": metrics,
     "models.md": models,
     "reference/cli.md": commands,

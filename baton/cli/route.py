@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
-from baton.config import CANARY_DEFAULTS
+from baton.config import CANARY_DEFAULTS, shares_text
 from baton.errors import ConfigError, InvalidRequest
 from baton.tables import table
 
@@ -135,11 +135,6 @@ def render(routes: Sequence[Mapping[str, Any]]) -> str:
     if not any(row["canary"] for row in rows):
         del columns["canary"], columns["reason"]
     return "\n".join(table(columns, rows)) or "no routes: a model's first version has its requests"
-
-
-def shares_text(shares: Mapping[str, float]) -> str:
-    """Targets with their percents: "chat@v1 90 %, chat@v2 10 %"."""
-    return ", ".join(f"{name} {share:.3g} %" for name, share in shares.items())
 
 
 def _row(route: Mapping[str, Any]) -> dict[str, Any]:

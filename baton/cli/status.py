@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.cli import options
-from baton.cli.route import shares_text
-from baton.config import shown_name
+from baton.config import shares_text, shown_name
 from baton.tables import table
 
 _STATES = {
@@ -25,7 +25,8 @@ _STATES = {
 }
 _TEXT = "\n".join(
     [
-        "Shows workers, their states, load and KV blocks, and the links between them.\n",
+        "Shows workers, their states, load and KV blocks, the links between them, routes of model",
+        "names with their canaries, and the plan of `baton planner`.\n",
         "states other than READY, of a router SERVING, of a pair OPEN:",
         *(f"  {state:<13}{meaning}" for state, meaning in _STATES.items()),
     ]
@@ -42,6 +43,11 @@ _WORKER_COLUMNS = {
 _PAIR_COLUMNS = {
     **{name: name for name in ("prefill", "decode", "transport", "state")},
     "gb_per_s": "GB/s",
+}  # fmt: skip
+
+_PLAN_COLUMNS = {
+    "serves": "model", "role": "role", "need": "workers: needed", "ready": "ready",
+    "wanted": "wanted",
 }  # fmt: skip
 
 
@@ -75,6 +81,8 @@ def render(status: Mapping[str, Any]) -> str:
     ]
     if routes := router["routes"]:
         lines += ["", *map(_route_line, routes)]
+    if plan := router["plan"]:
+        lines += ["", *_plan_lines(plan, time.time())]
     if pairs:
         slow = {"fallback": "a slow fallback"} if any(pair["fallback"] for pair in pairs) else {}
         lines += ["", *table({**_PAIR_COLUMNS, **slow}, pairs)]
@@ -101,6 +109,17 @@ def _route_line(route: Mapping[str, Any]) -> str:
     canary = route["canary"]
     more = f" ({canary['reason']})" if canary and canary["state"] == "running" else ""
     return f"route {route['name']}: {shares_text(route['targets'])}{more}"
+
+
+def _plan_lines(plan: Mapping[str, Any], now_s: float) -> Sequence[str]:
+    """The planner's plan; it is written again at most a minute after the last time."""
+    how = "changes roles" if plan["applied"] else "a dry run"
+    ago_s = max(0.0, now_s - plan["time_ms"] / 1e3)
+    rows = [
+        {**one, "serves": shown_name(one["model"], one["version"]), "need": f"{one['need']:.2f}"}
+        for one in plan["roles"]
+    ]
+    return [f"plan of {plan['planner']} ({how}), {ago_s:.0f} s ago", *table(_PLAN_COLUMNS, rows)]
 
 
 def _worker_columns(workers: Sequence[Mapping[str, Any]]) -> Mapping[str, str]:

@@ -321,7 +321,8 @@ class GenerateCall:
             raise
         self.request.resumed_token_ids[:] = self._token_ids
         self.request.resume_ticket = self._started.resume_ticket
-        self.request.model = self._started.model  # no other version would go on as it began
+        if self._started.model:  # no other version would go on as it began
+            self.request.model = self._started.model
         return wait_s
 
     def ended(self) -> float | None:

@@ -206,7 +206,12 @@ def status_of(response: fleet_pb2.GetStatusResponse) -> dict[str, Any]:
 
 
 def _router(router: fleet_pb2.RouterStatus) -> dict[str, Any]:
-    return {**fields_of(router), "routes": [route_of(one) for one in router.routes]}
+    plan = fields_of(router.plan) if router.HasField("plan") else None
+    return {
+        **fields_of(router),
+        "routes": [route_of(one) for one in router.routes],
+        "plan": plan,
+    }
 
 
 def device_of(record: common_pb2.WorkerRecord) -> str:

@@ -15,6 +15,7 @@ from baton.config.model import (
     default_model_name,
     full_name,
     model_path,
+    shares_text,
     shown_name,
 )
 from baton.config.options import split_address
@@ -42,5 +43,5 @@ __all__ = [
     "RegistryConfig", "RouterConfig", "RouterLimits", "ServedModel", "ServiceConfig",
     "SimulatedSpeed", "TlsConfig",
     "WorkerConfig", "default_model_name", "full_name", "host_id", "host_names", "kv_heads_of",
-    "model_path", "new_incarnation", "origins", "shown_name", "split_address",
+    "model_path", "new_incarnation", "origins", "shares_text", "shown_name", "split_address",
 ]  # fmt: skip

@@ -94,6 +94,11 @@ def shown_name(name: str, version: str) -> str:
     return full_name(name, version).removesuffix("@")
 
 
+def shares_text(shares: Mapping[str, float]) -> str:
+    """Targets with their percents: "chat@v1 90 %, chat@v2 10 %"."""
+    return ", ".join(f"{name} {share:.3g} %" for name, share in shares.items())
+
+
 def model_path(model: str) -> Path:
     """The directory (or, for random weights, the config file) that `--model` names.
 

@@ -23,7 +23,11 @@ DEFAULT_MAX_ITL_S = 0.05
 # After this many tokens of an attempt its request is not blamed for a failed engine step.
 PROVING_TOKENS = 16
 MAX_STREAM_INTERVAL = 64  # these tokens may have to be computed again when a worker dies
-TOOL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral")
+TOOL_PARSERS = (
+    "auto", "none", "hermes", "llama3", "mistral", "deepseek_v3", "deepseek_v31", "deepseek_v32",
+    "functiongemma", "gemma4", "glm45", "granite", "harmony", "kimi_k2", "minimax_m2", "phi4_mini",
+    "pythonic", "qwen3_coder",
+)  # fmt: skip
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 ROUTER_PROCESSES_TEXT = "processes of each router, at the same ports: one for each core it may use"
 MAX_ROUTER_PROCESSES = 64

@@ -643,9 +643,10 @@ def _is_neutral(raw: Raw, neutral: tuple[Any, ...]) -> bool:
 
 _ERROR = re.compile(r"(?P<reason>.*?)(?: - at (`key` in )?`\$\.?(?P<field>.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
+_QUOTED = re.compile(r"'.{1,40}'")
 _TYPE = re.compile(r"(\w+)\[\d+\]\.type$")
 _SUPPORTED = {
-    "content": "must be text: images, audio and files are not supported",
+    "content": "must be text: images, audio, video and files are not supported",
     "tools": "must be 'function': tools that run on the server are not supported",
     "tool_calls": "must be 'function': tools that run on the server are not supported",
     "input": "must be one of message, function_call, function_call_output and reasoning",
@@ -663,7 +664,9 @@ def _invalid(error: msgspec.ValidationError, within: str = "") -> InvalidRequest
     if not field:
         return InvalidRequest("the body must be a JSON object")
     if of := _TYPE.search(field):
-        return InvalidRequest(f"{field} {_SUPPORTED.get(of[1], _SUPPORTED['content'])}", field)
+        named = f" is {value[0]}:" if (value := _QUOTED.search(reason)) else ""
+        supported = _SUPPORTED.get(of[1], _SUPPORTED["content"])
+        return InvalidRequest(f"{field}{named} {supported}", field)
     if reason.startswith(("Expected `null`", "Expected `array` of length <= 0")):
         return InvalidRequest(f"{field} is not supported: leave it out", field)
     return InvalidRequest(f"{field}: {reason[:1].lower()}{reason[1:]}", field)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from baton.config import EngineConfig, model_path
-from baton.engine.checkpoint.tensors import stored_tensors
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.models.tensor_names import check_tensors
+from baton.engine.models.tensor_names import check_tensors, text_tensors
 from baton.engine.quantization.config import weight_format
 from baton.errors import CheckpointError, ConfigError
 from baton.text import load_tokenizer, text_fingerprint
@@ -24,7 +23,7 @@ def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
     config.check_settings(settings)
     weight_format(settings, config.quantization)
     if not (settings.random_weights or settings.simulate):
-        check_tensors(path, config, stored_tensors(path, config.tie_embeddings))
+        check_tensors(path, config, text_tensors(path, config)[0])
     if worker:
         text_fingerprint(path)
         return

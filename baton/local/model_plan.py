@@ -21,11 +21,10 @@ from baton.engine.backends.gpu.backend import refused
 from baton.engine.backends.gpu.cuda_graphs import shapes_of
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.build import choose_dtype, device_of, kv_dtype_of, longest_context
-from baton.engine.checkpoint.tensors import ELEMENT_BYTES, stored_tensors
 from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
-from baton.engine.models.tensor_names import num_parameters
+from baton.engine.models.tensor_names import num_parameters, text_tensors
 from baton.engine.models.weight_loader import random_weights
 from baton.engine.quantization.config import weight_format
 from baton.engine.quantization.linear_weight import DenseWeight
@@ -153,8 +152,8 @@ def weight_bytes(
     if not settings.random_weights and (config.quantization or is_mxfp4):  # loaded as stored
         return sum(
             # MXFP4's scales become float32.
-            math.prod(one.shape) * (4 if name.endswith("_scales") else ELEMENT_BYTES[one.dtype])
-            for name, one in stored_tensors(model_path(settings.model)).items()
+            one.num_bytes * (4 if name.endswith("_scales") else 1)
+            for name, one in text_tensors(model_path(settings.model), config)[0].items()
         )
     if on_gpu:
         from baton.engine.backends.gpu.linear import prepare  # noqa: PLC0415 - imports triton

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -24,7 +25,8 @@ from rich.live import Live
 from rich.text import Text
 
 from baton import tables
-from baton.client.results import transport_name
+from baton.client.results import route_of, transport_name
+from baton.config import shares_text, shown_name
 from baton.errors import ConfigError, Unavailable
 from baton.local import top_view
 from baton.local.top_view import PolledRouter, Status, WorkerLine, polling
@@ -186,6 +188,7 @@ def frame(moment: Moment, view: View, width: int) -> Group:
         *([] if workers else [Text("no workers", "yellow")]),
         Text.assemble("KV blocks: ", *signs, f"{_FREE} free", style=_QUIET),
     ]
+    parts += _decisions(moment)
     if pairs:
         parts += [Text(), *_table(_PAIR_COLUMNS, pairs, width)]
     for part in parts:
@@ -201,6 +204,31 @@ def _title(moment: Moment, view: View) -> Text:
         (f"  {_clock(moment.unix_s)}", _QUIET),
         (f"  q quit  r role: {view.role}  s sort: {view.sort}" if view.keys else "", _QUIET),
     )
+
+
+def _decisions(moment: Moment) -> Iterator[Text]:
+    """Routes with their canaries, and the planner's plan: a line for each name and version."""
+    status = next((status for _, status in top_view.answers(moment.routers)), None)
+    if status is None or not (status.router.routes or status.router.plan.roles):
+        return
+    yield Text()
+    for route in map(route_of, status.router.routes):
+        canary = route["canary"] or {}
+        state = canary.get("state", "")
+        why = f"  canary {state.replace('_', ' ')}: {canary['reason']}" if state else ""
+        style = _BAD if state == "rolled_back" else "cyan" if state == "running" else _QUIET
+        yield Text.assemble(f"route {route['name']}: {shares_text(route['targets'])}", (why, style))
+    for version, roles in itertools.groupby(
+        status.router.plan.roles, lambda one: shown_name(one.model, one.version)
+    ):
+        text = Text(f"plan for {version}:")
+        for one in roles:
+            short = one.wanted != one.ready
+            of = f" {one.role} {one.ready}, wanted {one.wanted}, needed {one.need:.2f};"
+            text.append(of, "yellow" if short else "")
+        text.rstrip()
+        text.right_crop(1)
+        yield text
 
 
 def _problems(moment: Moment) -> Iterator[Text]:

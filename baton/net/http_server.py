@@ -55,11 +55,13 @@ KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections: they, not we, 
 LINGER_S = 5.0  # for what comes after the answer, or is not read by the client
 LEAVE_S = 5.0  # for one more request on an idle connection, before the server leaves
 UNREAD_S = 60.0  # for the end of an answer that was cut because the client did not read
-_STOP_GRACE_S = 2.0  # for the last bytes of answers that ended before the server does
+_STOP_TURNS, _STOP_TURN_S = 20, 0.1  # for the last bytes of answers, before the server ends
+_ACCEPT_S = 0.02  # for connections that a busy loop has not taken yet: closing would reset them
 _BACKLOG = 2048
 # What the kernel holds of an answer beyond what the client takes; the rest waits here, where
 # `HttpExchange.unread_bytes` counts it. Else a client that reads nothing has megabytes of room.
 _MAX_NOT_SENT_BYTES = 16 << 10
+_STALL_S = 1.0  # a timer that is later than this is no measure of the client
 _LOOK_S = 1.0  # between two looks whether a client is there from whom nothing is read
 _ESTABLISHED = 1  # TCP's state, in the first byte of TCP_INFO
 # Headers that may come once. A proxy might have looked at one of them, and this server at another.
@@ -338,6 +340,8 @@ async def serving(
     try:
         yield port
     finally:
+        port.leaves = True
+        await asyncio.sleep(_ACCEPT_S)
         port.leave()
         listener.close()
         await port.ended()
@@ -394,9 +398,15 @@ class Port:
             await asyncio.wait([connection.closed for connection in self.connections])
 
     async def ended(self) -> None:
-        """Returns once all that is open now has ended, or after a moment."""
-        if ends := [*self.tasks, *(connection.closed for connection in self.connections)]:
-            await asyncio.wait(ends, timeout=_STOP_GRACE_S)
+        """Returns once all that is open now has ended, or after a moment.
+
+        The moment is a number of turns, of which a process that gets no processor has none.
+        """
+        for _ in range(_STOP_TURNS):
+            ends = [*self.tasks, *(connection.closed for connection in self.connections)]
+            if not ends:
+                return
+            await asyncio.wait(ends, timeout=_STOP_TURN_S)
 
 
 def is_allowed_host(host: str, allowed: Collection[str]) -> bool:
@@ -586,9 +596,11 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
     def finish(self) -> None:
-        """Closes it once what has been asked is answered."""
+        """Closes it once what has been asked is answered, also what was not read yet."""
         if self._exchanges:
             self._exchanges[-1].keep_alive = False
+        elif not self.transport.is_closing() and self._has_unread:  # closing would reset it
+            self._expect(self._timed, LEAVE_S)
         else:
             self._hang_up()
 
@@ -655,16 +667,18 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timed = "" if self.closed.done() else what
-        later = self._loop.call_later
-        self._timer = later(seconds, self._too_late, seconds) if self._timed else None
+        due_s = self._loop.time() + seconds
+        later = self._loop.call_at
+        self._timer = later(due_s, self._too_late, seconds, due_s) if self._timed else None
 
-    def _too_late(self, seconds: float) -> None:
+    def _too_late(self, seconds: float, due_s: float) -> None:
         if self.transport.is_closing():
             self.transport.abort()  # the client does not read the end
         elif self._waits_for_us or (self._exchanges and self._exchanges[-1].has_progressed()):
             self._expect(self._timed, seconds)
         elif self._expected == "request":
-            if self._has_unread:  # it came while the loop was busy
+            # It came while the loop was busy, or may come yet where a whole machine stood still.
+            if self._has_unread or self._loop.time() > due_s + _STALL_S:
                 self._expect(self._timed, LINGER_S)
             else:
                 self._hang_up()

@@ -8,14 +8,15 @@ import logging
 import math
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 
 from google.protobuf import json_format
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
-from baton.config import PlannerConfig
+from baton.config import PlannerConfig, shown_name
 from baton.errors import BatonError, Stale
 from baton.log_format import about
 from baton.net import rpc
@@ -23,13 +24,14 @@ from baton.net.metrics_server import serving
 from baton.net.server import Health, bind
 from baton.planner import decision
 from baton.planner.decision import Decision, Flip, Observation, Policy, State
-from baton.planner.observer import Observer
+from baton.planner.observer import Observer, Statuses, Version, versions_of
 from baton.planner.routers import Routers
 from baton.planner.scaler import PublishedPlan, ScalerServicer
-from baton.registry import Election, EtcdRegistry, LedKey
+from baton.registry import Election, EtcdRegistry, LedKey, plan_of
 from baton.registry.membership import ROLES
 from baton.telemetry import tracing
 from baton.telemetry.metrics.recorder import Recorder
+from baton.telemetry.metrics.table import MODEL
 from baton.v1 import externalscaler_pb2_grpc, planner_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -117,12 +119,12 @@ class Planner:
             cooldown_s=plan.cooldown_s,
             stale_s=_STALE_INTERVALS * plan.interval_s,
         )
-        self._observer = Observer(plan.window_s, self._policy.stale_s)
-        self._state = State()
+        self._observers: dict[Version, Observer] = {}
+        self._states: dict[Version, State] = {}
         self._leads = False  # and has taken over the last leader's plan
         self._addresses: dict[str, str] = {}  # of workers, by incarnation
         self._written_s = -math.inf
-        self._said = ""
+        self._said: dict[Version, str] = {}  # the last decisions' outcomes
         self.published = PublishedPlan()
         self.failure: BaseException | None = None
         self._observe()
@@ -141,7 +143,7 @@ class Planner:
                 for status in filter(None, statuses.values())
                 for one in status.workers
             }
-            seen = self._observer.observe(_now(), statuses)
+            seen = self._seen(statuses)
             try:
                 await (self._lead(seen) if self._election.left_s else self._follow())
             except Stale as error:
@@ -151,60 +153,95 @@ class Planner:
                 log.warning("the plan cannot be kept in etcd for now: %s", error)
             await asyncio.sleep(self._config.plan.interval_s)
 
+    def _seen(self, statuses: Statuses) -> dict[Version, Observation | None]:
+        """Each version that routers serve; as it was, where none answers."""
+        served = versions_of(statuses) or set(self._observers)
+        window_s, stale_s = self._config.plan.window_s, self._policy.stale_s
+        self._observers = {
+            version: self._observers.get(version) or Observer(version, window_s, stale_s)
+            for version in sorted(served)
+        }
+        return {
+            version: observer.observe(_now(), statuses)
+            for version, observer in self._observers.items()
+        }
+
     async def _follow(self) -> None:
         """Takes over what the leader has published."""
         self._leads = False
         before = self._key.changed_s
         value = await self._key.read()
         if value and self._key.changed_s != before:
-            self.published.set(_parsed(value))
+            self.published.set(plan_of(value))
 
-    async def _lead(self, seen: Observation | None) -> None:
+    async def _lead(self, seen: Mapping[Version, Observation | None]) -> None:
         """Decides, publishes, and then acts: no other planner that has not led since can act."""
         if not self._leads:
             value = await self._key.read()
-            self._state = _state_of(_parsed(value)) if value else State()
-        decided = decision.plan(_now(), seen, self._state, self._policy)
-        with tracing.span(self._tracer, "planner.plan", Context(), _attributes(decided)) as span:
-            await self._publish(decided)
-            self._leads, self._state = True, decided.state
-            self._say(decided, tracing.trace_id_of(span))
+            self._states = _states_of(plan_of(value)) if value else {}
+        decided = {
+            version: decision.plan(
+                _now(), observation, self._states.get(version, State()), self._policy
+            )
+            for version, observation in seen.items()
+        }
+        await self._publish(decided)
+        self._leads = True
+        self._states = {version: one.state for version, one in decided.items()}
+        await asyncio.gather(*(self._act(version, one) for version, one in decided.items()))
+
+    async def _act(self, version: Version, decided: Decision) -> None:
+        """Says what was decided for a version, and changes roles."""
+        known = _attributes(version, decided)
+        with tracing.span(self._tracer, "planner.plan", Context(), known) as span:
+            self._say(version, decided, tracing.trace_id_of(span))
             context = tracing.context_of(span)
             await asyncio.gather(*(self._flip(flip, context) for flip in decided.flips))
 
-    async def _publish(self, decided: Decision) -> None:
+    async def _publish(self, decided: Mapping[Version, Decision]) -> None:
         """Writes the plan if it changed, was not confirmed for long, or is this leader's first."""
         now, new = _now(), self._plan_of(decided)
-        if self._leads and not decided.changed and now - self._written_s < CONFIRM_S:
+        changed = decided.keys() != self._states.keys()
+        changed = changed or any(one.changed for one in decided.values())
+        if self._leads and not changed and now - self._written_s < CONFIRM_S:
             self.published.plan = new  # its figures
             return
         await self._key.write(json_format.MessageToJson(new, indent=None).encode())
         self._written_s = now
         self.published.set(new)
 
-    def _plan_of(self, decided: Decision) -> planner_pb2.Plan:
-        flipped_s = decided.state.flipped_s
+    def _plan_of(self, decided: Mapping[Version, Decision]) -> planner_pb2.Plan:
+        flipped_s = max((one.state.flipped_s for one in decided.values()), default=-math.inf)
         ago_s = _now() - flipped_s if flipped_s > -math.inf else 0.0
         return planner_pb2.Plan(
             planner=self._config.incarnation,
             time_ms=_unix_ms(),
             roles=[
-                planner_pb2.RolePlan(role=role, need=one.need, ready=one.ready, wanted=one.wanted)
-                for role, one in decided.roles.items()
+                planner_pb2.RolePlan(
+                    model=model, version=version, role=role,
+                    need=one.need, ready=one.ready, wanted=one.wanted,
+                )
+                for (model, version), of in decided.items()
+                for role, one in of.roles.items()
             ],
-            explanation=decided.explanation,
+            explanation="\n".join(
+                f"{shown_name(*version)}: {one.explanation}" for version, one in decided.items()
+            ),
             flipped_ms=_unix_ms() - int(ago_s * 1e3) if flipped_s > -math.inf else 0,
             applied=self._config.plan.apply,
-        )
+        )  # fmt: skip
 
-    def _say(self, decided: Decision, trace_id: str) -> None:
+    def _say(self, version: Version, decided: Decision, trace_id: str) -> None:
         """Logs a decision that changes something, and the others once while they are alike."""
         outcome = "held" if decided.held else "changed" if decided.changed else "kept"
         self._recorder.count("baton.planner.decisions", 1, {"outcome": outcome})
-        level = logging.INFO if decided.changed or outcome != self._said else logging.DEBUG
+        level = (
+            logging.INFO if decided.changed or outcome != self._said.get(version) else logging.DEBUG
+        )
         extra = about(trace_id=trace_id)
-        log.log(level, "%s: %s", outcome, decided.explanation, extra=extra)
-        self._said = outcome
+        name = shown_name(*version)
+        log.log(level, "%s: %s: %s", name, outcome, decided.explanation, extra=extra)
+        self._said[version] = outcome
 
     async def _flip(self, flip: Flip, context: Context) -> None:
         """Changes a worker's role, unless this is a dry run or the lead may end meanwhile."""
@@ -248,11 +285,15 @@ class Planner:
 
     def _by_role(self, field: str) -> list[tuple[float, dict[str, str]]]:
         roles = self.published.plan.roles
-        return [(getattr(one, field), {"role": one.role}) for one in roles]
+        return [
+            (getattr(one, field), {**_labels(one.model, one.version), "role": one.role})
+            for one in roles
+        ]
 
 
-def _attributes(decided: Decision) -> dict[str, str | int | float | bool]:
+def _attributes(version: Version, decided: Decision) -> dict[str, str | int | float | bool]:
     found: dict[str, str | int | float | bool] = {
+        **_labels(*version),
         "baton.planner.explanation": decided.explanation,
         "baton.planner.held": decided.held,
         "baton.planner.flips": len(decided.flips),
@@ -263,22 +304,18 @@ def _attributes(decided: Decision) -> dict[str, str | int | float | bool]:
     return found
 
 
-def _parsed(value: bytes) -> planner_pb2.Plan:
-    """A published plan; an empty one for what is none."""
-    try:
-        return json_format.Parse(value, planner_pb2.Plan(), ignore_unknown_fields=True)
-    except (json_format.ParseError, UnicodeDecodeError) as error:
-        log.warning("etcd holds no plan but %r: %s", value[:100], error)
-        return planner_pb2.Plan()
+def _labels(model: str, version: str) -> dict[str, str]:
+    return dict(zip(MODEL, (model, version), strict=True))
 
 
-def _state_of(plan: planner_pb2.Plan) -> State:
+def _states_of(plan: planner_pb2.Plan) -> dict[Version, State]:
     """What a new leader goes on with."""
     ago_s = max(0.0, (_unix_ms() - plan.flipped_ms) / 1e3)
-    return State(
-        wanted={one.role: one.wanted for one in plan.roles},
-        flipped_s=_now() - ago_s if plan.flipped_ms else -math.inf,
-    )
+    flipped_s = _now() - ago_s if plan.flipped_ms else -math.inf
+    wanted: defaultdict[Version, dict[str, int]] = defaultdict(dict)
+    for one in plan.roles:
+        wanted[one.model, one.version][one.role] = one.wanted
+    return {version: State(of, flipped_s=flipped_s) for version, of in wanted.items()}
 
 
 def _unix_ms() -> int:

@@ -1,4 +1,7 @@
-"""What routers say, made into an observation: rates from the differences of their counters."""
+"""What routers say of one version of a model, made into an observation.
+
+Rates are differences of their counters.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from router.placement.cost_model import STEP_BASE_SEQUENCES
 
 # By router's address; None where it did not answer.
 Statuses: TypeAlias = Mapping[str, fleet_pb2.GetStatusResponse | None]
+
+Version: TypeAlias = tuple[str, str]  # name of a model and its version
 
 _READY = "READY"
 _OTHER_MODEL = "MISMATCH"
@@ -37,8 +42,8 @@ class _Counts:
     output_tokens: int = 0
 
     @classmethod
-    def from_status(cls, time_s: float, router: fleet_pb2.RouterStatus) -> _Counts:
-        counts = router.counts
+    def from_traffic(cls, time_s: float, traffic: fleet_pb2.ModelTraffic) -> _Counts:
+        counts = traffic.counts
         return cls(
             time_s,
             counts.admitted + counts.turned_away,
@@ -54,6 +59,7 @@ class _Counts:
 class Observer:
     """Keeps what is needed of earlier statuses. Times are seconds of any clock."""
 
+    version: Version = ("", "")
     window_s: float = 60.0
     silent_s: float = 30.0  # after so long a router that does not answer has no requests any more
     _counts: dict[str, deque[_Counts]] = field(default_factory=dict)  # by incarnation of a router
@@ -76,9 +82,10 @@ class Observer:
         }
         for name in self._counts.keys() - routers.keys():
             del self._counts[name]
-        for name, router in routers.items():
-            self._count(name, _Counts.from_status(now, router))
-        workers = _workers(answers.values())
+        traffics = {name: _traffic_of(self.version, router) for name, router in routers.items()}
+        for name, traffic in traffics.items():
+            self._count(name, _Counts.from_traffic(now, traffic))
+        workers = _workers(self.version, answers.values())
         self._last = Observation(
             now,
             tuple(
@@ -86,18 +93,20 @@ class Observer:
                 for name, (role, one) in sorted(workers.items())
             ),
             **self._traffic(),
-            queued=sum(router.queued for router in routers.values()),
-            running=sum(router.running for router in routers.values()),
-            ttft_p95_s=_mean_ms(routers.values(), lambda one: one.ttft_p95_ms) / 1e3,
-            tpot_p95_s=_mean_ms(routers.values(), lambda one: one.tpot_p95_ms) / 1e3,
+            queued=sum(traffic.queued for traffic in traffics.values()),
+            running=sum(traffic.running for traffic in traffics.values()),
+            ttft_p95_s=_mean_ms(traffics.values(), lambda one: one.ttft_p95_ms) / 1e3,
+            tpot_p95_s=_mean_ms(traffics.values(), lambda one: one.tpot_p95_ms) / 1e3,
             **self._abilities(list(workers.values())),
-            incomplete=self._missing(now, statuses) or _mixture(workers.values()),
+            incomplete=self._missing(now, statuses),
         )
         return self._last
 
     def _count(self, name: str, counts: _Counts) -> None:
         """Keeps the counters of the window and the last ones before it."""
         kept = self._counts.setdefault(name, deque())
+        if kept and counts.arrived < kept[-1].arrived:  # the version was gone, and counts anew
+            kept.clear()
         kept.append(counts)
         while len(kept) > 2 and kept[1].time_s <= counts.time_s - self.window_s:
             kept.popleft()
@@ -182,29 +191,37 @@ def _usual_line(running: int, step_ms: float) -> tuple[float, float]:
     return STEP_BASE_SEQUENCES * sequence_ms, sequence_ms
 
 
+def versions_of(statuses: Statuses) -> set[Version]:
+    """Versions of models that routers serve."""
+    return {
+        (traffic.model, traffic.version)
+        for status in filter(None, statuses.values())
+        for traffic in status.router.traffic
+    }
+
+
+def _traffic_of(version: Version, router: fleet_pb2.RouterStatus) -> fleet_pb2.ModelTraffic:
+    """A version's traffic at a router; none where it is not served."""
+    mine = (one for one in router.traffic if (one.model, one.version) == version)
+    return next(mine, fleet_pb2.ModelTraffic())
+
+
 def _workers(
-    statuses: Iterable[fleet_pb2.GetStatusResponse],
+    version: Version, statuses: Iterable[fleet_pb2.GetStatusResponse]
 ) -> dict[str, tuple[str, fleet_pb2.WorkerStatus]]:
-    """Workers of the routers' model with their roles, as the router sees them that can use them."""
+    """Workers of a version with their roles, as the router sees them that can use them."""
     found: dict[str, tuple[str, fleet_pb2.WorkerStatus]] = {}
-    for status in statuses:
-        for one in status.workers:
-            name, role = one.record.incarnation, ROLES.get(one.record.role)
-            if role and one.state != _OTHER_MODEL and (name not in found or one.state == _READY):
-                found[name] = role, one
+    for one in [one for status in statuses for one in status.workers]:
+        name, role = one.record.incarnation, ROLES.get(one.record.role)
+        if not role or (one.record.model, one.record.version) != version:
+            continue
+        if one.state != _OTHER_MODEL and (name not in found or one.state == _READY):
+            found[name] = role, one
     return found
 
 
-def _mixture(workers: Iterable[tuple[str, fleet_pb2.WorkerStatus]]) -> str:
-    """Why a plan would say nothing where several models are served; empty where one is."""
-    models = sorted({one.record.model for _, one in workers if one.state == _READY})
-    if len(models) < 2:
-        return ""
-    return f"routers count the requests of several models together: {', '.join(models)}"
-
-
 def _mean_ms(
-    routers: Iterable[fleet_pb2.RouterStatus], read: Callable[[fleet_pb2.Latency], float]
+    routers: Iterable[fleet_pb2.ModelTraffic], read: Callable[[fleet_pb2.Latency], float]
 ) -> float:
     """A percentile's mean over routers, by their requests."""
     known = [(one.latency.requests, read(one.latency)) for one in routers if one.latency.requests]

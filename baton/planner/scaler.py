@@ -1,6 +1,7 @@
 """KEDA's external scaler: answers with the wanted replicas of the published plan.
 
-Every planner answers, whichever leads. A trigger's metadata has `role`: prefill, decode or mixed.
+Every planner answers, whichever leads. A trigger's metadata has `role`: prefill, decode or mixed,
+and `model` where several are served: "chat" or, with its version, "chat@v1".
 The metric is the number of wanted replicas and its target is 1 a replica, so that the autoscaler
 takes the number as it is. Without a recent plan it gets an error, and leaves the replicas alone.
 """
@@ -11,6 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from baton.config import shown_name
 from baton.config.worker import ROLES
 from baton.errors import InvalidRequest, Unavailable
 from baton.v1 import externalscaler_pb2, externalscaler_pb2_grpc, planner_pb2
@@ -32,14 +34,26 @@ class PublishedPlan:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def wanted(self, role: str) -> int:
-        """Wanted replicas. Raises Unavailable without a recent plan, which is not the same as 0."""
+    def wanted(self, role: str, model: str = "") -> int:
+        """Wanted replicas.
+
+        Raises Unavailable without a recent plan, which is not the same as 0; InvalidRequest where
+        the plan has several models, or versions of the model, and no one is named.
+        """
         if asyncio.get_running_loop().time() - self._seen_s > PLAN_S:
             raise Unavailable(f"there is no plan of the last {PLAN_S:.0f} s: does a planner lead?")
-        for one in self.plan.roles:
-            if one.role == role:
-                return one.wanted
-        raise Unavailable("the planner has not seen the workers yet")
+        of_role = [one for one in self.plan.roles if one.role == role]
+        found = [one for one in of_role if model in ("", one.model, _name(one))]
+        if len(found) > 1:
+            names = ", ".join(map(_name, found))
+            raise InvalidRequest(
+                f"the trigger's metadata must have model, one of {names}, not {model!r}",
+                "scalerMetadata",
+            )
+        if not found:
+            what = f"workers of {model}" if of_role else "workers"
+            raise Unavailable(f"the planner has not seen the {what} yet")
+        return found[0].wanted
 
 
 class ScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
@@ -52,16 +66,15 @@ class ScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
         self, request: externalscaler_pb2.ScaledObjectRef, context: Any
     ) -> externalscaler_pb2.IsActiveResponse:
         """Whether any replica is wanted."""
-        return self._active(_role_of(request))
+        return self._active(request)
 
     async def StreamIsActive(
         self, request: externalscaler_pb2.ScaledObjectRef, context: Any
     ) -> AsyncIterator[externalscaler_pb2.IsActiveResponse]:
         """Whether any replica is wanted: now, and with every plan."""
-        role = _role_of(request)
         while True:
             changed = self._published.changed
-            yield self._active(role)
+            yield self._active(request)
             await changed.wait()
 
     async def GetMetricSpec(
@@ -79,14 +92,24 @@ class ScalerServicer(externalscaler_pb2_grpc.ExternalScalerServicer):
         role = _role_of(request.scaledObjectRef)
         if request.metricName != _metric(role):
             raise InvalidRequest(f"the metric of role {role} is {_metric(role)}", "metricName")
-        wanted = self._published.wanted(role)
+        wanted = self._wanted(request.scaledObjectRef)
         value = externalscaler_pb2.MetricValue(
             metricName=request.metricName, metricValue=wanted, metricValueFloat=wanted
         )
         return externalscaler_pb2.GetMetricsResponse(metricValues=[value])
 
-    def _active(self, role: str) -> externalscaler_pb2.IsActiveResponse:
-        return externalscaler_pb2.IsActiveResponse(result=self._published.wanted(role) > 0)
+    def _active(
+        self, reference: externalscaler_pb2.ScaledObjectRef
+    ) -> externalscaler_pb2.IsActiveResponse:
+        return externalscaler_pb2.IsActiveResponse(result=self._wanted(reference) > 0)
+
+    def _wanted(self, reference: externalscaler_pb2.ScaledObjectRef) -> int:
+        model = reference.scalerMetadata.get("model", "")
+        return self._published.wanted(_role_of(reference), model)
+
+
+def _name(one: planner_pb2.RolePlan) -> str:
+    return shown_name(one.model, one.version)
 
 
 def _metric(role: str) -> str:

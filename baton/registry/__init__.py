@@ -1,9 +1,17 @@
 """What is kept in etcd: which workers are alive, which models names stand for, who plans."""
 
 from baton.registry.election import Election, LedKey
-from baton.registry.etcd import EtcdRegistry
+from baton.registry.etcd import EtcdRegistry, plan_of
 from baton.registry.lease import EtcdRegistration
 from baton.registry.membership import Membership
 from baton.registry.routes import RouteTable
 
-__all__ = ["Election", "EtcdRegistration", "EtcdRegistry", "LedKey", "Membership", "RouteTable"]
+__all__ = [
+    "Election",
+    "EtcdRegistration",
+    "EtcdRegistry",
+    "LedKey",
+    "Membership",
+    "RouteTable",
+    "plan_of",
+]

@@ -26,12 +26,13 @@ from baton.registry.membership import (
     key_of,
 )
 from baton.registry.routes import RouteTable
-from baton.v1 import etcd_pb2
+from baton.v1 import etcd_pb2, planner_pb2
 from baton.v1.common_pb2 import RankHost, WorkerRecord
 
 log = logging.getLogger(__name__)
 
 TICKET_KEY_BYTES = 32
+_PLAN = "plan"  # the key of the leader's plan, behind its prefix
 GRACE_TTLS = 2  # lease TTLs that a missing member has to register again
 
 
@@ -115,9 +116,14 @@ class EtcdRegistry:
         election = Election(self._client, prefix + "leader", self._config.lease_ttl_s, name)
         try:
             async with _running(election.run(), "election"):
-                yield election, LedKey(self._client, prefix + "plan", election)
+                yield election, LedKey(self._client, prefix + _PLAN, election)
         finally:
             await election.resign()
+
+    async def plan(self) -> planner_pb2.Plan:
+        """The newest plan of a planner; an empty one if there is none. Raises BatonError."""
+        found, _ = await self._client.get(self._config.planner_prefix + _PLAN)
+        return plan_of(found.value) if found else planner_pb2.Plan()
 
     async def ticket_key(self) -> bytes:
         """Random bytes that all routers of the cluster share. Raises as entering `watch` does.
@@ -136,6 +142,15 @@ class EtcdRegistry:
     async def close(self) -> None:
         """Closes the connections; registrations and watches must have been left before."""
         await self._client.close()
+
+
+def plan_of(value: bytes) -> planner_pb2.Plan:
+    """A published plan; an empty one for what is none."""
+    try:
+        return json_format.Parse(value, planner_pb2.Plan(), ignore_unknown_fields=True)
+    except (json_format.ParseError, UnicodeDecodeError) as error:
+        log.warning("etcd holds no plan but %r: %s", value[:100], error)
+        return planner_pb2.Plan()
 
 
 @asynccontextmanager

@@ -37,7 +37,7 @@ class PlannedRoles:
 
     def __post_init__(self) -> None:
         self._policy = Policy(self.slo.ttft_s, self.slo.tpot_s)
-        self._observer, self._state = Observer(self._policy.window_s), State()
+        self._observer, self._state = Observer(window_s=self._policy.window_s), State()
 
     def __call__(self, now: float, router: SimulatedRouter) -> None:
         seen = self._observer.observe(now, {_ADDRESS: status_of(now, router)})
@@ -52,13 +52,13 @@ class PlannedRoles:
 def status_of(now: float, router: SimulatedRouter) -> fleet_pb2.GetStatusResponse:
     """What a router's `GetStatus` answers, as far as planners read it."""
     counts, running = router.counts, router.running
-    status = fleet_pb2.RouterStatus(
-        incarnation=_ADDRESS,
+    traffic = fleet_pb2.ModelTraffic(
         queued=router.wait_queue.depth,
         running=running,
         counts=counts,
         latency=_latency(now, router.ended),
     )
+    status = fleet_pb2.RouterStatus(incarnation=_ADDRESS, traffic=[traffic])
     workers = [
         fleet_pb2.WorkerStatus(record=view.record, load=view.load, state=view.state)
         for view in router.fleet.views()

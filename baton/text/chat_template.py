@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -28,6 +29,7 @@ MAX_SOURCE_CHARS = 64 << 10  # compiles in a second; templates in use have up to
 MAX_RENDERING = (2.0, 64 << 20)
 MAX_TRIAL = (0.25, 4 << 20)
 MAX_AT_ONCE = (0.005, 64 << 10)
+_TRIAL = "a trial"  # content of a message that templates are tried with
 
 # A turn in the form of transformers: role, content and its other keys.
 Message = Mapping[str, Any]
@@ -52,17 +54,35 @@ class ChatTemplate:
         except Exception as error:
             reason = str(error)[:MAX_QUOTED_CHARS]
             raise CheckpointError(f"{origin}: broken chat template: {reason}") from error
-        try:
-            self._render({"messages": [{"role": "user", "content": "x"}]}, MAX_TRIAL)
-        except (LimitExceeded, MemoryError) as error:
-            raise CheckpointError(f"{origin}: chat template without bounds: {error}") from error
-        except Exception:
-            return  # it needs another conversation
+        # Some of multimodal models show no content but a list of parts.
+        self._expects_parts = not self._shows(_TRIAL, origin) and self._shows(
+            _parts(_TRIAL), origin
+        )
 
     @property
     def has_tools(self) -> bool:
         """Whether the template supports tools."""
         return "tools" in self.source
+
+    @cached_property
+    def text_arguments(self) -> bool:
+        """Whether the template expects the arguments of earlier calls as JSON in a text."""
+        return not self._shows_call({"a": 1}) and self._shows_call('{"a": 1}')
+
+    def _shows_call(self, arguments: Mapping[str, Any] | str) -> bool:
+        called = {"name": "f", "arguments": arguments}
+        call: dict[str, Any] = {"id": "functions.f:0", "type": "function", "function": called}
+        turns = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        function = {"name": "f", "description": "f", "parameters": {"type": "object"}}
+        tools = [{"type": "function", "function": function}]
+        try:
+            self._render({"messages": turns, "tools": tools}, MAX_TRIAL)
+        except Exception:  # of a template, which is a program
+            return False
+        return True
 
     def render(
         self,
@@ -80,9 +100,12 @@ class ChatTemplate:
         if not messages:
             raise InvalidRequest("chat needs at least one message", "chat")
         turns = [dict(message) for message in messages]
+        final = str(turns[-1].get("content", "")).strip()
         for turn in turns:
             if turn["role"] == "developer":
                 turn["role"] = self._developer_role
+            if self._expects_parts and isinstance(turn.get("content"), str):
+                turn["content"] = _parts(turn["content"])
         given = {**(variables or {}), "messages": turns}
         if continue_final_message:
             given["add_generation_prompt"] = False
@@ -102,12 +125,21 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template refused: {reason}", "chat") from error
         if not continue_final_message:
             return text
-        final = str(turns[-1]["content"]).strip()
         if (at := text.rfind(final)) < 0 or not final:
             raise InvalidRequest(
                 "the last message cannot be continued: the chat template does not show it", "chat"
             )
         return text[: at + len(final)]
+
+    def _shows(self, content: str | list[dict[str, str]], origin: str) -> bool:
+        """Whether a chat of one message shows its content. Raises CheckpointError as `__init__`."""
+        try:
+            text = self._render({"messages": [{"role": "user", "content": content}]}, MAX_TRIAL)
+        except (LimitExceeded, MemoryError) as error:
+            raise CheckpointError(f"{origin}: chat template without bounds: {error}") from error
+        except Exception:
+            return False  # it needs another conversation
+        return _TRIAL in text
 
     def _render(self, given: Mapping[str, Any], limits: tuple[float, int]) -> str:
         variables: dict[str, Any] = {
@@ -127,6 +159,11 @@ class ChatTemplate:
                     )
                 parts.append(part)
         return "".join(parts)
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """Content as a list of parts, in the form of transformers."""
+    return [{"type": "text", "text": content}]
 
 
 class _GenerationBlock(Extension):

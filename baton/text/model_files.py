@@ -23,6 +23,7 @@ CONFIG_FILE = "config.json"
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _GENERATION_CONFIG_FILE = "generation_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
+_PROCESSOR_TEMPLATE_FILE = "chat_template.json"  # of older multimodal models
 _MORE_TEMPLATES = "additional_chat_templates"  # a folder with NAME.jinja files
 _TEMPLATES = (DEFAULT_TEMPLATE, TOOL_TEMPLATE) = ("default", "tool_use")
 _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
@@ -54,6 +55,8 @@ class TextFiles:
         config_file = path if path.is_file() else path / CONFIG_FILE  # a config file stands alone
         generation_file = path / _GENERATION_CONFIG_FILE
         config = _read_json(config_file)
+        if isinstance(text := config.get("text_config"), dict):  # of a multimodal model
+            config |= {key: value for key, value in text.items() if value is not None}
         tokenizer_config = _read_json(path / _TOKENIZER_CONFIG_FILE)
         tokenizer_json = _read_text(path / TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
         return cls(
@@ -214,6 +217,9 @@ def _chat_templates(
     if found:
         return MappingProxyType(found)
     file, value = directory / _TOKENIZER_CONFIG_FILE, tokenizer_config.get("chat_template")
+    if value is None:
+        file = directory / _PROCESSOR_TEMPLATE_FILE
+        value = _read_json(file).get("chat_template")
     entries = value if isinstance(value, list) else [{"name": DEFAULT_TEMPLATE, "template": value}]
     for entry in entries:
         if not isinstance(entry, dict) or entry.get("name") not in _TEMPLATES:

@@ -1,18 +1,19 @@
-"""Finds tool calls in text that arrives in pieces, in the formats of families of models.
+"""Finds tool calls in text that arrives in pieces: the scanner that all formats share.
 
 Results do not depend on how the text is cut. Arguments are emitted as they arrive, after the name:
 unchanged if they are JSON, else repaired. Text that turns out not to be a call is content.
+`baton.text.tool_formats` has the formats.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import secrets
-import string
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from baton.generation.tool_call import ToolCallDelta
 from baton.text.json_repair import JsonRepair, repaired
@@ -29,23 +30,113 @@ _NAME = re.compile(r"\s{0,64}([\w.-]{1,128})\s{0,64}(?=[\[{])")
 _NAME_SO_FAR = re.compile(r"\s{0,64}[\w.-]{0,128}\s{0,64}")
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}\[\]<]')
-_ID_CHARS = string.ascii_letters + string.digits
-_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
+# The JSON schemas of the arguments of tools, by name; None: no arguments.
+ToolSchemas = Mapping[str, Mapping[str, Any] | None]
 Steps = Generator[None, None, None]
 Found = Generator[None, None, bool]
+
+
+class ParsedText(NamedTuple):
+    """The parts of a piece of output."""
+
+    content: str
+    tool_calls: list[ToolCallDelta]
+    reasoning: str = ""
+
+
+class Chars(NamedTuple):
+    """From `least` to `most` characters of a class of regular expressions; a group if `named`."""
+
+    pattern: str
+    least: int
+    most: int
+    named: bool = True
+
+
+SPACE = Chars(r"\s", 0, 64, named=False)
+NAME = Chars(r"[\w.-]", 1, 128)
+
+
+class Head:
+    """What precedes arguments, matched at the beginning of text that arrives in pieces.
+
+    `parts`: texts, characters, and optional sequences of both. One of the texts in `ahead` must
+    follow, or one of such characters, and is not taken.
+    """
+
+    def __init__(self, *parts: HeadPart, ahead: Sequence[str] | Chars = ()) -> None:
+        if isinstance(ahead, Chars):
+            behind, rest = ahead.pattern, ""
+        else:
+            behind = "|".join(map(re.escape, ahead))
+            rest = "|".join(_beginnings(text) for text in ahead)
+        self._pattern = re.compile(_pattern(parts) + (f"(?={behind})" if ahead else ""))
+        self._beginning = re.compile(_so_far(parts, f"(?:{rest})"))
+
+    def match(self, text: str) -> re.Match[str] | None:
+        """The match at the beginning of `text`."""
+        return self._pattern.match(text)
+
+    def may_match(self, text: str) -> bool:
+        """Whether `text` is the beginning of a match, with more text to come."""
+        return self._beginning.fullmatch(text) is not None
+
+
+HeadPart = str | Chars | Sequence["str | Chars"]
+
+
+def _pattern(parts: Sequence[HeadPart]) -> str:
+    """The regular expression of a head."""
+    patterns = []
+    for part in parts:
+        if isinstance(part, str):
+            patterns.append(re.escape(part))
+        elif isinstance(part, Chars):
+            group = "(" if part.named else "(?:"
+            patterns.append(f"{group}{part.pattern}{{{part.least},{part.most}}})")
+        else:
+            patterns.append(f"(?:{_pattern(part)})?")
+    return "".join(patterns)
+
+
+def _so_far(parts: Sequence[HeadPart], rest: str) -> str:
+    """A regular expression of all beginnings of the parts, then of `rest`."""
+    for part in reversed(parts):
+        if isinstance(part, str):
+            rest = _beginnings(part, rest)
+        elif isinstance(part, Chars):
+            rest = f"{part.pattern}{{0,{part.most}}}{rest}"
+        else:
+            rest = f"(?:{_so_far(part, rest)}|{rest})"
+    return rest
+
+
+def _beginnings(text: str, rest: str = "") -> str:
+    for char in reversed(text):
+        rest = f"(?:{re.escape(char)}{rest})?"
+    return rest
 
 
 class ToolParser:
     """Splits one output, after its reasoning, into content and tool calls.
 
     Formats are generators that use the steps below. Steps yield if they need more text, and return
-    at the end of it.
+    at the end of it. A format with channels splits off the reasoning, too.
     """
 
-    def __init__(self, tool_format: ToolFormat, *, single: bool = False) -> None:
-        """`single`: drop all calls after the first."""
+    def __init__(
+        self,
+        tool_format: ToolFormat,
+        schemas: ToolSchemas = MappingProxyType({}),
+        *,
+        single: bool = False,
+    ) -> None:
+        """`schemas`: of the tools that may be called. `single`: drop all calls after the first."""
         self.num_calls = 0
+        self.schemas = schemas
+        self.markers = tool_format.markers
+        self.part = "content"  # or "reasoning" or "call", if the format has channels
         self._new_id = tool_format.new_id
         self._single = single
         self._text = ""  # not consumed by a step yet
@@ -54,12 +145,12 @@ class ToolParser:
         self._content = ""
         self._space = ""  # white space after content, dropped before a call
         self._behind_call = False
+        self._reasoning = ""
+        self._has_reasoning, self._between_thoughts = False, ""
         self._deltas: list[ToolCallDelta] = []
         self._steps = tool_format.steps(self)
 
-    def push(
-        self, text: str, *, last: bool = False, cut: bool = False
-    ) -> tuple[str, list[ToolCallDelta]]:
+    def push(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
         """Adds text; returns the content and pieces of calls that are certain, all if `last`.
 
         If the output is `cut` there, a possible beginning of a call or its marker is dropped, and
@@ -70,23 +161,76 @@ class ToolParser:
         next(self._steps)
         if last:
             self._content += self._space
-        content, deltas = self._content, self._deltas
-        self._content, self._deltas = "", []
-        return content, deltas
+        parsed = ParsedText(self._content, self._deltas, self._reasoning)
+        self._content, self._deltas, self._reasoning = "", [], ""
+        return parsed
 
-    def until(self, marker: str) -> Steps:
-        """Emits content up to a marker, which is dropped."""
-        while (at := self._text.find(marker)) < 0:
-            held = _beginning_at_end(self._text, marker)
-            # A single character is too common to be held back as a marker's beginning.
-            if self._ended and not (self._cut and held > 1):
+    @property
+    def was_cut(self) -> bool:
+        """Whether the output ends here, cut by its length or a stop string."""
+        return self._ended and self._cut and not self._text
+
+    def until(self, *markers: str) -> Generator[None, None, str]:
+        """Emits content up to one of the markers, which is dropped and returned."""
+        found = yield from self.text_until(markers, self.put, markers_are_rare=True)
+        if not found:
+            yield from self.stop()
+        return found
+
+    def text_until(
+        self,
+        markers: Sequence[str],
+        emit: Callable[[str], object],
+        *,
+        markers_are_rare: bool = False,
+    ) -> Generator[None, None, str]:
+        """Emits text up to the first of the markers, which is dropped; returns it.
+
+        Returns an empty text at the end of the output. If that is cut, a beginning of a marker is
+        dropped; if `markers_are_rare`, not a single character, which is common by itself.
+        """
+        while not (found := self._first_of(markers)):
+            held = max(_beginning_at_end(self._text, marker) for marker in markers)
+            if self._ended and not (self._cut and held > markers_are_rare):
                 held = 0
-            self.put(self._take(len(self._text) - held))
+            emit(self.take(len(self._text) - held))
             if self._ended:
                 self._text = ""
+                return ""
             yield
-        self.put(self._take(at))
-        self._take(len(marker))
+        at, marker = found
+        emit(self.take(at))
+        self.take(len(marker))
+        return marker
+
+    def stop(self) -> Generator[None, None, None]:
+        """Drops the rest of an output that has ended."""
+        self._text = ""
+        while True:
+            yield
+
+    def head(self, head: Head) -> Generator[None, None, re.Match[str] | None]:
+        """Takes a head; None, without effect, if the text does not begin with it."""
+        while (match := head.match(self._text)) is None:
+            if not head.may_match(self._text):
+                return None
+            if self._ended:
+                if self._cut:
+                    yield from self.stop()
+                return None
+            yield
+        self.take(match.end())
+        return match
+
+    def line_break(self) -> Steps:
+        """Drops a line break, if one follows."""
+        while not (self._text or self._ended):
+            yield
+        self._text = self._text.removeprefix("\n")
+
+    def give_back(self, text: str) -> None:
+        """Undoes the taking of a text."""
+        self._text = text + self._text
 
     def goes_on_with(self, mark: str, *, drop: bool = True) -> Found:
         """Whether `mark` follows, after white space; drops both."""
@@ -127,14 +271,14 @@ class ToolParser:
                 return self._drop_if_cut()
             seen = len(self._text)
             yield
-        self._begin(head[1])
-        self._take(head.end())
+        self.begin_call(head[1])
+        self.take(head.end())
         yield from self.arguments()
         scan = _ObjectScan(depth=1)  # a closing brace may follow
         while (end := scan.end_in(self._text)) is None and not self._ended:
             self._text = ""
             yield
-        self._take(end or 0)
+        self.take(end or 0)
         return True
 
     def named_call(self) -> Found:
@@ -145,25 +289,32 @@ class ToolParser:
             if self._ended:
                 return self._drop_if_cut()
             yield
-        self._begin(name[1])
+        self.begin_call(name[1])
         while (at := self._text.find("{")) < 0 and not self._ended:
             self._text = ""
             yield
-        self._take(at if at >= 0 else len(self._text))
+        self.take(at if at >= 0 else len(self._text))
         yield from self.arguments()
         return True
 
     def arguments(self) -> Steps:
         """Emits the arguments of the last call as they arrive."""
-        scan, repair, given = _ObjectScan(), JsonRepair(), 0
+        yield from self.json_until(_ObjectScan(), "{}")
+
+    def json_until(self, scan: Scan, missing: str) -> Found:
+        """Adds a value up to its end to the last call's arguments; False if the end is not there.
+
+        `missing`: for a value without text.
+        """
+        repair, given = JsonRepair(), 0
         while (end := scan.end_in(self._text)) is None and not self._ended:
-            given += self._add_arguments(repair.push(self._take(len(self._text))))
+            given += self.add_arguments(repair.push(self.take(len(self._text))))
             yield
-        given += self._add_arguments(
-            repair.push(self._take(len(self._text) if end is None else end))
-        )
+        end_or_all = len(self._text) if end is None else end
+        given += self.add_arguments(repair.push(self.take(end_or_all)))
         if end is not None or not self._cut:
-            self._add_arguments(repair.close() or ("" if given else "{}"))
+            self.add_arguments(repair.close() or ("" if given else missing))
+        return end is not None
 
     def put(self, text: str) -> None:
         """Emits content without white space around calls; a line break joins its parts."""
@@ -176,6 +327,39 @@ class ToolParser:
         else:
             self._content += self._space + shown
         self._space, self._behind_call, self._has_content = text[len(shown) :], False, True
+
+    def think(self, text: str) -> None:
+        """Emits reasoning; a line break joins its parts."""
+        if text:
+            self._reasoning += self._between_thoughts + text
+            self._between_thoughts, self._has_reasoning = "", True
+
+    def new_part(self, part: str) -> None:
+        """Begins a part of the output of a format with channels."""
+        self.part = part
+        self._behind_call = self._behind_call or self._has_content
+        self._between_thoughts = "\n" if self._has_reasoning else ""
+
+    def begin_call(self, name: str, call_id: str = "") -> None:
+        """Begins a call, by default with an id of the format's form."""
+        self._space, self._behind_call = "", True
+        self.num_calls += 1
+        self._add(ToolCallDelta(self.num_calls - 1, call_id or self._new_id(), name, ""))
+
+    def add_arguments(self, text: str) -> int:
+        """Adds to the arguments of the last call; returns the number of characters."""
+        count = len(text)
+        index, last = self.num_calls - 1, self._deltas[-1] if self._deltas else None
+        if last and last.index == index and not last.id:
+            text = self._deltas.pop().arguments + text
+        if text:
+            self._add(ToolCallDelta(index, "", "", text))
+        return count
+
+    def take(self, count: int) -> str:
+        """Takes characters from the beginning of the text."""
+        taken, self._text = self._text[:count], self._text[count:]
+        return taken
 
     def _whole(self, end: int, bare: bool) -> bool:
         """Parses a complete call with keys in another order, or with arguments in a string."""
@@ -191,9 +375,9 @@ class ToolParser:
         arguments = repaired(arguments) or "{}"
         if not arguments.lstrip().startswith("{"):
             return False
-        self._begin(name)
-        self._add_arguments(arguments)
-        self._take(end)
+        self.begin_call(name)
+        self.add_arguments(arguments)
+        self.take(end)
         return True
 
     def _drop_if_cut(self) -> bool:
@@ -202,28 +386,21 @@ class ToolParser:
             self._text = ""
         return self._cut
 
-    def _take(self, count: int) -> str:
-        taken, self._text = self._text[:count], self._text[count:]
-        return taken
-
-    def _begin(self, name: str) -> None:
-        self._space, self._behind_call = "", True
-        self.num_calls += 1
-        self._add(ToolCallDelta(self.num_calls - 1, self._new_id(), name, ""))
-
-    def _add_arguments(self, text: str) -> int:
-        """Adds to the arguments of the last call; returns the number of characters."""
-        count = len(text)
-        index, last = self.num_calls - 1, self._deltas[-1] if self._deltas else None
-        if last and last.index == index and not last.id:
-            text = self._deltas.pop().arguments + text
-        if text:
-            self._add(ToolCallDelta(index, "", "", text))
-        return count
+    def _first_of(self, markers: Sequence[str]) -> tuple[int, str] | None:
+        """Place and text of the first marker, the longest of those that begin there."""
+        found = [(at, m) for m in markers if (at := self._text.find(m)) >= 0]
+        return min(found, key=lambda one: (one[0], -len(one[1])), default=None)
 
     def _add(self, delta: ToolCallDelta) -> None:
         if not (self._single and delta.index):
             self._deltas.append(delta)
+
+
+class Scan(Protocol):
+    """Finds the end of a value in pieces of its text."""
+
+    def end_in(self, text: str, start: int = 0) -> int | None:
+        """The place in `text` behind the value; None if it goes on."""
 
 
 class _ObjectScan:
@@ -262,26 +439,44 @@ def _beginning_at_end(text: str, marker: str) -> int:
     return next((n for n in range(most, 0, -1) if marker.startswith(text[-n:])), 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """The tool call format of a family of models.
+    """The tool call format of a family of models. Subclasses have the steps of a parser.
 
-    Markers that are special tokens are passed to the parser as text. `call`: the texts before and
-    after a call's arguments, with NAME for the function. `around`: the texts before the first,
-    between two, and after the last call.
+    `models`: the families, for documentation. `templates`: sets of texts; a chat template with all
+    of one set is the format's. `markers`: texts that may be special tokens, which are passed to the
+    parser as text. `call`: the texts before and after a call's arguments, with NAME for the
+    function and INDEX for a number. `around`: the texts before the first, between two, and after
+    the last call.
     """
 
     name: str
-    steps: Callable[[ToolParser], Steps]
+    models: str
+    templates: tuple[tuple[str, ...], ...]
     markers: tuple[str, ...]
     call: tuple[str, str]
-    around: tuple[str, str, str]
+    around: tuple[str, str, str] = ("", "", "")
     parallel: bool = True  # whether an output may have several calls
+    typed: bool = False  # whether the types of arguments follow from the tools' schemas
+    channels: bool = False  # whether it also marks content and reasoning, so that it always applies
     new_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
+
+    def steps(self, parser: ToolParser) -> Steps:
+        """Parses an output; never returns."""
+        raise NotImplementedError
+
+    @property
+    def written(self) -> str:
+        """A call in this format, with NAME and marks of its arguments, for documentation."""
+        return self.around[0] + "{\u2026}".join(self.call) + self.around[2]
+
+    def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A conversation in the form that the chat templates of these models expect."""
+        return messages
 
     def grammar(
         self,
-        tools: Mapping[str, Mapping[str, object] | None],
+        tools: ToolSchemas,
         special: Mapping[str, int],
         options: Mapping[str, object],
         *,
@@ -295,113 +490,44 @@ class ToolFormat:
         first, between, last = self.around
         if answer is not None and (first + self.call[0]).startswith("{"):
             first = self.markers[0]  # else a "{" would be ambiguous
-        first, between, last = (_lark(text, special) for text in (first, between, last))
+        first, between, last = (lark(text, special) for text in (first, between, last))
         more = "" if single or not self.parallel else f"({between} call)*"
         rules = [f"start: calls{'' if answer is None else ' | answer'}"]
         rules.append(f"calls: {first} call {more} {last}")
-        rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
-        for i, (name, schema) in enumerate(tools.items()):
-            before, behind = (_lark(text.replace("NAME", name), special) for text in self.call)
-            rules.append(f"call_{i}: {before} arguments_{i} {behind}")
-            arguments = {**(_NO_ARGUMENTS if schema is None else schema), **options}
-            rules.append(f"arguments_{i}: %json {json.dumps(arguments)}")
+        rules += self.call_rules(tools, special, options)
         if answer is not None:
             rules.append(f"answer: %json {json.dumps({**answer, **options})}")
         return "\n".join(rules)
 
+    def call_rules(
+        self, tools: ToolSchemas, special: Mapping[str, int], options: Mapping[str, object]
+    ) -> list[str]:
+        """The rules of a call of one of the tools."""
+        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+        for i, (name, schema) in enumerate(tools.items()):
+            terms = {"NAME": json.dumps(name), "INDEX": "/[0-9]{1,4}/"}
+            before, behind = (lark(text, special, terms) for text in self.call)
+            rules.append(f"call_{i}: {before} arguments_{i} {behind}")
+            rules += self.argument_rules(i, schema, special, options)
+        return rules
 
-def _lark(text: str, special: Mapping[str, int]) -> str:
-    """A Lark sequence for a text with special tokens."""
-    parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
-    return " ".join(
-        f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part
-    )
-
-
-def _hermes_steps(parser: ToolParser) -> Steps:
-    while True:
-        yield from parser.until("<tool_call>")
-        if (yield from parser.call()):
-            yield from parser.goes_on_with("</tool_call>")
-        else:
-            parser.put("<tool_call>")
-
-
-def _llama3_steps(parser: ToolParser) -> Steps:
-    bare = yield from parser.goes_on_with("{", drop=False)
-    while True:
-        if not bare:
-            yield from parser.until("<|python_tag|>")
-        called = yield from parser.call(bare=bare)
-        while called and (yield from parser.goes_on_with(";")):
-            called = yield from parser.call()
-        bare = False
+    def argument_rules(
+        self,
+        number: int,
+        schema: Mapping[str, Any] | None,
+        special: Mapping[str, int],
+        options: Mapping[str, object],
+    ) -> list[str]:
+        """The rules of a tool's arguments, the first of which is `arguments_` and its number."""
+        arguments = NO_ARGUMENTS if schema is None else schema
+        return [f"arguments_{number}: %json {json.dumps({**arguments, **options})}"]
 
 
-def _mistral_steps(parser: ToolParser) -> Steps:
-    while True:
-        yield from parser.until("[TOOL_CALLS]")
-        if (yield from parser.goes_on_with("[")):
-            called = yield from parser.call()
-            if not called:
-                parser.put("[TOOL_CALLS][")
-            while called and (yield from parser.goes_on_with(",")):
-                called = yield from parser.call()
-            if called:
-                yield from parser.goes_on_with("]")
-        elif not (yield from parser.named_call()):
-            parser.put("[TOOL_CALLS]")
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def _mistral_id() -> str:
-    """An id of nine letters and digits, which Mistral's templates require."""
-    return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
-
-
-HERMES = ToolFormat(
-    "hermes",
-    _hermes_steps,
-    ("<tool_call>", "</tool_call>"),
-    ('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
-    ("", "\n", ""),
-)
-LLAMA3 = ToolFormat(
-    "llama3",
-    _llama3_steps,
-    ("<|python_tag|>",),
-    ('{"name": "NAME", "parameters": ', "}"),
-    ("", "", ""),
-    parallel=False,
-)
-MISTRAL = ToolFormat(
-    "mistral",
-    _mistral_steps,
-    ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
-    ('{"name": "NAME", "arguments": ', "}"),
-    ("[TOOL_CALLS][", ", ", "]"),
-    new_id=_mistral_id,
-)
-MISTRAL_ARGS = ToolFormat(  # from version 11 of the tokenizer on
-    "mistral",
-    _mistral_steps,
-    MISTRAL.markers,
-    ("[TOOL_CALLS]NAME[ARGS]", ""),
-    ("", "", ""),
-    new_id=_mistral_id,
-)
-
-
-def tool_format(name: str, template: str) -> ToolFormat | None:
-    """The format of that name; for "auto", the one of the chat template."""
-    if name == "none":
-        return None
-    mistral = MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
-    named = {"hermes": HERMES, "llama3": LLAMA3, "mistral": mistral}
-    if name != "auto":
-        return named[name]
-    if "[TOOL_CALLS]" in template:
-        return mistral
-    if "<tool_call>" in template:  # tags for each parameter are another format
-        return None if "<function=" in template or "<arg_key>" in template else HERMES
-    llama3 = "<|python_tag|>" in template or '{"name": function name, "parameters"' in template
-    return LLAMA3 if llama3 else None
+def lark(text: str, special: Mapping[str, int], terms: Mapping[str, str] | None = None) -> str:
+    """A Lark sequence for a text with special tokens, and words that stand for `terms`."""
+    terms = {marker: f"<[{token}]>" for marker, token in special.items()} | dict(terms or {})
+    parts = re.split(f"({'|'.join(map(re.escape, terms))})", text) if terms else [text]
+    return " ".join(terms.get(part) or json.dumps(part) for part in parts if part)

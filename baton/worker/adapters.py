@@ -24,6 +24,7 @@ from baton.v1.common_pb2 import WORKER_STATE_READY, Adapter, WorkerRecord
 
 log = logging.getLogger(__name__)
 MAX_NAME_CHARS = 256
+LOADED, FAILED = "loaded", "failed"
 
 
 class Adapters:
@@ -34,9 +35,10 @@ class Adapters:
         engine: Engine,
         loaded: Loaded,
         publish: Callable[[list[Adapter]], Awaitable[None]],
+        count: Callable[[str], None],
     ) -> None:
-        """publish: tells routers which adapters there are."""
-        self._engine, self._loaded, self._publish = engine, loaded, publish
+        """publish: tells routers which adapters there are. count: gets LOADED or FAILED."""
+        self._engine, self._loaded, self._publish, self._count = engine, loaded, publish, count
         self._named: dict[str, Adapter] = {}
         self._changing = asyncio.Lock()
 
@@ -45,6 +47,15 @@ class Adapters:
 
         Raises InvalidRequest, Overloaded when there is no place for it.
         """
+        try:
+            adapter = await self._load(name, directory)
+        except BatonError:
+            self._count(FAILED)
+            raise
+        self._count(LOADED)
+        return adapter
+
+    async def _load(self, name: str, directory: Path) -> Adapter:
         if not 0 < len(name) <= MAX_NAME_CHARS:
             raise InvalidRequest(f"a name has 1 to {MAX_NAME_CHARS} characters", "name")
         if "@" in name or "#" in name:

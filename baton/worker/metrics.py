@@ -20,6 +20,7 @@ from baton.engine.step_report import StepReport
 from baton.errors import BatonError
 from baton.telemetry.metrics.recorder import Attributes, Recorder
 from baton.v1 import worker_pb2
+from baton.worker.adapters import FAILED, LOADED
 from kvtransfer.pairing import transport_name
 from kvtransfer.sender import TransferStats
 
@@ -113,6 +114,8 @@ class WorkerMetrics:
         )
         for outcome in _RESERVATIONS:
             self._recorder.count("baton.reservations", 0, {"outcome": outcome})
+        for result in (LOADED, FAILED):
+            self._recorder.count("baton.adapter.loads", 0, {"result": result})
         self._drafted(0, 0)
 
     def stepped(self, report: StepReport) -> None:
@@ -127,6 +130,9 @@ class WorkerMetrics:
         )
         if report.num_proposed:
             self._drafted(report.num_proposed, report.num_accepted)
+
+    def adapter_load(self, result: str) -> None:
+        self._recorder.count("baton.adapter.loads", 1, {"result": result})
 
     def prompt_started(self, waited_s: float, trace: Context) -> None:
         self._recorder.record("baton.prefill.queue_time", waited_s, context=trace)

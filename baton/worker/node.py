@@ -206,7 +206,9 @@ class Node(WorkerServiceServicer):
                 ending.push_async_callback(server.stop, STOP_GRACE_S)
                 ending.push_async_callback(self._leave)
                 await self._describe(loaded, usable, every_pool)
-                self.adapters = Adapters(self.engine, loaded, self._publish_adapters)
+                self.adapters = Adapters(
+                    self.engine, loaded, self._publish_adapters, self.metrics.adapter_load
+                )
                 for name, directory in loaded.settings.adapters.items():
                     await self.adapters.load(name, directory)
                 await self.adapters.load_as(self.members.records.values())
@@ -362,10 +364,13 @@ class Node(WorkerServiceServicer):
         await self._enter(common_pb2.WORKER_STATE_READY)
         name, role = self.record.incarnation, ROLES[self.record.role]
         log.info("%s worker %s ready at %s", role, name, self.record.address)
+        # What was loaded everywhere before routers knew this worker.
+        loading = asyncio.create_task(self.adapters.load_as(self.members.records.values()))
         watching = asyncio.create_task(self._watch_for_stalls())
         try:
             await self._stop.wait()
         finally:
+            loading.cancel()
             watching.cancel()
         # After a failure nothing that runs can finish.
         failed = self._failure is not None or self.engine.ended.done()

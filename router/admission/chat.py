@@ -21,11 +21,12 @@ from baton.generation.sampling_params import (
     StructuredOutput,
 )
 from baton.text import Tokenizer
-from baton.text.chat_template import Message
 from baton.text.detokenizer import TokenPieces
 from baton.text.json_repair import repaired
 from baton.text.reasoning import reasoning_format
-from baton.text.tool_calls import ToolFormat, tool_format
+from baton.text.tool_calls import ToolFormat, ToolSchemas
+from baton.text.tool_formats import tool_format
+from baton.text.tool_formats.harmony import HarmonyFormat
 from baton.v1 import inference_pb2
 from router.request import OutputFormat
 
@@ -36,6 +37,7 @@ MAX_TEMPLATE_KWARGS_CHARS = 16 << 10
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MAX_SPACE = 4  # white-space tokens after the token with which a prompt opens reasoning
 _STRUCTURED_OUTPUT = "sampling.structured_output"
+_SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn reasoning on
 _SCHEMA_OPTIONS = {"x-guidance": JSON_OPTIONS}
 
 
@@ -49,6 +51,7 @@ class ChatFormats:
     markers: Mapping[str, int] | None = None  # token ids of the markers that are tokens
     reasoning: Reasoning | None = None
     always_reasons: bool = False
+    text_arguments: bool = False  # whether the template takes arguments as JSON in a text
 
     @classmethod
     def from_tokenizer(
@@ -70,6 +73,8 @@ class ChatFormats:
                     f"--reasoning-parser {reasoning_parser} needs a model whose tokenizer has the "
                     f"tokens {form.begin} and {form.end}"
                 )
+        if tools and tools.channels:
+            reasoning = None  # it has a channel
         return cls(
             tokenizer,
             tokenizer.showing(texts),
@@ -77,12 +82,18 @@ class ChatFormats:
             {text: token for text, token in markers.items() if token is not None},
             reasoning,
             always_reasons=bool(form and form.always),
+            text_arguments=bool(tokenizer.tool_template and tokenizer.tool_template.text_arguments),
         )
 
     def __str__(self) -> str:
         """The formats, for logs."""
         tools = f"tool calls as {self.tools.name}" if self.tools else "no tool calls"
-        return f"{tools}, {'reasoning' if self.reasoning else 'no reasoning'}"
+        return f"{tools}, {'reasoning' if self.reasoning or self.has_channels else 'no reasoning'}"
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether the model's outputs consist of channels, also without tools."""
+        return self.tools is not None and self.tools.channels
 
     def encode(
         self,
@@ -97,8 +108,11 @@ class ChatFormats:
         Raises InvalidRequest; with `at_once`, TimeoutError if it would block an event loop for too
         long.
         """
+        messages = [_message(message, i) for i, message in enumerate(chat.messages)]
+        if self.text_arguments:
+            _write_arguments(messages)
         return self.tokenizer.encode_chat(
-            [_message(message, i) for i, message in enumerate(chat.messages)],
+            self.tools.history(messages) if self.tools else messages,
             max_tokens,
             self._variables(chat),
             chat.continue_final_message,
@@ -109,7 +123,7 @@ class ChatFormats:
 
     def output_format(self, chat: inference_pb2.Chat, prompt: Sequence[int]) -> OutputFormat | None:
         """The output format of a chat with this prompt; None if all output is content."""
-        tools = self.tools if _with_tools(chat) else None
+        tools = self.tools if _with_tools(chat) or self.has_channels else None
         reasoning = self.reasoning
         if reasoning is not None:
             reasoning = replace(
@@ -120,13 +134,17 @@ class ChatFormats:
                 ),
             )
         elif chat.HasField("max_thinking_tokens"):
-            raise InvalidRequest(
-                "no reasoning of this model is known: leave it out", "chat.max_thinking_tokens"
+            reason = (
+                "the end of a channel cannot be forced: leave it out, and set reasoning_effort"
+                if self.has_channels
+                else "no reasoning of this model is known: leave it out"
             )
+            raise InvalidRequest(reason, "chat.max_thinking_tokens")
         if tools is None and reasoning is None:
             return None
         pieces = self.pieces if tools else self.tokenizer.pieces
-        return OutputFormat(pieces, reasoning, tools, chat.single_tool_call)
+        schemas = _schemas(chat, parsed=tools.typed) if tools and _with_tools(chat) else {}
+        return OutputFormat(pieces, reasoning, tools, chat.single_tool_call, schemas)
 
     def restrict(
         self, params: SamplingParams, chat: inference_pb2.Chat, output: OutputFormat
@@ -139,6 +157,13 @@ class ChatFormats:
         structured, must_call = params.structured_output, _must_call(chat)
         if output.tools is not None and has_grammar(params, chat):
             structured = self._tool_grammar(output.tools, chat, None if must_call else structured)
+        elif structured and isinstance(output.tools, HarmonyFormat):
+            structured = self._channel_grammar(output.tools, structured)
+        if isinstance(output.tools, HarmonyFormat) and not params.ignore_eos:
+            markers = self.markers or {}
+            stops = frozenset(markers[text] for text in output.tools.stops if text in markers)
+            stops -= self.tokenizer.eos_token_ids
+            params = replace(params, stop_token_ids=params.stop_token_ids | stops)
         reasoning = output.reasoning
         if reasoning and (structured or reasoning.max_tokens is not None):
             params = replace(params, reasoning=reasoning)
@@ -178,6 +203,16 @@ class ChatFormats:
             )
         return StructuredOutput(grammar=grammar)
 
+    def _channel_grammar(self, form: HarmonyFormat, output: StructuredOutput) -> StructuredOutput:
+        """A grammar of reasoning and an answer that matches `output`."""
+        output.validate()
+        schema = ""
+        if output.json_schema:
+            prepared = _object(output.json_schema, _STRUCTURED_OUTPUT)
+            prepare_schema(prepared, field=_STRUCTURED_OUTPUT)
+            schema = json.dumps({**prepared, **_SCHEMA_OPTIONS})
+        return StructuredOutput(grammar=form.answer_grammar(output, self.markers or {}, schema))
+
     def _variables(self, chat: inference_pb2.Chat) -> dict[str, Any]:
         """The template's variables other than messages."""
         variables: dict[str, Any] = {}
@@ -191,6 +226,7 @@ class ChatFormats:
             for name in ("messages", "tools"):
                 if name in variables:
                     raise InvalidRequest(f"{name} is a separate field", "chat.template_kwargs")
+        variables = self._with_effort(variables, with_tools=_with_tools(chat))
         names = _checked_tools(chat)
         if (_must_call(chat) and not names) or chat.tool_name not in ("", *names):
             raise InvalidRequest(
@@ -211,6 +247,15 @@ class ChatFormats:
                 "chat.tools",
             )
         return {**variables, "tools": [_tool(tool) for tool in chat.tools]}
+
+    def _with_effort(self, variables: dict[str, Any], *, with_tools: bool) -> dict[str, Any]:
+        """Adds the switch of reasoning of a template that has one, and no degrees of effort."""
+        template = self.tokenizer.tool_template if with_tools else self.tokenizer.template
+        effort, source = variables.get("reasoning_effort"), template.source if template else ""
+        if effort is None or "reasoning_effort" in source:
+            return variables
+        switch = next((name for name in _SWITCHES if re.search(rf"\b{name}\b", source)), None)
+        return {switch: effort != "none", **variables} if switch else variables
 
     def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
         assert self.reasoning is not None
@@ -283,8 +328,8 @@ def _tool(tool: inference_pb2.Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _message(message: inference_pb2.ChatMessage, index: int) -> Message:
-    """A message for templates, which expect arguments as objects."""
+def _message(message: inference_pb2.ChatMessage, index: int) -> dict[str, Any]:
+    """A message for templates, most of which expect arguments as objects."""
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
     for i, call in enumerate(message.tool_calls):
         if not call.name:
@@ -312,6 +357,22 @@ def _message(message: inference_pb2.ChatMessage, index: int) -> Message:
     if message.reasoning:
         turn["reasoning_content"] = message.reasoning
     return turn
+
+
+def _schemas(chat: inference_pb2.Chat, *, parsed: bool) -> ToolSchemas:
+    """The schemas of the chat's tools, empty ones unless `parsed`."""
+    return {
+        tool.name: json.loads(tool.parameters) if parsed and tool.parameters else {}
+        for tool in chat.tools
+    }
+
+
+def _write_arguments(messages: Sequence[dict[str, Any]]) -> None:
+    """Replaces the arguments of calls by JSON."""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
 
 
 def _arguments(text: str, field: str) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from baton.generation.sampling_params import ReasoningTracker
 from baton.generation.tool_call import ToolCallDelta
 from baton.text import Detokenizer, StopStrings, Tokenizer
-from baton.text.tool_calls import ToolParser
+from baton.text.tool_calls import ParsedText, ToolParser
+from baton.text.tool_formats.harmony import MESSAGE
 from router.request import OutputFormat, TokenizedRequest
 
 
@@ -39,6 +40,11 @@ class TextStream:
         self._stops = StopStrings(request.stop, request.include_stop)
         self._singly = bool(request.stop)
         self._parser = _OutputParser(output) if output else None
+        # With channels: their parser, whether the next token is of a header, and reasoning tokens.
+        has_channels = output is not None and output.has_channels
+        self._channels = self._parser.tools if self._parser and has_channels else None
+        self._in_header = False
+        self._num_reasoning = 0
         self.stop: str | None = None
         self.parsed: ParsedOutput | None = None  # of the last tokens; None without a format
         if request.resumed:
@@ -50,7 +56,9 @@ class TextStream:
 
     @property
     def reasoning_tokens(self) -> int:
-        return self._parser.tracker.num_tokens if self._parser and self._parser.tracker else 0
+        if self._parser is None:
+            return 0
+        return self._parser.tracker.num_tokens if self._parser.tracker else self._num_reasoning
 
     def advance(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, int]:
         """Content that is final with these tokens, and how many tokens precede a stop string's end.
@@ -61,12 +69,46 @@ class TextStream:
         parser = self._parser
         if parser is None:
             return self._content(token_ids, finish_reason)
+        if self._channels is not None:
+            return self._of_channels(self._channels, token_ids, finish_reason)
         shown = token_ids[:-1] if finish_reason == "stop" else token_ids
         count = parser.push_reasoning(shown, self._detokenizer, last=finish_reason is not None)
         text, num_content = self._content(token_ids[count:], finish_reason)
         cut = finish_reason == "length" or self.stop is not None
         text, self.parsed = parser.parse(text, last=cut or finish_reason is not None, cut=cut)
         return text, count + num_content
+
+    def _of_channels(
+        self, parser: ToolParser, token_ids: Sequence[int], finish_reason: str | None
+    ) -> tuple[str, int]:
+        """As `advance`, for a format with channels; stop strings are searched for in content."""
+        text, parts, count = "", list[ParsedText](), 0
+        shown = token_ids[:-1] if finish_reason == "stop" else token_ids
+        for token in shown:
+            text = self._detokenizer.push([token])
+            if marker := next((m for m in parser.markers if text.endswith(m)), None):
+                text = self._stops.flush() + text
+                self._in_header = marker != MESSAGE
+            elif not self._in_header and parser.part == "content":
+                text, self.stop = self._stops.push(text)
+            count += 1
+            parts.append(parser.push(text, cut=self.stop is not None, last=self.stop is not None))
+            self._num_reasoning += parser.part == "reasoning" and not (marker or self._in_header)
+            if self.stop is not None:
+                break
+        else:
+            count = len(token_ids)
+            if finish_reason is not None:
+                rest = self._detokenizer.flush()
+                if parser.part == "content" and not self._in_header:
+                    rest, self.stop = self._stops.push(rest)
+                rest += "" if self.stop is not None else self._stops.flush()
+                cut = finish_reason == "length" or self.stop is not None
+                parts.append(parser.push(rest, last=True, cut=cut))
+        reasoning = "".join(part.reasoning for part in parts)
+        calls = [call for part in parts for call in part.tool_calls]
+        self.parsed = ParsedOutput(reasoning, calls)
+        return "".join(part.content for part in parts), count
 
     def _content(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, int]:
         if finish_reason is None and not self._singly:
@@ -93,8 +135,10 @@ class _OutputParser:
     def __init__(self, output: OutputFormat) -> None:
         self.tracker = ReasoningTracker(output.reasoning) if output.reasoning else None
         self._begin = output.reasoning.begin_token_id if output.reasoning else -1
-        self._tools = (
-            ToolParser(output.tools, single=output.single_tool_call) if output.tools else None
+        self.tools = (
+            ToolParser(output.tools, output.tool_schemas, single=output.single_tool_call)
+            if output.tools
+            else None
         )
         self._reasoning = ""  # text of the last tokens
         self._space: str | None = None  # trailing white space, not sent yet; None before reasoning
@@ -102,7 +146,7 @@ class _OutputParser:
 
     @property
     def calls_tools(self) -> bool:
-        return self._tools is not None and self._tools.num_calls > 0
+        return self.tools is not None and self.tools.num_calls > 0
 
     def push_reasoning(
         self, token_ids: Sequence[int], detokenizer: Detokenizer, *, last: bool
@@ -132,6 +176,6 @@ class _OutputParser:
         if self._behind_reasoning and (text := text.lstrip()):
             self._behind_reasoning = False
         calls: Sequence[ToolCallDelta] = ()
-        if self._tools is not None:
-            text, calls = self._tools.push(text, last=last, cut=cut)
+        if self.tools is not None:
+            text, calls, _ = self.tools.push(text, last=last, cut=cut)
         return text, ParsedOutput(self._reasoning, calls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from baton.errors import (
 from baton.registry.membership import ROLES
 from baton.telemetry import tracing
 from baton.telemetry.metrics.recorder import Attributes, Recorder
-from baton.v1.route_pb2 import ModelRoute
+from baton.v1.route_pb2 import CANARY_STATE_RUNNING, ModelRoute
 from router.fleet.circuit_breaker import Key
 from router.fleet.fleet import Fleet
 from router.fleet.snapshot import WorkerView
@@ -40,6 +41,7 @@ CAUSES = (
     "queue_full", "too_late", "tenant_limit", "tenant_unknown", "no_worker", "draining", "invalid",
     "deadline", "internal",
 )  # fmt: skip
+CANARY_DECISIONS = ("stepped", "promoted", "rolled_back")
 _CAUSES_BY_ERROR = (
     (Unauthenticated, "tenant_unknown"),
     ((InvalidRequest, ModelNotFound), "invalid"),
@@ -122,6 +124,7 @@ class RouterMetrics(RequestListener):
             observe(name, partial(_values_by_label, label, counts))
         observe("baton.workers", lambda: _workers(models))
         observe("baton.route.share", lambda: _route_shares(models))
+        observe("baton.canary.step.age", lambda: self._canary_ages(models))
 
     def first_token(self, record: RequestRecord) -> None:
         assert record.state is not None
@@ -196,6 +199,15 @@ class RouterMetrics(RequestListener):
                 self._recorder.count(name, 0, version.labels)
             yield version.output_tokens, version.labels
 
+    def _canary_ages(self, models: ObservedModels) -> Iterator[tuple[float, Attributes]]:
+        for route in models.routes().values():
+            if route.canary.state != CANARY_STATE_RUNNING:
+                continue
+            for decision in CANARY_DECISIONS:
+                counted = {"route": route.name, "decision": decision}
+                self._recorder.count("baton.canary.decisions", 0, counted)
+            yield time.time() - route.changed_ms / 1e3, {"route": route.name}
+
 
 def _values_by_label(label: str, counts: Mapping[str, int]) -> list[tuple[float, Attributes]]:
     return [(number, {label: value}) for value, number in counts.items()]
@@ -225,8 +237,13 @@ def _route_shares(models: ObservedModels) -> Iterator[tuple[float, Attributes]]:
 
 
 def _workers(models: ObservedModels) -> Iterator[tuple[float, Attributes]]:
-    counts = Counter((ROLES[view.record.role], view.state) for view in models.workers)
-    for role in ROLES.values():  # exported when 0, too: alerts need it
-        counts[role, "READY"] += 0
-    for (role, state), number in counts.items():
-        yield number, {"role": role, "state": state}
+    counts = Counter(
+        (view.record.model, view.record.version, ROLES[view.record.role], view.state)
+        for view in models.workers
+    )
+    for key in models.versions:
+        for role in ROLES.values():  # exported when 0, too: alerts need it
+            counts[*key, role, "READY"] += 0
+    for (model, version, role, state), number in counts.items():
+        labels = {"gen_ai.request.model": model, "baton.model.version": version}
+        yield number, {**labels, "role": role, "state": state}

@@ -50,6 +50,7 @@ class RequestRecord:
     labels: Mapping[str, str] = field(default_factory=dict)  # of its model; empty until known
     route: str = ""  # name of the route that chose the model's version
     fleet: Fleet | None = None  # the model's workers
+    traffic: Traffic | None = None  # of the model's version
     in_batch: bool = False  # of a batch: a refusal only delays it
     state: RequestState | None = None  # None until it is admitted
     finished: bool = False  # the caller has received everything
@@ -102,11 +103,52 @@ class RequestListener:
         """A request has ended."""
 
 
+class Traffic:
+    """Counts and latencies of requests: of all of them, or of those of a model's version."""
+
+    def __init__(self) -> None:
+        self.counts = fleet_pb2.RouterCounts(served=dict.fromkeys(PROMPT_PATHS, 0))
+        # (when, TTFT, TPOT), milliseconds
+        self._latencies: deque[tuple[float, float, float]] = deque(maxlen=_MAX_LATENCIES)
+
+    def ended(self, record: RequestRecord, outcome: RequestOutcome, now: float) -> None:
+        """Counts a request that has ended at `now`."""
+        counts, state = self.counts, record.state
+        counts.ended[outcome.status] += 1
+        if state is not None:
+            counts.cached_tokens += state.cached_tokens or 0
+        if outcome.error is not None:
+            counts.refused += not record.placed
+            for_want_of_room = isinstance(outcome.error, (Overloaded, Unavailable))
+            if state is None and record.tenant and not isinstance(outcome.error, LimitReached):
+                counts.turned_away += for_want_of_room
+        elif outcome.status == OK and state is not None:
+            counts.served[state.prompt_path] += 1
+            ttft_s, target_s = state.ttft_s, state.request.ttft_target_s
+            counts.with_target += target_s > 0
+            counts.late += 0 < target_s < ttft_s
+            self._latencies.append((now, ttft_s * 1e3, state.tpot_s * 1e3))
+
+    def latency(self, now: float) -> fleet_pb2.Latency:
+        """Percentiles over the last minute."""
+        recent = np.array([taken[1:] for taken in self._latencies if taken[0] >= now - _LATENCY_S])
+        if not len(recent):
+            return fleet_pb2.Latency()
+        p50, p95 = np.percentile(recent, (50, 95), axis=0, method="inverted_cdf")
+        return fleet_pb2.Latency(
+            requests=len(recent),
+            ttft_p50_ms=p50[0],
+            ttft_p95_ms=p95[0],
+            tpot_p50_ms=p50[1],
+            tpot_p95_ms=p95[1],
+        )
+
+
 class RouterStats:
     """Counts of one router. Event-loop thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.counts = fleet_pb2.RouterCounts(served=dict.fromkeys(PROMPT_PATHS, 0))
+        self._all = Traffic()
         # Failures, oldest first; equal ones in a row are one event.
         self.events: deque[fleet_pb2.RouterEvent] = deque(maxlen=_MAX_EVENTS)
         self.listeners: tuple[RequestListener, ...] = ()
@@ -115,8 +157,15 @@ class RouterStats:
         self.on_gap: Callable[[float], None] = lambda gap_s: None
         self.on_placed: Callable[[float], None] = lambda duration_s: None
         self._clock = clock
-        # (when, TTFT, TPOT), milliseconds
-        self._latencies: deque[tuple[float, float, float]] = deque(maxlen=_MAX_LATENCIES)
+
+    @property
+    def counts(self) -> fleet_pb2.RouterCounts:
+        """Of all requests."""
+        return self._all.counts
+
+    def latency(self) -> fleet_pb2.Latency:
+        """Percentiles over the last minute, of all requests."""
+        return self._all.latency(self._clock())
 
     @contextlib.contextmanager
     def request(self) -> Iterator[RequestRecord]:
@@ -141,8 +190,9 @@ class RouterStats:
     def admitted(self, record: RequestRecord, state: RequestState) -> None:
         """Counts an admitted request."""
         record.state = state
-        self.counts.admitted += 1
-        self.counts.prompt_tokens += len(state.request.prompt)
+        for traffic in self._traffics(record):
+            traffic.counts.admitted += 1
+            traffic.counts.prompt_tokens += len(state.request.prompt)
 
     def delivered(self, num_tokens: int, gap_s: float | None) -> None:
         """Counts delivered tokens; `gap_s`: seconds since the request's last ones, if measured."""
@@ -164,43 +214,22 @@ class RouterStats:
         text = f"{where}: {error}" if where else str(error)
         self.note(fleet_pb2.EVENT_KIND_FAILOVER, text, state.request.request_id, trace_id)
 
-    def latency(self) -> fleet_pb2.Latency:
-        """Percentiles over the last minute."""
-        since = self._clock() - _LATENCY_S
-        recent = np.array([taken[1:] for taken in self._latencies if taken[0] >= since])
-        if not len(recent):
-            return fleet_pb2.Latency()
-        p50, p95 = np.percentile(recent, (50, 95), axis=0, method="inverted_cdf")
-        return fleet_pb2.Latency(
-            requests=len(recent),
-            ttft_p50_ms=p50[0],
-            ttft_p95_ms=p95[0],
-            tpot_p50_ms=p50[1],
-            tpot_p95_ms=p95[1],
-        )
+    def _traffics(self, record: RequestRecord) -> Iterator[Traffic]:
+        """Where a request is counted: with all, and with its version once that is known."""
+        yield self._all
+        if record.traffic is not None:
+            yield record.traffic
 
     def _end(self, record: RequestRecord, outcome: RequestOutcome) -> None:
-        counts, state = self.counts, record.state
-        counts.ended[outcome.status] += 1
-        if state is not None:
-            counts.cached_tokens += state.cached_tokens or 0
+        for traffic in self._traffics(record):
+            traffic.ended(record, outcome, self._clock())
         if outcome.error is not None:
             self._failed(record, outcome)
-        elif outcome.status == OK and state is not None:
-            counts.served[state.prompt_path] += 1
-            ttft_s, target_s = state.ttft_s, state.request.ttft_target_s
-            counts.with_target += target_s > 0
-            counts.late += 0 < target_s < ttft_s
-            self._latencies.append((self._clock(), ttft_s * 1e3, state.tpot_s * 1e3))
         for listener in self.listeners:
             listener.ended(record, outcome)
 
     def _failed(self, record: RequestRecord, outcome: RequestOutcome) -> None:
         """Logs a failure, or a refusal at a limited rate, with the ids that lead to its trace."""
-        self.counts.refused += not record.placed
-        for_want_of_room = isinstance(outcome.error, (Overloaded, Unavailable))
-        if record.state is None and record.tenant and not isinstance(outcome.error, LimitReached):
-            self.counts.turned_away += for_want_of_room
         why = str(outcome.error) or type(outcome.error).__name__
         kind = fleet_pb2.EVENT_KIND_FAILURE if record.placed else fleet_pb2.EVENT_KIND_REFUSAL
         self.note(kind, f"{outcome.status}: {why}", record.request_id, record.trace_id)

@@ -11,11 +11,14 @@ import argparse
 import asyncio
 import secrets
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 from tests.chaos.harness import Harness
 from tests.chaos.judge import ChaosStats
 from tests.chaos.load import COMPLETE, oracle_runs
+from tests.chaos.versions import Versions
 
 ROUND_S = 60.0
 NEW_TOKENS = 150
@@ -28,25 +31,36 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="(default: a new one)")
     parser.add_argument("--prefill-tp", type=int, default=1, metavar="RANKS", help="(default: 1)")
     parser.add_argument("--decode-tp", type=int, default=1, metavar="RANKS", help="(default: 1)")
+    parser.add_argument(
+        "--versions", action="store_true",
+        help="two versions with one worker of each role, an adapter, and planners",
+    )  # fmt: skip
     args = parser.parse_args()
     seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
     log(f"seed {seed}, {args.minutes:g} minutes")
-    stats = asyncio.run(run(seed, args.minutes * 60.0, (args.prefill_tp, args.decode_tp)))
+    with tempfile.TemporaryDirectory(prefix="baton-chaos-") as directory:
+        versions = Versions(Path(directory)) if args.versions else None
+        tp = (args.prefill_tp, args.decode_tp)
+        stats = asyncio.run(run(seed, args.minutes * 60.0, tp, versions))
     log(stats.render())
     if not stats.violations:
         log(f"the promise was kept (seed {seed})")
         return 0
     again = f"--minutes {args.minutes:g} --seed {seed}"
     ranks = f"--prefill-tp {args.prefill_tp} --decode-tp {args.decode_tp}"
+    ranks += " --versions" if args.versions else ""
     log(f"VIOLATED {len(stats.violations)} times; again: python -m tests.chaos {again} {ranks}")
     return 1
 
 
-async def run(seed: int, seconds: float, tp: tuple[int, int]) -> ChaosStats:
+async def run(
+    seed: int, seconds: float, tp: tuple[int, int], versions: Versions | None
+) -> ChaosStats:
     """Rounds of at most ROUND_S, the nth with the seed `seed + n`, on one cluster."""
     log("asking the oracle…")
-    runs = await asyncio.to_thread(oracle_runs, NEW_TOKENS)
-    harness = Harness(log, tp=tp)
+    ask = versions.runs if versions else oracle_runs
+    runs = await asyncio.to_thread(ask, NEW_TOKENS)
+    harness = Harness(log, workers=1 if versions else 2, tp=tp, versions=versions)
     stats = harness.stats
     async with harness:
         end_s = time.monotonic() + seconds

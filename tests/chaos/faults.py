@@ -25,6 +25,7 @@ from baton.local.router_processes import RouterProcess
 from baton.net import rpc
 from baton.registry.membership import ROLES
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from tests.chaos.versions import ADAPTER, NAME, Changes
 from tests.proxy import Proxy
 from tests.waiting import WAIT_S
 
@@ -41,10 +42,16 @@ KINDS: Mapping[str, tuple[int, tuple[float, float] | None]] = {
     "role": (3, None),
     "etcd": (1, (1.0, 5.0)),
     "etcd_stop": (2, (5.0, 8.0)),  # longer than leases live: on waking it ends all at once
+    "adapter": (3, (0.0, 2.0)),  # unloaded, then loaded again
+    "route": (4, None),
+    "canary": (2, (2.0, 8.0)),
+    "planner": (2, None),  # the leading one is killed
 }
+OF_VERSIONS = ("adapter", "route", "canary", "planner")  # need a cluster of several versions
 # Of kinds that hit no process, of which one at a time happens.
 TARGETS = {
     "kv": ("corrupt", "lose", "fail", "delay"), "etcd": ("etcd",), "etcd_stop": ("etcd",),
+    "adapter": (ADAPTER,), "route": (NAME,), "canary": (NAME,), "planner": ("planner",),
 }  # fmt: skip
 ROUTER_KINDS = ("kill", "stop", "drain")
 ROUTER_SHARE = 0.25  # of the faults that may hit a router or a worker, this share hits a router
@@ -54,6 +61,9 @@ HARMLESS = (
     "role",
     "etcd",
     "etcd_stop",
+    "route",
+    "canary",
+    "planner",
 )  # their targets serve on: they excuse nothing
 RECOVERED_S = 1.5  # after a fault was taken back, until others are expected to have seen it
 SLOW_BYTES_PER_S = 200_000.0
@@ -69,7 +79,7 @@ class Fault:
     Of a connection that is cut, held or slowed, `other` is the end that opened it: a process's
     name, or empty for all connections. `may_hit_last` says that the fault may also hit the
     only healthy worker of a role. `share`, from 0 to 1, chooses which of a worker's ranks is
-    killed or stopped, or the role that it takes.
+    killed or stopped, the role that it takes, or the second version's share of a route.
     """
 
     at_s: float
@@ -87,7 +97,11 @@ class Fault:
 
 
 def plan(
-    seed: int, seconds: float, processes: Mapping[str, str], mean_pause_s: float = 2.0
+    seed: int,
+    seconds: float,
+    processes: Mapping[str, str],
+    mean_pause_s: float = 2.0,
+    kinds: Collection[str] = KINDS,
 ) -> Iterator[Fault]:
     """The faults of one run, in order; `processes` are roles by name.
 
@@ -98,7 +112,7 @@ def plan(
     workers = sorted(name for name, role in processes.items() if role != "router")
     at_s = dice.uniform(0.2, 1.0)
     while at_s < seconds:
-        kind = dice.choices(list(KINDS), [weight for weight, _ in KINDS.values()])[0]
+        kind = dice.choices(list(kinds), [KINDS[kind][0] for kind in kinds])[0]
         lasts = KINDS[kind][1]
         duration_s, may_hit_last = dice.uniform(*lasts) if lasts else 0.0, dice.random() < 0.1
         other = ""
@@ -127,7 +141,10 @@ class Outage:
 
 @dataclass
 class Outages:
-    """When which of the processes (roles by name) were down."""
+    """When which of the processes were down.
+
+    `roles`: by name, the role of a process, or the version of a worker where several are served.
+    """
 
     roles: Mapping[str, str]
     all: list[Outage] = field(default_factory=list)
@@ -164,6 +181,7 @@ class Injector:
     """`done` counts faults by kind, `skipped` those whose target could not be hit.
 
     `proxies` and `routers`, which are addresses, are by process name; `rank_pairs` of a handoff.
+    `outages` is to be empty. `changes`: None where one version is served.
     """
 
     cluster: LocalCluster
@@ -171,13 +189,12 @@ class Injector:
     kv_control: Path
     routers: Mapping[str, str]
     log: Callable[[str], None]
+    outages: Outages
+    changes: Changes | None = None
     rank_pairs: int = 1
     done: Counter[str] = field(default_factory=Counter)
     skipped: int = 0
     _busy: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.outages = Outages({p.name: p.role for p in self.cluster.processes.values()})
 
     async def run(self, faults: Iterable[Fault]) -> None:
         """Does each fault at its time, counted from now; returns when the last one is over."""
@@ -248,6 +265,8 @@ class Injector:
                 self.kv_control.write_text(json.dumps({"fault": target, "share": share}))
                 await asyncio.sleep(duration_s)
                 self.kv_control.unlink()
+            case "adapter" | "route" | "canary" | "planner":
+                await self._change_versions(fault)
             case "etcd":
                 assert self.cluster.etcd is not None
                 await self.cluster.etcd.kill()
@@ -263,6 +282,22 @@ class Injector:
                     etcd.resume()
         if fault.kind not in HARMLESS:
             await asyncio.sleep(RECOVERED_S)
+
+    async def _change_versions(self, fault: Fault) -> None:
+        changes = self.changes
+        assert changes is not None
+        match fault.kind:
+            case "adapter":
+                await changes.unload()
+                await asyncio.sleep(fault.duration_s)
+                await changes.load()
+            case "route":
+                await changes.set_route(fault.share)
+            case "canary":
+                await changes.start_canary()
+                await asyncio.sleep(fault.duration_s)
+            case "planner":
+                await changes.kill_planner()
 
     async def _change_role(self, fault: Fault) -> None:
         """Has the worker take another role; one that does not answer now keeps its own."""

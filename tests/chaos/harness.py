@@ -18,7 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -33,11 +33,12 @@ from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore, is_complete
 from tests.chaos import checks, kv_faults, process
-from tests.chaos.faults import KINDS, Injector, Outages, plan
+from tests.chaos.faults import KINDS, OF_VERSIONS, Injector, Outages, plan
 from tests.chaos.judge import ChaosStats, violation
 from tests.chaos.load import CUT, ChaosRequest, Outcome, Run, run_load, send
+from tests.chaos.versions import ADAPTER, FIRST, NAME, SECOND, Changes, Versions
 from tests.proxy import Proxy, owner
-from tests.waiting import eventually
+from tests.waiting import LoopLag, eventually
 
 ROOT = Path(__file__).parents[2]
 # Float32, so that tokens can be compared.
@@ -55,10 +56,11 @@ class Harness:
     """Started and stopped with `async with`; `log` gets a line for everything that happens."""
 
     log: Callable[[str], None]
-    workers: int = 2  # of each role
+    workers: int = 2  # of each role and version
     routers: int = 2
     transport: str = "auto"
     tp: tuple[int, int] = (1, 1)  # ranks of a prefill and of a decode worker
+    versions: Versions | None = None  # then each has as many workers, adapters and routes change
     callers: int = 10
     mean_pause_s: float = 3.0
     stats: ChaosStats = field(default_factory=ChaosStats)
@@ -78,15 +80,19 @@ class Harness:
         await self._resources.aclose()
 
     async def _start(self, enter: Callable[..., Any]) -> None:
+        self._lag = await enter(LoopLag())
         receiver = await enter(OtlpReceiver(self._store))
         extra_args = {}
-        for role, number in itertools.product(("prefill", "decode"), range(self.workers)):
+        models = self.versions.models if self.versions else ()
+        numbers = range(self.workers * max(1, len(models)))
+        for role, number in itertools.product(("prefill", "decode"), numbers):
             name, port = f"{role}-{number}", ports.free()
             proxy = Proxy(port, self._name_of)
             self._proxies[name] = await enter(proxy)
             extra_args[name] = ["--port", str(port), "--advertise", proxy.address]
         config = ClusterConfig(
-            engine=ENGINE,
+            engine=replace(ENGINE, max_loras=1) if models else ENGINE,
+            models=models,
             prefill=self.workers,
             decode=self.workers,
             prefill_tp=self.tp[0],
@@ -113,13 +119,16 @@ class Harness:
             },
         )
         await enter(self.cluster)
+        self._changes: Changes | None = None
+        if self.versions is not None:
+            self._changes = await enter(Changes(self.cluster, self.versions.adapter))
 
     async def _warm_up(self, runs: Sequence[Run]) -> None:
         """Requests every run several times at once, until every pair of workers has used its link.
 
         What links hold is then part of the baseline.
         """
-        pairs = self.workers**2
+        pairs = self.workers**2 * (2 if self.versions else 1)
         async with AsyncClient(self.cluster.targets) as client:
             for salt in map(str, range(_WARM_UPS)):
                 requests = [
@@ -137,6 +146,8 @@ class Harness:
 
     async def round(self, runs: Sequence[Run], seed: int, seconds: float) -> ChaosStats:
         """Faults under load, with everything checked at the end; the stats of all rounds so far."""
+        if self._changes is not None:
+            await self._changes.load()
         await self._warm_up(runs)
         stats = self.stats
         before = await checks.holdings(self.cluster, self._directory)
@@ -144,8 +155,14 @@ class Harness:
         routers = dict(zip(names, self.cluster.addresses, strict=True))
         gateways = itertools.cycle(zip(names, self.cluster.http_addresses, strict=True))
         control = self._directory / "kv.json"
-        injector = Injector(self.cluster, self._proxies, control, routers, self.log, max(self.tp))
-        faults = plan(seed, seconds, injector.outages.roles, self.mean_pause_s)
+        roles = {one.name: one.role for one in self.cluster.processes.values()}
+        outages = Outages({name: self._group_of(name, role) for name, role in roles.items()})
+        injector = Injector(
+            self.cluster, self._proxies, control, routers, self.log,
+            outages, self._changes, max(self.tp),
+        )  # fmt: skip
+        kinds = [kind for kind in KINDS if self.versions or kind not in OF_VERSIONS]
+        faults = plan(seed, seconds, roles, self.mean_pause_s, kinds)
         async with AsyncClient(self.cluster.targets) as client:
             until_s = asyncio.get_running_loop().time() + seconds
             load = run_load(
@@ -159,11 +176,12 @@ class Harness:
             stats.counts["faulty KV transfers"] += Counter(done.read_text().split())
             done.unlink()
         for request, outcome in outcomes:
-            self._judge(request, outcome, injector.outages, stats)
+            outcome.lag_s = self._lag.within_s(outcome.began_s, outcome.ended_s)
+            self._judge(request, outcome, outages, stats)
         await self._check_recovery(stats, before)
         end_s = asyncio.get_running_loop().time() + TRACE_S
         for _, outcome in outcomes:
-            await self._check_trace(outcome, injector.outages, end_s, stats)
+            await self._check_trace(outcome, outages, end_s, stats)
         return stats
 
     def leftovers(self) -> list[str]:
@@ -182,15 +200,31 @@ class Harness:
         self, request: ChaosRequest, outcome: Outcome, outages: Outages, stats: ChaosStats
     ) -> None:
         while_s = (outcome.began_s, outcome.ended_s)
-        role_down = any(outages.role_down(role, *while_s) for role in ("prefill", "decode"))
+        groups = self._groups_of(request.run)
+        role_down = any(outages.role_down(group, *while_s) for group in groups)
         # While one router is well, the SDK goes on there, whatever has been delivered.
         excused = outages.role_down("router", *while_s)
         if request.http:  # goes on nowhere else, but is cut only by its own router's death
             kinds = ("kill",) if outcome.end == CUT else tuple(KINDS)
             excused = outages.any_down((outcome.router,), *while_s, kinds)
         stats.count(outcome, role_down or outages.any_down(outages.names("router"), *while_s))
-        if wrong := violation(request, outcome, excused, role_down):
-            stats.violations.append(f"a request of {request}: {wrong}")
+        # Who starts again loads what another worker of its version has.
+        lost = any(outages.role_down(group, 0.0, outcome.ended_s) for group in groups)
+        gone = request.run.model == ADAPTER and (lost or outages.any_down((ADAPTER,), *while_s))
+        if wrong := violation(request, outcome, excused, role_down, gone):
+            stats.violations.append(f"{request}: {wrong}")
+
+    def _group_of(self, name: str, role: str) -> str:
+        """Of which processes at least one must be well: a role's, or a version's."""
+        if self.versions is None or role == "router":
+            return role
+        return FIRST if int(name.rpartition("-")[2]) < self.workers else SECOND
+
+    def _groups_of(self, run: Run) -> tuple[str, ...]:
+        """The groups of workers that a request needs."""
+        if self.versions is None:
+            return ("prefill", "decode")
+        return {SECOND: (SECOND,), NAME: (FIRST, SECOND)}.get(run.model, (FIRST,))
 
     async def _check_recovery(self, stats: ChaosStats, before: dict[int, checks.Holdings]) -> None:
         """All processes ready again, nothing held, nothing leaked."""
@@ -221,7 +255,10 @@ class Harness:
         if outcome.completion is None:
             return
         trace_id = outcome.completion.trace_id
-        killed = outages.memory_lost(outcome.began_s, outcome.ended_s + _EXPORT_S)
+        from_s, until_s = outcome.began_s, outcome.ended_s + _EXPORT_S
+        # Spans also die with a process that drains while this one, which takes them, stands still.
+        stalled = self._lag.within_s(from_s, until_s) > _EXPORT_S / 2
+        killed = outages.memory_lost(from_s, until_s) or stalled
         left_s = 0.0 if killed else end_s - asyncio.get_running_loop().time()
         try:
             await self._store.wait_for(trace_id, is_complete, max(0.01, left_s))

@@ -8,40 +8,49 @@ from itertools import pairwise
 from typing import Any
 
 from baton.client import Completion
-from baton.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
+from baton.errors import Cancelled, DeadlineExceeded, ModelNotFound, Overloaded, Unavailable
 from tests.chaos import load
 from tests.chaos.load import ChaosRequest, Outcome
+from tests.cluster.oracle import LAGS
 
 DEADLINE_SLACK_S = 10.0  # a passed deadline is reported within this, on a busy machine
 MISMATCH = "other tokens than the oracle's"
 _LOGPROB_TOLERANCE = 1e-3
 
 
-def violation(request: ChaosRequest, outcome: Outcome, router_down: bool, role_down: bool) -> str:
+def violation(
+    request: ChaosRequest,
+    outcome: Outcome,
+    router_down: bool,
+    role_down: bool,
+    model_gone: bool = False,
+) -> str:
     """What is wrong with how a request ended; empty if nothing is.
 
     `router_down` and `role_down` tell whether, while it ran, there was a moment without a healthy
     router, or without a healthy worker of some role. Of a stream over HTTP `router_down` is about
-    its own router: killed, where it was cut.
+    its own router: killed, where it was cut. `model_gone`: its adapter may not have been loaded.
     """
     if outcome.end == load.NO_END:
         return "it did not end"
     tokens = tuple(outcome.token_ids)
-    if tokens != request.run.whole.token_ids[: len(tokens)]:
+    if (whole := request.run.answer(tokens)) is None:
         return f"{MISMATCH}: {tokens}"
     if outcome.completion is not None:
-        return _wrong_completion(request, outcome.completion)
+        return _wrong_completion(request, whole, outcome.completion)
     error, lasted_s = outcome.error, outcome.ended_s - outcome.began_s
     match error:
         case None:
             allowed = True
         case DeadlineExceeded():
-            late = lasted_s > request.timeout_s + DEADLINE_SLACK_S
+            late = lasted_s > request.timeout_s + DEADLINE_SLACK_S + LAGS * outcome.lag_s
             allowed = request.timeout_s < load.LONG_TIMEOUT_S and not late
         case Overloaded():
             allowed = not tokens and error.retry_after_s > 0
         case Unavailable() if outcome.end == load.REFUSED:
             allowed = error.retry_after_s > 0
+        case ModelNotFound():
+            allowed = model_gone and not tokens
         case Unavailable() if outcome.end not in (load.CUT, load.UNREACHED):
             allowed = router_down or role_down
         case _:  # CANCELLED is gRPC's status for a call whose server was stopped
@@ -51,22 +60,22 @@ def violation(request: ChaosRequest, outcome: Outcome, router_down: bool, role_d
     return f"{type(error).__name__} after {lasted_s:.1f} s and {len(tokens)} tokens: {error}"
 
 
-def _wrong_completion(request: ChaosRequest, done: Completion) -> str:
-    run = request.run
+def _wrong_completion(request: ChaosRequest, whole: Completion, done: Completion) -> str:
     if request.stop:
-        wanted: tuple[Any, ...] = ("stop", request.stop, run.whole.text.partition(request.stop)[0])
+        wanted: tuple[Any, ...] = ("stop", request.stop, whole.text.partition(request.stop)[0])
         got: tuple[Any, ...] = (done.finish_reason, done.stop, done.text)
         return "" if got == wanted else f"(reason, stop, text): {got}, not {wanted}"
     usage = done.usage
-    wanted = ("length", request.max_tokens, request.max_tokens, len(run.prompt))
+    prompt_tokens = len(request.run.prompt)
+    wanted = ("length", request.max_tokens, request.max_tokens, prompt_tokens)
     got = (done.finish_reason, len(done.token_ids), usage.completion_tokens, usage.prompt_tokens)
     if got != wanted:
         return f"(reason, tokens, usage's tokens, prompt's tokens): {got}, not {wanted}"
-    if not run.whole.text.startswith(done.text.rstrip("\ufffd")):
+    if not whole.text.startswith(done.text.rstrip("\ufffd")):
         return f"other text than the oracle's: {done.text!r}"
     if len(done.logprobs) != (request.max_tokens if request.logprobs else 0):
         return f"log-probabilities of {len(done.logprobs)} of {request.max_tokens} tokens"
-    for position, (ours, theirs) in enumerate(zip(run.whole.logprobs, done.logprobs, strict=False)):
+    for position, (ours, theirs) in enumerate(zip(whole.logprobs, done.logprobs, strict=False)):
         close = abs(ours.logprob - theirs.logprob) < _LOGPROB_TOLERANCE
         if ours.token_id != theirs.token_id or not close:
             return f"at token {position} the oracle has {ours} and the cluster {theirs}"

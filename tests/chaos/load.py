@@ -12,7 +12,7 @@ import contextlib
 import json
 import random
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import httpx
@@ -22,6 +22,7 @@ from baton.errors import (
     BatonError,
     DeadlineExceeded,
     InternalError,
+    ModelNotFound,
     Overloaded,
     RetryableError,
     Unavailable,
@@ -38,7 +39,7 @@ SAMPLING: tuple[Mapping[str, Any], ...] = (
 NEVER = 1 << 30
 LONG_TIMEOUT_S = 90.0  # no request may need this long
 HTTP_SHARE = 0.4  # of requests that ask for no log-probabilities
-SLACK_S = 10.0  # after its deadline, until a request counts as one that never ends
+SLACK_S = 60.0  # after its deadline, until a request counts as one that never ends
 BURST = 12
 BURST_SHARE = 0.03  # of a caller's turns
 PAUSE_S = 0.3  # at most, between two turns
@@ -49,18 +50,29 @@ COMPLETE, CANCELLED, NO_END, FAILED = "complete", "cancelled by us", "NO END", "
 REFUSED, UNREACHED, CUT, ERROR_EVENT = "refused", "not reached", "cut", "ended by an error event"
 
 _HTTP_ERRORS: Mapping[Any, type[BatonError]] = {  # by a response's status, or an event's type
-    429: Overloaded, 503: Unavailable, 504: DeadlineExceeded,
+    404: ModelNotFound, 429: Overloaded, 503: Unavailable, 504: DeadlineExceeded,
     "service_unavailable_error": Unavailable, "timeout_error": DeadlineExceeded,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the oracle: what every request for its first tokens must get."""
+    """One run of the oracle: what every request for its first tokens must get.
+
+    `model` is what requests name; `others` are what a request may get as well, as a whole, where
+    several versions share the name.
+    """
 
     prompt: tuple[int, ...]
     sampling: Mapping[str, Any]
     whole: Completion
+    model: str = ""
+    others: tuple[Completion, ...] = ()
+
+    def answer(self, tokens: tuple[int, ...]) -> Completion | None:
+        """The completion that begins with these tokens; None: they are wrong."""
+        wholes = (self.whole, *self.others)
+        return next((one for one in wholes if one.token_ids[: len(tokens)] == tokens), None)
 
 
 def oracle_runs(new_tokens: int, lengths: Sequence[int] = LENGTHS) -> list[Run]:
@@ -92,6 +104,11 @@ class ChaosRequest:
     http: bool = False
     interval: int = 1  # tokens that come together; over the SDK alone
 
+    def __str__(self) -> str:
+        asked = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "run"}
+        model, sampling = self.run.model or "the model", dict(self.run.sampling)
+        return f"{len(self.run.prompt)} tokens to {model} with {sampling}, {asked}"
+
     @property
     def options(self) -> dict[str, Any]:
         """For the SDK, and for HTTP's body."""
@@ -100,6 +117,7 @@ class ChaosRequest:
             "max_tokens": self.max_tokens,
             "ignore_eos": True,
             "cache_salt": self.salt,
+            **({"model": self.run.model} if self.run.model else {}),
             **({"stop": self.stop} if self.stop else {}),
             **({"logprobs": 1} if self.logprobs else {}),
         }
@@ -115,6 +133,8 @@ def next_request(dice: random.Random, runs: Sequence[Run]) -> ChaosRequest:
         made = replace(made, timeout_s=dice.uniform(0.02, 1.5))
     elif kind < 0.25:
         made = replace(made, cancel_after=dice.randint(0, most // 2))
+    elif run.others:  # of which the stop strings and log-probabilities are not equal
+        pass
     elif kind < 0.40 and len(text := run.whole.text) >= 20 and "\ufffd" not in text:
         start = dice.randrange(4, len(text) - 6)  # a few characters out of the middle
         made = replace(made, max_tokens=most, stop=text[start : start + dice.randint(2, 6)])
@@ -128,12 +148,14 @@ def next_request(dice: random.Random, runs: Sequence[Run]) -> ChaosRequest:
 class Outcome:
     """What has come of one request, and how it ended. Times are of the loop's clock.
 
-    `token_ids` are those that were delivered, whatever came then.
+    `token_ids` are those that were delivered, whatever came then. `lag_s`: the longest time that
+    this process's loop stood still meanwhile.
     """
 
     began_s: float
     router: str = ""  # whose gateway it was sent to; empty for the SDK, which uses any
     ended_s: float = 0.0
+    lag_s: float = 0.0
     times: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     end: str = NO_END

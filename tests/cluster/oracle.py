@@ -16,7 +16,7 @@ from baton.config import EngineConfig
 from baton.generation.sampling_params import SamplingParams, StructuredOutput
 from baton.local.cluster import LocalCluster
 from baton.local.single import SingleProcess
-from tests.waiting import WAIT_S, eventually
+from tests.waiting import WAIT_S, LoopLag, eventually
 
 ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=64 << 20)  # float32: tokens can be compared
 SIMULATED = replace(ENGINE, simulate="8000,4")
@@ -35,7 +35,7 @@ _ENDLESS = {
 SAMPLING["structured"] = {**SAMPLING["seeded"], "structured_outputs": {"json": _ENDLESS}}
 TOKENS_BEFORE_FAULT = 10
 # Added to a promised bound: recomputing lost tokens, and a busy machine.
-SLACK_S, LAGS, _TICK_S = 5.0, 5.0, 0.02
+SLACK_S, LAGS = 5.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,7 @@ async def decoding_process(cluster: LocalCluster, client: AsyncClient) -> str:
 class Streams:
     """Runs all cases at once; `midway` is set once a share of them, half, have ten tokens.
 
-    `largest_gap_s` is the longest time between two messages of one stream so far, and
-    `largest_lag_s` the longest delay of this process's own loop: the share of a busy machine.
+    `largest_gap_s` is the longest time between two messages of one stream so far.
     """
 
     client: AsyncClient
@@ -161,7 +160,7 @@ class Streams:
     share: float = 0.5
     midway: asyncio.Event = field(default_factory=asyncio.Event)
     largest_gap_s: float = 0.0
-    largest_lag_s: float = 0.0
+    _lag: LoopLag = field(default_factory=LoopLag)
     # Shared clusters have run the same prompts before: they must not be cached.
     salt: int = field(default_factory=itertools.count().__next__)
     _underway: int = 0
@@ -177,23 +176,13 @@ class Streams:
 
     async def run(self) -> list[Completion]:
         """What came; each has the oracle's tokens."""
-        lag = asyncio.create_task(self._measure_lag())
-        try:
+        async with self._lag:
             streams = (self._one(number, case) for number, case in enumerate(self.cases))
             return await asyncio.gather(*streams)
-        finally:
-            lag.cancel()
 
     def check_gap(self, promised_s: float) -> None:
         """Fails if a stream paused for longer than promised, on a machine as busy as this one."""
-        assert self.largest_gap_s < promised_s + SLACK_S + LAGS * self.largest_lag_s
-
-    async def _measure_lag(self) -> None:
-        clock = asyncio.get_running_loop().time
-        while True:
-            before_s = clock()
-            await asyncio.sleep(_TICK_S)
-            self.largest_lag_s = max(self.largest_lag_s, clock() - before_s - _TICK_S)
+        assert self.largest_gap_s < promised_s + SLACK_S + LAGS * self._lag.largest_s
 
     async def _one(self, number: int, case: Case) -> Completion:
         clock = asyncio.get_running_loop().time

@@ -7,6 +7,7 @@ import pytest
 
 from tests.chaos.harness import Harness
 from tests.chaos.load import COMPLETE, oracle_runs
+from tests.chaos.versions import Versions
 
 SECONDS = 7.0
 NEW_TOKENS = 60
@@ -18,6 +19,12 @@ def runs():
     return oracle_runs(NEW_TOKENS)
 
 
+async def test_versions_adapters_and_routes_change_and_no_token_is_anothers(fork_server, tmp_path):
+    versions = Versions(tmp_path)
+    runs = versions.runs(NEW_TOKENS)
+    await keeps_the_promise(runs, 21, SECONDS, workers=1, versions=versions)
+
+
 @pytest.mark.parametrize(
     ("seed", "routers", "transport", "tp"),
     [(11, 2, "shm", (1, 1)), (12, 1, "gloo", (2, 1))],
@@ -25,13 +32,16 @@ def runs():
 async def test_every_request_ends_right_and_nothing_is_kept(
     fork_server, runs, seed, routers, transport, tp
 ):
+    await keeps_the_promise(runs, seed, SECONDS, routers=routers, transport=transport, tp=tp)
+
+
+async def keeps_the_promise(runs, seed, seconds, **settings):
+    """A round of chaos on a cluster of its own."""
     said: list[str] = []
-    harness = Harness(
-        said.append, routers=routers, transport=transport, tp=tp, callers=6, mean_pause_s=1.5
-    )
+    harness = Harness(said.append, callers=6, mean_pause_s=1.5, **settings)
     async with harness:
         try:
-            stats = await harness.round(runs, seed, SECONDS)
+            stats = await harness.round(runs, seed, seconds)
             assert not stats.violations
         except BaseException:
             print(*said, harness.logs(), sep="\n")

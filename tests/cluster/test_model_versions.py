@@ -1,16 +1,14 @@
 """Two versions of a model behind one router: each answers with its own tokens, whatever changes."""
 
 import asyncio
-import shutil
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from baton.client import RetryPolicy
-from baton.config import DEMO_MODEL, RouterLimits
+from baton.config import RouterLimits
 from baton.errors import InvalidRequest, ModelNotFound, Unavailable
 from tests.cluster.oracle import ENGINE, Oracle, check
+from tests.perturbed import perturbed_model
 from tests.waiting import WAIT_S, eventually
 
 RECOVERY_S = 3.0
@@ -20,13 +18,7 @@ RECOVERY_S = 3.0
 def second(tmp_path_factory):
     """The demo model with other weights, which say something else."""
     directory = tmp_path_factory.mktemp("second") / "second"
-    shutil.copytree(DEMO_MODEL, directory)
-    weights, dice = load_file(directory / "model.safetensors"), torch.Generator().manual_seed(1)
-    for name, tensor in weights.items():
-        if tensor.ndim > 1:
-            noise = torch.randn(tensor.shape, generator=dice) * tensor.float().std()
-            weights[name] = (tensor.float() + 0.3 * noise).to(tensor.dtype)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    perturbed_model(directory)
     return directory
 
 

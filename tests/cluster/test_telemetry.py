@@ -34,6 +34,7 @@ SILENT = {
     "baton.engine.expert.imbalance",
     "baton.route.share",
     "baton.canary.decisions",
+    "baton.canary.step.age",
 }
 # What a worker of this role measures only when it does the other role's part.
 OF_THE_OTHER = {
@@ -109,8 +110,8 @@ def _check_requests(router, done):
         ("gen_ai_client_token_usage_sum", {**OF_ALL, "gen_ai_token_type": "output"}, delivered),
         ("baton_slo_requests_total", {"slo": "patient", "met": "true"}, len(done)),
         ("baton_slo_requests_total", {"slo": "never", "met": "false"}, len(done)),
-        ("baton_workers", {"role": "prefill", "state": "READY"}, 1),
-        ("baton_workers", {"role": "decode", "state": "READY"}, 1),
+        ("baton_workers", {**MODEL, "role": "prefill", "state": "READY"}, 1),
+        ("baton_workers", {**MODEL, "role": "decode", "state": "READY"}, 1),
     ):
         assert router.value(name, **labels) == expected, (name, labels)
     assert router.total("baton_requests_ended_total", status="OK") == len(done)

@@ -57,9 +57,9 @@ class Fields(NamedTuple):
     prefix: str = ""
     remedy: str = ""
 
-    def error(self, key: str, value: object, supported: str) -> CheckpointError:
-        """The error of an unsupported value; names file, key, value and remedy."""
-        found = f"{self.prefix}{key} is {quoted(value)}"
+    def error(self, key: str, value: object, supported: str, why: str = "") -> CheckpointError:
+        """The error of an unsupported value; names file, key, value, reason and remedy."""
+        found = f"{self.prefix}{key} is {quoted(value)}{why}"
         return CheckpointError(f"{self.file}: {found}; supported: {supported}{self.remedy}")
 
     def read(self, key: str, check: Check, default: object = None) -> Any:

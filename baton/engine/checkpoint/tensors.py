@@ -6,6 +6,7 @@ Reads headers and JSON only; torch-free. Errors name the file, and the tensor if
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ MAX_TEXT = 256  # longest name or reason from a file that an error shows
 # safetensors' names.
 FLOATS = ("F32", "F16", "BF16", "F64")
 ELEMENT_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1,
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
+    "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
 
 # The fingerprint reads SAMPLE_BYTES of a file's data at SAMPLES_PER_FILE places.
@@ -43,6 +45,11 @@ class StoredTensor:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its data."""
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
 def read_json(file: Path) -> dict[str, Any]:

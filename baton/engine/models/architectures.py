@@ -18,6 +18,21 @@ QkNorm = Literal["none", "head", "row"]
 
 
 @dataclass(frozen=True)
+class StackedExperts:
+    """How checkpoints store the experts of a layer together; `gate_up` and `down` are tensors.
+
+    transposed: `[experts, in, out]`, else `[experts, out, in]`; None: either, as sizes say ·
+    interleaved: even outputs are the
+    gate's and odd ones up's, else the gate's are first.
+    """
+
+    gate_up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    transposed: bool | None = True
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class ExpertNames:
     """Names of a mixture of experts: keys of config.json, and modules of a layer in checkpoints."""
 
@@ -28,7 +43,20 @@ class ExpertNames:
     down: str = "down_proj"
     router: str = "gate"
     biased: bool = False
-    stacked: bool = False  # see `baton.engine.models.tensor_names`
+    stacked: StackedExperts | None = None  # if a layer's experts are stored in one tensor
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A multimodal architecture, of which the text part is served.
+
+    text: the text part's architecture by its `model_type`; the first is that of a config that does
+    not say it · defaults: keys of the text part that published configs leave out.
+    """
+
+    text: Mapping[str, str]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    models: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,8 +68,9 @@ class Architecture:
     attention if config.json has no `layer_types`: "all"; "from" `max_window_layers` on;
     "alternate", every other one before it; "unrotated", those without rotary embedding; n, all but
     each n-th; "none" and "always" ignore `layer_types`; where `use_sliding_window` is a key and not
-    set, none · delta_rule: projections of layers with linear attention, in the order of
-    `baton.engine.models.delta_rule`; names · models: well-known models, for the documentation.
+    set, none · rotates: "sliding" if layers of full attention have no rotary embedding where others
+    have windows · delta_rule: projections of layers with linear attention: two by key head, or four
+    by part · models: well-known models, for the documentation.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -58,6 +87,7 @@ class Architecture:
     scaled_embedding: bool = False  # by the square root of the hidden size
     joined: tuple[str, ...] = ()  # fields stored as one tensor
     windows: Literal["none", "always", "all", "from", "alternate", "unrotated"] | int = "none"
+    rotates: Literal["all", "sliding"] = "all"
     interleaved_rope: bool = False  # rotated pairs are neighbours
     sinks: bool = False  # each head's softmax has a further score, whose value is 0
     gated_attention: bool = False  # outputs are multiplied by a gate, projected beside each query
@@ -82,6 +112,16 @@ _GEMMA_DEFAULTS = {
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+}
+_OLMO: dict[str, Any] = {
+    "qkv_bias": "attention_bias",
+    "o_bias": "attention_bias",
+    "qk_norm": "row",
+    "input_norm": "",
+    "attention_norm": "post_attention_layernorm",
+    "mlp_norm": "",
+    "output_norm": "post_feedforward_layernorm",
+    "norm_rounds_once": True,
 }
 _SPARSE = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _QWEN_DEFAULTS = {
@@ -109,6 +149,13 @@ _QWEN_NEXT_MOE = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
+_QWEN_3_5_MOE = {
+    **_QWEN_NEXT_DEFAULTS,
+    **_QWEN_NEXT_MOE,
+    "intermediate_size": 5632,  # of no layer
+    "num_experts_per_tok": 8,
+    "num_experts": 256,
+}
 _QWEN_NEXT: dict[str, Any] = {
     "qkv_bias": "attention_bias",
     "o_bias": "attention_bias",
@@ -118,6 +165,19 @@ _QWEN_NEXT: dict[str, Any] = {
     "gated_attention": True,
 }
 _BY_PART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_GRANITE_DEFAULTS = {
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+_GLM_DEFAULTS = {
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "eos_token_id": [151329, 151336, 151338],
+}
 _ATTENTION_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _ALL_BIASES: dict[str, Any] = {**_ATTENTION_BIASES, "mlp_bias": "mlp_bias"}
 
@@ -125,6 +185,27 @@ ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(**_ALL_BIASES, models="Llama 2 and 3, SmolLM2"),
     # transformers reads an absent window as 4096, and null as none.
     "MistralForCausalLM": Architecture({"sliding_window": 4096}, windows="all", models="Mistral"),
+    "MinistralForCausalLM": Architecture(
+        {"sliding_window": 4096}, windows="all", models="Ministral of 2024"
+    ),
+    "Ministral3ForCausalLM": Architecture(
+        {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        windows="always",
+        models="Ministral 3",
+    ),
     "Qwen2ForCausalLM": Architecture(
         _QWEN_DEFAULTS, qkv_bias=True, windows="from", models="Qwen2, Qwen2.5"
     ),
@@ -166,14 +247,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Olmo2ForCausalLM": Architecture(
         {"rms_norm_eps": 1e-5},
-        **_ATTENTION_BIASES,
-        qk_norm="row",
-        input_norm="",
-        attention_norm="post_attention_layernorm",
-        mlp_norm="",
-        output_norm="post_feedforward_layernorm",
-        norm_rounds_once=True,
+        **_OLMO,
         models="OLMo 2",
+    ),
+    "Olmo3ForCausalLM": Architecture(
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "rope_local_base_freq": None,
+            "sliding_window": 4096,
+        },
+        **_OLMO,
+        windows=4,
+        models="OLMo 3",
     ),
     "SmolLM3ForCausalLM": Architecture(
         {
@@ -188,19 +274,46 @@ ARCHITECTURES: dict[str, Architecture] = {
         models="SmolLM3",
     ),
     "Glm4ForCausalLM": Architecture(
-        {
-            "head_dim": 128,
-            "rms_norm_eps": 1.5625e-7,
-            "attention_bias": True,
-            "partial_rotary_factor": 0.5,
-            "eos_token_id": [151329, 151336, 151338],
-        },
+        _GLM_DEFAULTS,
         qkv_bias="attention_bias",
         attention_norm="post_self_attn_layernorm",
         output_norm="post_mlp_layernorm",
         joined=("gate_up",),
         interleaved_rope=True,
         models="GLM-4",
+    ),
+    "GlmForCausalLM": Architecture(
+        _GLM_DEFAULTS,
+        qkv_bias="attention_bias",
+        joined=("gate_up",),
+        interleaved_rope=True,
+        models="GLM-4 of 2024, GLM-Edge",
+    ),
+    "SeedOssForCausalLM": Architecture(
+        {"head_dim": 128, "attention_bias": True},
+        qkv_bias="attention_bias",
+        o_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+        models="Seed-OSS",
+    ),
+    "HeliumForCausalLM": Architecture(
+        {"rms_norm_eps": 1e-8, "rope_theta": 1e5, "head_dim": 128},
+        qkv_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        norm_rounds_once=True,
+        interleaved_rope=True,
+        models="Helium",
+    ),
+    "Exaone4ForCausalLM": Architecture(
+        {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+        qk_norm="head",
+        input_norm="",
+        attention_norm="post_attention_layernorm",
+        mlp_norm="",
+        output_norm="post_feedforward_layernorm",
+        windows=4,
+        rotates="sliding",
+        models="EXAONE 4",
     ),
     "MixtralForCausalLM": Architecture(
         {
@@ -251,17 +364,31 @@ ARCHITECTURES: dict[str, Architecture] = {
         models="Qwen3.5 (text)",
     ),
     "Qwen3_5MoeForCausalLM": Architecture(
-        {
-            **_QWEN_NEXT_DEFAULTS,
-            **_QWEN_NEXT_MOE,
-            "intermediate_size": 5632,  # of no layer
-            "num_experts_per_tok": 8,
-            "num_experts": 256,
-        },
+        _QWEN_3_5_MOE,
         **_QWEN_NEXT,
         delta_rule=_BY_PART,
         experts=ExpertNames(),
         models="Qwen3.5-MoE (text)",
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Architecture(
+        _QWEN_3_5_MOE,
+        **_QWEN_NEXT,
+        delta_rule=_BY_PART,
+        experts=ExpertNames(stacked=StackedExperts(transposed=None)),
+        models="Qwen3.5-MoE",
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Architecture(
+        {**_SPARSE, "num_experts_per_tok": 8, "norm_topk_prob": True},
+        **_ATTENTION_BIASES,
+        qk_norm="head",
+        experts=ExpertNames(stacked=StackedExperts(transposed=None)),
+        models="Qwen3-VL-MoE",
+    ),
+    "FlexOlmoForCausalLM": Architecture(
+        {"rope_theta": 5e5, "norm_topk_prob": False, "num_experts_per_tok": 5},
+        **_OLMO,
+        experts=ExpertNames(size="intermediate_size"),
+        models="FlexOlmo",
     ),
     "OlmoeForCausalLM": Architecture(
         {"rms_norm_eps": 1e-5, "norm_topk_prob": False, "num_experts_per_tok": 8},
@@ -294,17 +421,79 @@ ARCHITECTURES: dict[str, Architecture] = {
         sinks=True,
         models="gpt-oss",
         experts=ExpertNames(
-            "num_local_experts", "intermediate_size", router="router", biased=True, stacked=True
+            "num_local_experts",
+            "intermediate_size",
+            router="router",
+            biased=True,
+            stacked=StackedExperts(interleaved=True),
         ),
     ),
-    "GraniteForCausalLM": Architecture(
-        {
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        },
-        **_ALL_BIASES,
-        models="Granite",
+    "GraniteForCausalLM": Architecture(_GRANITE_DEFAULTS, **_ALL_BIASES, models="Granite"),
+    "GraniteMoeForCausalLM": Architecture(
+        {**_GRANITE_DEFAULTS, "norm_topk_prob": True, "num_experts_per_tok": 2},
+        **_ATTENTION_BIASES,
+        experts=ExpertNames(
+            "num_local_experts",
+            "intermediate_size",
+            "block_sparse_moe",
+            router="router.layer",
+            stacked=StackedExperts("input_linear.weight", "output_linear.weight", transposed=False),
+        ),
+        models="Granite 3 MoE",
     ),
 }
+
+_MISTRAL = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
+WRAPPERS: dict[str, Wrapper] = {
+    "Gemma3ForConditionalGeneration": Wrapper(
+        {"gemma3_text": "Gemma3ForCausalLM"},
+        {
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+        },
+        models="Gemma 3",
+    ),
+    "Mistral3ForConditionalGeneration": Wrapper(
+        _MISTRAL, models="Mistral Small 3.1 and 3.2, Ministral 3"
+    ),
+    "LlavaForConditionalGeneration": Wrapper(
+        {"llama": "LlamaForCausalLM", **_MISTRAL}, models="Pixtral"
+    ),
+    "Qwen2VLForConditionalGeneration": Wrapper(
+        {"qwen2_vl_text": "Qwen2ForCausalLM"}, models="Qwen2-VL"
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper(
+        {"qwen2_5_vl_text": "Qwen2ForCausalLM"}, models="Qwen2.5-VL"
+    ),
+    "Qwen3VLForConditionalGeneration": Wrapper(
+        {"qwen3_vl_text": "Qwen3ForCausalLM"}, models="Qwen3-VL"
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Wrapper(
+        {"qwen3_vl_moe_text": "Qwen3VLMoeForConditionalGeneration"}, models="Qwen3-VL-MoE"
+    ),
+    "Qwen3_5ForConditionalGeneration": Wrapper(
+        {"qwen3_5_text": "Qwen3_5ForCausalLM"}, models="Qwen3.5, Qwen3.6"
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper(
+        {"qwen3_5_moe_text": "Qwen3_5MoeForConditionalGeneration"},
+        models="Qwen3.5-MoE, Qwen3.6-MoE",
+    ),
+    "InternVLForConditionalGeneration": Wrapper(
+        {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}, models="InternVL 3"
+    ),
+}
+
+REFUSED: dict[str, str] = {
+    "Llama4ForConditionalGeneration": "attention by chunks, and input scaled by the router",
+    "Llama4ForCausalLM": "attention by chunks, and input scaled by the router",
+    "Gemma4ForConditionalGeneration": "heads of two sizes, and embeddings for each layer",
+    "Gemma4ForCausalLM": "heads of two sizes, and embeddings for each layer",
+    "Gemma3nForConditionalGeneration": "embeddings for each layer, and alternating updates",
+    "Gemma3nForCausalLM": "embeddings for each layer, and alternating updates",
+    "Cohere2ForCausalLM": "layer norms, and attention beside the MLP",
+    "ArceeForCausalLM": "an MLP without gate",
+    "NanoChatForCausalLM": "an MLP without gate",
+}
+"""Well-known architectures that are not supported, and what the decoder lacks for them."""

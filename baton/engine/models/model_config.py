@@ -28,7 +28,15 @@ from baton.engine.checkpoint.fields import (
 from baton.engine.checkpoint.tensors import read_json
 from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.kernels.delta_rule import DeltaRuleShape
-from baton.engine.models.architectures import ARCHITECTURES, FULL, LINEAR, SLIDING, Architecture
+from baton.engine.models.architectures import (
+    ARCHITECTURES,
+    FULL,
+    LINEAR,
+    REFUSED,
+    SLIDING,
+    WRAPPERS,
+    Architecture,
+)
 from baton.engine.models.rope_config import Rope, parse_ropes
 from baton.engine.quantization.config import (
     QuantizationConfig,
@@ -45,6 +53,11 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+
+
+# Keys of a multimodal config's text part that published ones have outside of it.
+_OF_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "vocab_size")
+_MROPE = ("mrope_section", "mrope_interleaved")
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,8 @@ class ModelConfig:
     """A decoder-only transformer; sizes count elements, contexts and windows count tokens.
 
     windows: for each layer, the number of tokens that a token attends to, itself included, or None
-    for all · ropes: the rotary embedding of each layer, or None.
+    for all · ropes: the rotary embedding of each layer, or None · wrapper: the multimodal
+    architecture whose text part this is, or empty.
     """
 
     architecture: str
@@ -120,6 +134,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     delta_rule: DeltaRuleConfig | None = None
     quantization: QuantizationConfig | None = None
+    wrapper: str = ""
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
@@ -133,8 +148,9 @@ class ModelConfig:
                 f"{path}: GGUF is not supported yet: give a directory with config.json and "
                 "safetensors weights"
             )
-        fields = Fields(file, read_json(file))
-        architecture = _architecture(fields)
+        whole_model = Fields(file, read_json(file))
+        named = _architecture(whole_model)
+        architecture, fields = _text_part(whole_model, named)
         arch = ARCHITECTURES[architecture]
         fields = fields._replace(values={**arch.defaults, **fields.values})
         _check_unsupported(fields, arch)
@@ -151,6 +167,8 @@ class ModelConfig:
         num_layers = fields.read("num_hidden_layers", whole(1, MAX_LAYERS))
         rotated = _rotated(fields, arch, num_layers)
         windows = _windows(fields, arch, rotated)
+        if arch.rotates == "sliding" and any(windows):
+            rotated = tuple(map(bool, windows))
         rope, sliding_rope, max_context = parse_ropes(fields, arch, head_size)
         layer_ropes = (sliding_rope if window else rope for window in windows)
         query_scalar = read_if_known("query_pre_attn_scalar", NUMBER, head_size)
@@ -190,7 +208,8 @@ class ModelConfig:
             delta_rule=_delta_rule(fields, arch, num_layers, num_kv_heads),
             quantization=None
             if experts is not None and experts.mxfp4
-            else parse_quantization_config(fields),
+            else parse_quantization_config(whole_model),
+            wrapper=named if named in WRAPPERS else "",
         )
 
     def check_settings(self, settings: EngineConfig) -> None:
@@ -245,12 +264,49 @@ class ModelConfig:
 
 
 def _architecture(fields: Fields) -> str:
+    """The first of `architectures`, which is supported."""
     named = fields.values.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else named
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        families = ", ".join(name.removesuffix("ForCausalLM") for name in ARCHITECTURES)
-        raise fields.error("architectures", named, f"ForCausalLM of {families}")
-    return architecture
+    if isinstance(architecture, str) and (
+        architecture in ARCHITECTURES or architecture in WRAPPERS
+    ):
+        return architecture
+    families = ", ".join(name.partition("For")[0] for name in (*ARCHITECTURES, *WRAPPERS))
+    lacking = REFUSED.get(architecture) if isinstance(architecture, str) else None
+    why = f" (it needs {lacking})" if lacking else ""
+    raise fields.error("architectures", named, f"those of {families}", why)
+
+
+def _text_part(fields: Fields, named: str) -> tuple[str, Fields]:
+    """The architecture of the text part, and its keys; those of a text model are all it has."""
+    if named not in WRAPPERS:
+        return named, fields
+    wrapper, outer = WRAPPERS[named], fields.values
+    text, kind = fields, next(iter(wrapper.text))
+    if "text_config" in outer:  # Qwen2-VL's older ones have no part of it
+        text = fields.inside("text_config")
+        kind = text.read("model_type", one_of(*wrapper.text), kind)
+    shared = {key: outer[key] for key in _OF_WHOLE if outer.get(key) is not None}
+    given = {
+        key: value for key, value in text.values.items() if value is not None or key not in shared
+    }
+    values = {**wrapper.defaults, **shared, **given}
+    if "tie_word_embeddings" in outer:
+        values["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    return wrapper.text[kind], text._replace(values=_without_mrope(values))
+
+
+def _without_mrope(values: dict[str, Any]) -> dict[str, Any]:
+    """Removes the axes of images from rotary embedding: of text all have the same position."""
+    found = dict(values)
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := found.get(key), dict):
+            rope = {name: value for name, value in rope.items() if name not in _MROPE}
+            for name in ("rope_type", "type"):
+                if rope.get(name) == "mrope":
+                    rope[name] = "default"
+            found[key] = rope
+    return found
 
 
 def _check_unsupported(fields: Fields, arch: Architecture) -> None:

@@ -33,6 +33,10 @@ _KEYS = {
 }
 
 
+# Multiplies queries at positions from the original context on: contexts end before.
+_QUERY_SCALING = "llama_4_scaling_beta"
+
+
 @dataclass(frozen=True)
 class Rope:
     """The frequencies of a rotary position embedding.
@@ -77,7 +81,7 @@ def parse_ropes(fields: Fields, arch: Architecture, head_size: int) -> tuple[Rop
             for kind in (FULL, SLIDING)
         )
     rope, context = _rope(fields, arch, full, theta, head_size)
-    local = fields.read("rope_local_base_freq", NUMBER)
+    local = fields.read("rope_local_base_freq", NUMBER, theta)
     return rope, _rope(fields, arch, sliding, local, head_size)[0], context
 
 
@@ -85,7 +89,9 @@ def _rope(
     fields: Fields, arch: Architecture, inside: Fields, theta: float, head_size: int
 ) -> tuple[Rope, int]:
     """The rope that the object `inside` describes, and the longest context."""
-    for key in inside.values.keys() - _KEYS:
+    scaling = _QUERY_SCALING if _QUERY_SCALING in arch.defaults.get("rope_parameters", {}) else ""
+    known = {*_KEYS, scaling, "max_position_embeddings"} if scaling else _KEYS
+    for key in inside.values.keys() - known:
         inside.read(key, Check(lambda value: not value, "null, because it is not supported"))
     context = fields.read("max_position_embeddings", COUNT)
     rope = Rope(
@@ -114,6 +120,8 @@ def _rope(
         rope, context = _yarn(rope, inside), max(context, int(original * factor))
     elif kind == "longrope":
         rope = _longrope(rope, inside, rope.size or head_size, context)
+    if scaling and inside.read(scaling, NOT_NEGATIVE, 0):
+        context = min(context, original)
     if not COUNT.holds(context):
         supported = f"one that makes a context of 1 to {MAX_SIZE} tokens"
         raise inside.error("factor", factor, supported)

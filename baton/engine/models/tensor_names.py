@@ -1,10 +1,12 @@
 """The tensors of a checkpoint: their names, shapes and types, as a model's configuration implies.
 
-gpt-oss's checkpoints have the experts of a layer in one tensor, plain or in MXFP4. Plain,
-`gate_up_proj` is `[experts, in, out]`. In MXFP4 `gate_up_proj_blocks` is uint8
-`[experts, out, in / 32, 16]`, two numbers of 4 bits a byte, and `gate_up_proj_scales` uint8
-`[experts, out, in / 32]`. Even outputs are the gate's and odd ones up's. `down_proj` is stored
-alike, and biases are `[experts, out]`. Torch-free.
+Some checkpoints have the experts of a layer in one tensor (`StackedExperts`); gpt-oss's also in
+MXFP4: `gate_up_proj_blocks` is uint8 `[experts, out, in / 32, 16]`, two numbers of 4 bits a byte,
+and `gate_up_proj_scales` uint8 `[experts, out, in / 32]`. `down_proj` is stored alike, and biases
+are `[experts, out]`.
+
+Multimodal checkpoints have their text model's names behind a prefix; what belongs to images, video
+or audio is skipped. Torch-free.
 """
 
 from __future__ import annotations
@@ -15,13 +17,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from baton.engine.checkpoint.tensors import StoredTensor
+from baton.engine.checkpoint.tensors import StoredTensor, stored_tensors
+from baton.engine.models.architectures import StackedExperts
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.quantization.config import MXFP4_GROUP, Shapes, TensorSpec
 from baton.errors import CheckpointError
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-_PART = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+_PART = re.compile(r"(.+)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+_TEXT_PREFIX = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
+_NOT_TEXT = re.compile(
+    r"(?:model\.)?(?:vis|audio|multi_modal_projector\.|mm_projector\.|embed_(?:vision|audio)\."
+    r"|image_newline$)"
+)
 
 
 class StackedPart(NamedTuple):
@@ -31,25 +39,37 @@ class StackedPart(NamedTuple):
     expert: int
     outputs: slice
     is_bias: bool
+    transposed: bool | None  # None: if its sizes say so
 
     @classmethod
-    def from_name(cls, name: str) -> StackedPart | None:
-        """Parses a name such as `….experts.3.up_proj.weight`; None if it is not an expert's."""
+    def from_name(cls, name: str, stacked: StackedExperts, size: int) -> StackedPart | None:
+        """Parses a name such as `….experts.3.up_proj.weight`; None if it is not an expert's.
+
+        size: outputs of an expert's gate.
+        """
         if not (found := _PART.fullmatch(name)):
             return None
         module, expert, which, kind = found.groups()
-        outputs = {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}[which]
-        tensor = f"{module}.{'down' if which == 'down' else 'gate_up'}_proj"
-        return cls(tensor, int(expert), outputs, kind == "bias")
+        outputs = slice(None)
+        if which != "down":
+            at = which == "up"
+            outputs = (
+                slice(int(at), None, 2)
+                if stacked.interleaved
+                else slice(at * size, (at + 1) * size)
+            )
+        tensor = f"{module}.{stacked.down if which == 'down' else stacked.gate_up}"
+        return cls(tensor, int(expert), outputs, kind == "bias", stacked.transposed)
 
     def specs(self, shape: tuple[int, ...], experts: int, mxfp4: bool) -> dict[str, TensorSpec]:
         """The checkpoint's tensors, of all experts, that hold a part of this shape."""
-        outputs = shape[0] * (self.outputs.step or 1)
+        outputs = shape[0] * (1 if self.outputs == slice(None) else 2)
         if self.is_bias:
             return {f"{self.tensor}_bias": TensorSpec((experts, outputs))}
         inputs = shape[1]
         if not mxfp4:
-            return {self.tensor: TensorSpec((experts, inputs, outputs))}
+            sizes = (inputs, outputs) if self.transposed else (outputs, inputs)
+            return {self.tensor: TensorSpec((experts, *sizes), is_either=self.transposed is None)}
         if inputs % MXFP4_GROUP:
             raise CheckpointError(
                 f"{self.tensor} has {inputs} inputs: in MXFP4 they have to be a multiple of "
@@ -195,8 +215,10 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
 
 def stacked_part(config: ModelConfig, name: str) -> StackedPart | None:
     """The place of an expert's tensor, where the checkpoint stacks experts; else None."""
-    names = config.arch.experts
-    return StackedPart.from_name(name) if names is not None and names.stacked else None
+    names, experts = config.arch.experts, config.experts
+    if names is None or names.stacked is None or experts is None:
+        return None
+    return StackedPart.from_name(name, names.stacked, experts.size)
 
 
 def is_quantized(config: ModelConfig, parts: Shapes) -> bool:
@@ -218,10 +240,29 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(math.prod(shape) for parts in _parts(config) for shape in parts.values())
 
 
+def text_tensors(path: Path, config: ModelConfig) -> tuple[dict[str, StoredTensor], int, int]:
+    """The tensors of the text model in a directory, by the names that this package uses.
+
+    Also the number and bytes of those of a multimodal model's other parts. Raises CheckpointError.
+    """
+    stored = stored_tensors(path, config.tie_embeddings)
+    if not config.wrapper:
+        return stored, 0, 0
+    others = [tensor for name, tensor in stored.items() if _NOT_TEXT.match(name)]
+    text = {_text_name(name): tensor for name, tensor in stored.items() if tensor not in others}
+    return text, len(others), sum(tensor.num_bytes for tensor in others)
+
+
+def _text_name(name: str) -> str:
+    """The name in a text model of `model.language_model.…`, `language_model.model.…` and others."""
+    rest = _TEXT_PREFIX.sub("", name, count=1)
+    return rest if rest in (name, LM_HEAD) else f"model.{rest}"
+
+
 def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Raises CheckpointError unless a checkpoint's tensors are those that its config implies."""
     expected = checkpoint_tensors(config)
-    for name, (shape, dtypes, optional) in expected.items():
+    for name, (shape, dtypes, optional, is_either) in expected.items():
         if name not in stored:
             if optional:
                 continue
@@ -232,7 +273,8 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
                 f"{found.file}: tensor {name} has dtype {found.dtype}; supported: "
                 f"{', '.join(dtypes)}"
             )
-        if found.shape != shape:
+        other = (*shape[:-2], *shape[:-3:-1]) if is_either else shape
+        if found.shape not in (shape, other):
             raise CheckpointError(
                 f"{found.file}: tensor {name} has shape {list(found.shape)}; config.json implies "
                 f"{list(shape)}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.checkpoint.tensors import ELEMENT_BYTES, StoredTensor, stored_tensors
+from baton.engine.checkpoint.tensors import StoredTensor
 from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
@@ -41,6 +40,7 @@ from baton.engine.models.tensor_names import (
     layer_tensors,
     num_parameters,
     stacked_part,
+    text_tensors,
 )
 from baton.engine.models.weights import (
     DeltaRuleWeights,
@@ -92,7 +92,12 @@ def load_weights(
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a model directory: it has no weights to load")
-    stored = stored_tensors(path, config.tie_embeddings)
+    stored, others, other_bytes = text_tensors(path, config)
+    if others:
+        log.info(
+            "%s: %d tensors (%.2f GiB) of images, video or audio are not loaded: text only",
+            path.name, others, other_bytes / _GIB,
+        )  # fmt: skip
     if config.tie_embeddings and _has_own_head(stored):
         log.warning(
             "%s has an lm_head.weight of its own, which is used: tie_word_embeddings in "
@@ -127,7 +132,7 @@ class _Reader:
         self._specs = specs = checkpoint_tensors(config)
         own = shard.experts(config)
         self._unread = {name for name in stored.keys() & specs.keys() if _is_here(name, own)}
-        self._total_bytes = sum(_num_bytes(stored[name]) for name in self._unread)
+        self._total_bytes = sum(stored[name].num_bytes for name in self._unread)
         self._read_bytes = 0
         self._began = self._logged = time.monotonic()
 
@@ -137,7 +142,8 @@ class _Reader:
         parts = result.split([shape[0] for shape in shapes.values()])
         for name, target in zip(shapes, parts, strict=True):
             part = stacked_part(self._config, name)
-            target.copy_(_read_stacked(part, self._read) if part else self._read(name))
+            read = self._read
+            target.copy_(_read_stacked(part, shapes[name], read) if part else read(name))
         self._log_progress()
         return result
 
@@ -170,7 +176,7 @@ class _Reader:
         stored = self._stored[name]
         if name in self._unread:
             self._unread.remove(name)
-            self._read_bytes += _num_bytes(stored)
+            self._read_bytes += stored.num_bytes
         tensor: Tensor = self._files[stored.file].get_tensor(stored.name)
         return tensor
 
@@ -189,11 +195,17 @@ class _Reader:
         )  # fmt: skip
 
 
-def _read_stacked(part: StackedPart, get: Callable[[str], Tensor]) -> Tensor:
-    """An expert's matrix `[out, in]` or bias `[out]` that is not quantised."""
+def _read_stacked(
+    part: StackedPart, shape: tuple[int, ...], get: Callable[[str], Tensor]
+) -> Tensor:
+    """An expert's matrix `[out, in]` or bias `[out]` of this shape that is not quantised."""
     if part.is_bias:
         return get(f"{part.tensor}_bias")[part.expert, part.outputs]
-    return get(part.tensor)[part.expert, :, part.outputs].T
+    matrix = get(part.tensor)[part.expert]
+    transposed = part.transposed
+    if transposed is None:
+        transposed = matrix.shape[-1] != shape[-1]
+    return (matrix.T if transposed else matrix)[part.outputs]
 
 
 def _read_mxfp4(
@@ -367,10 +379,6 @@ def _by_key_head(config: ModelConfig, delta: DeltaRuleShape, field: str, tensor:
 def _joined_shape(shapes: Shapes) -> tuple[int, ...]:
     first, *_ = shapes.values()
     return (sum(shape[0] for shape in shapes.values()), *first[1:])
-
-
-def _num_bytes(stored: StoredTensor) -> int:
-    return math.prod(stored.shape) * ELEMENT_BYTES[stored.dtype]
 
 
 _CPU_WEIGHTS_SEED, _GPU_WEIGHTS_SEED = 0, 2

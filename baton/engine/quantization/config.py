@@ -32,11 +32,15 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor of a checkpoint has to be; dtypes are safetensors' names."""
+    """What a tensor of a checkpoint has to be; dtypes are safetensors' names.
+
+    is_either: whether its last two axes may be swapped.
+    """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
     optional: bool = False
+    is_either: bool = False
 
 
 @dataclass(frozen=True)

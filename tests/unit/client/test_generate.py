@@ -110,6 +110,16 @@ async def test_retries_before_the_first_output(connect, serve, accepted, error):
     assert len(router.requests) == 3
 
 
+async def test_every_attempt_is_for_the_model_that_was_asked_for(connect, serve):
+    """And once one has begun, for the version that it began with."""
+    router = ScriptedRouter(
+        [GONE], [started(model="chat@v2"), GONE], [GONE], [started(model="chat@v2"), *HELLO[1:]]
+    )
+    async with connect(await serve(router), retry=FAST) as client:
+        await client.generate("x", model="chat")
+    assert [one.model for one in router.requests] == ["chat", "chat", "chat@v2", "chat@v2"]
+
+
 @pytest.mark.parametrize("attempts", [0, 20], ids=["at once", "when its router is back"])
 async def test_goes_on_behind_what_has_come(connect, serve, attempts):
     router = ScriptedRouter(

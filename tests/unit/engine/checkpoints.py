@@ -18,6 +18,27 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 0,
+    "attention_multiplier": 0.25,  # Granite's; other models do not read it
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+
+
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "head_dim": 16,
+    "embed_dim": 32,
+    "image_size": 28,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
 }
 # Of models with linear attention, beside SMALL.
 SMALL_DELTA_RULE: dict[str, Any] = {
@@ -34,11 +55,21 @@ SMALL_DELTA_RULE: dict[str, Any] = {
 
 
 def make_model(architecture, seed=0, dtype=torch.float32, **overrides):
-    """A small transformers model with seeded weights; overrides are config keys."""
+    """A small transformers model with seeded weights; overrides are config keys.
+
+    Those of a multimodal model are of its text part.
+    """
     model_class = getattr(transformers, architecture)
-    linear = SMALL_DELTA_RULE if "linear_key_head_dim" in vars(model_class.config_class()) else {}
-    config = model_class.config_class(**{**SMALL, **linear, **overrides})
-    model = model_class(config).to(dtype)
+    config_class, values = model_class.config_class, {**SMALL, **overrides}
+    text_class = config_class.sub_configs.get("text_config", config_class)
+    if "linear_key_head_dim" in vars(text_class()):
+        values = {**SMALL, **SMALL_DELTA_RULE, **overrides}
+    if "text_config" in config_class.sub_configs:
+        if "Qwen" in architecture:
+            values = {"rope_parameters": MROPE, **values}
+        tied = values.pop("tie_word_embeddings", False)
+        values = {"text_config": values, "vision_config": VISION, "tie_word_embeddings": tied}
+    model = model_class(config_class(**values)).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         # Norms and biases too, so that a test sees when one is left out.
@@ -82,9 +113,12 @@ def make_checkpoint(
 
 def load_reference(directory, dtype=torch.float32):
     """The checkpoint as transformers loads and runs it, eager attention, in eval mode."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation="eager"
-    ).eval()
+    (architecture,) = transformers.AutoConfig.from_pretrained(directory).architectures
+    return (
+        getattr(transformers, architecture)
+        .from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+        .eval()
+    )
 
 
 def byte_tokenizer():

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from baton.engine.backends.cpu.native_model import NativeModel
-from baton.engine.models.architectures import ARCHITECTURES
+from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weight_loader import load_weights
 from tests.unit.engine import small_models
-from tests.unit.engine.checkpoints import load_reference, make_checkpoint, make_model
+from tests.unit.engine.checkpoints import MROPE, load_reference, make_checkpoint, make_model
 from tests.unit.engine.paged import PagedRun
 
 CPU = torch.device("cpu")
@@ -160,6 +160,55 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 4}),
     "qwen3.5 moe": ("Qwen3_5MoeForCausalLM", {"linear_value_head_dim": 32, "head_dim": 32}),
     "olmoe": ("OlmoeForCausalLM", {"num_experts": 5, "num_experts_per_tok": 3}),
+    "glm": ("GlmForCausalLM", {}),
+    "seed-oss": ("SeedOssForCausalLM", {"attention_out_bias": True, "mlp_bias": True}),
+    "helium": ("HeliumForCausalLM", {}),
+    "ministral": (
+        "MinistralForCausalLM",
+        {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "exaone4": (
+        "Exaone4ForCausalLM",
+        {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "exaone4 without windows": (
+        "Exaone4ForCausalLM",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
+    "olmo3": ("Olmo3ForCausalLM", {"sliding_window": 20, "num_hidden_layers": 4}),
+    "olmo3 yarn": (
+        "Olmo3ForCausalLM",
+        {
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "flex olmo": ("FlexOlmoForCausalLM", {"num_experts": 5, "num_experts_per_tok": 3}),
+    "granite moe": (
+        "GraniteMoeForCausalLM",
+        {"num_local_experts": 5, "num_experts_per_tok": 3, "residual_multiplier": 0.22},
+    ),
+    "gemma3 of images": ("Gemma3ForConditionalGeneration", {**GEMMA, "sliding_window": 20}),
+    "mistral of images": ("Mistral3ForConditionalGeneration", {"sliding_window": None}),
+    "pixtral": ("LlavaForConditionalGeneration", {}),
+    "qwen2-vl": ("Qwen2VLForConditionalGeneration", {}),
+    "qwen2.5-vl": ("Qwen2_5_VLForConditionalGeneration", {}),
+    "qwen3-vl": (
+        "Qwen3VLForConditionalGeneration",
+        {"rope_parameters": {**MROPE, "mrope_interleaved": True}},
+    ),
+    "qwen3-vl tied": ("Qwen3VLForConditionalGeneration", {"tie_word_embeddings": True}),
+    "qwen3-vl moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        {**EXPERTS, "num_experts": 6},
+    ),
+    "qwen3.5 of images": ("Qwen3_5ForConditionalGeneration", {}),
+    "qwen3.5 moe of images": ("Qwen3_5MoeForConditionalGeneration", {}),
+    "internvl": ("InternVLForConditionalGeneration", {}),
     "granite": (
         "GraniteForCausalLM",
         {
@@ -279,7 +328,7 @@ def test_config_json_is_read_as_transformers_reads_it(name, tmp_path):
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", {**ARCHITECTURES, **WRAPPERS})
 def test_64_greedy_tokens_are_those_of_transformers(architecture, tmp_path, load):
     reference = make_checkpoint(tmp_path, architecture, sliding_window=24)
     run = PagedRun(load(tmp_path))

@@ -20,6 +20,7 @@ from tests.unit.router.small_tokenizers import admission, byte_tokenizer
 PROMPT = [1, 2, 3]
 # Of a model with tools and reasoning.
 TEMPLATE = "{% for m in messages %}{{ m }}{% endfor %}{# tools #}<tool_call></think>"
+THINK = ["<think>", "</think>"]
 # What it may say: reasoning, an answer, two calls.
 CALLS = (
     "<think>\nHm.\n</think>\n\nSee:\n"
@@ -141,9 +142,11 @@ async def gateway(gateway_of):
 async def says(gateway_of, tmp_path, monkeypatch):
     """Starts a gateway whose model says a text."""
 
-    async def start(text, reason=common_pb2.FINISH_REASON_STOP):
+    async def start(
+        text, reason=common_pb2.FINISH_REASON_STOP, template=TEMPLATE, added=THINK, **settings
+    ):
         tokenizer = byte_tokenizer(
-            tmp_path, added=["<think>", "</think>"], template=TEMPLATE, max_position_embeddings=9999
+            tmp_path, added=added, template=template, max_position_embeddings=9999
         )
         end = [0] if reason == common_pb2.FINISH_REASON_STOP else []
         tokens = [*tokenizer.encode(text), *end]
@@ -154,6 +157,7 @@ async def says(gateway_of, tmp_path, monkeypatch):
             return tokens[index], reason if ends else UNFINISHED
 
         monkeypatch.setattr(scripted_workers, "token", token)
-        return await gateway_of(tokenizer=tokenizer, cluster={"max_context": 1000})
+        cluster = {"max_context": 2000}
+        return await gateway_of(tokenizer=tokenizer, cluster=cluster, **settings)
 
     return start

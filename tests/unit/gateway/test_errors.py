@@ -140,9 +140,11 @@ async def test_a_bad_field_is_refused_by_name_before_any_work(gateway):
 
 
 async def test_an_error_says_what_to_do(gateway):
-    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {}}]
-    error = error_of(await gateway.chat(messages=[{"role": "user", "content": parts}]), 400)
-    assert "images, audio and files are not supported" in error["message"]
+    for kind in ("image_url", "input_audio", "video_url", "file"):
+        parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {}}]
+        error = error_of(await gateway.chat(messages=[{"role": "user", "content": parts}]), 400)
+        assert error["param"] == "messages[0].content[1].type"
+        assert f"is '{kind}': must be text: images, audio, video" in error["message"]
     for field in ({"functions": [{}]}, {"messages": [{"role": "u", "function_call": {}}]}):
         error = error_of(await gateway.chat(**field), 400)
         assert "is not supported: leave it out" in error["message"]

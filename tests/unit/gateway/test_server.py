@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import socket
+import time
 
 import msgspec
 import pytest
@@ -484,8 +485,48 @@ async def test_what_is_sent_to_a_connection_that_has_closed_is_dropped(caplog):
     assert not caplog.records
 
 
+async def test_what_has_come_when_a_server_leaves_is_answered():
+    """Closing would reset the connection: the client could not tell whether it was served."""
+
+    async def answer(exchange):
+        exchange.answer(200, b"served")
+
+    def heard(client):
+        return b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+    listener = listen("127.0.0.1", 0, "HTTP", "--http-port")
+    address = listener.getsockname()
+    with contextlib.ExitStack() as clients:
+        async with asyncio.timeout(TIMEOUT_S), http_server.serving(answer, listener, 9) as port:
+            taken = clients.enter_context(socket.create_connection(address))
+            await seen(lambda: port.connections)
+            waiting = clients.enter_context(socket.create_connection(address))  # not accepted yet
+            for client in (taken, waiting):
+                client.sendall(GET + b"\r\n")
+        answers = [await asyncio.to_thread(heard, client) for client in (taken, waiting)]
+    for one in answers:
+        assert one.startswith(b"HTTP/1.1 200 ") and one.endswith(b"served")
+
+
+async def test_a_machine_that_stood_still_costs_no_new_connection(monkeypatch):
+    """Its client stood, too: it sends what it was about to send when both go on."""
+    monkeypatch.setattr(http_server, "HEADERS_TIMEOUT_S", 0.2)
+
+    async def answer(exchange):
+        exchange.answer(200, b"served")
+
+    listener = listen("127.0.0.1", 0, "HTTP", "--http-port")
+    async with asyncio.timeout(TIMEOUT_S), http_server.serving(answer, listener, 9) as port:
+        with socket.create_connection(listener.getsockname()) as client:
+            await seen(lambda: port.connections)
+            time.sleep(0.2 + 2 * http_server._STALL_S)  # noqa: ASYNC251 (the loop stands still)
+            await asyncio.sleep(0.05)  # the time for headers has passed
+            client.sendall(GET + b"\r\n")
+            assert (await asyncio.to_thread(client.recv, 1 << 16)).startswith(b"HTTP/1.1 200 ")
+
+
 async def test_the_end_of_a_server_waits_a_moment_for_answers_and_for_nobody_else(monkeypatch):
-    monkeypatch.setattr(http_server, "_STOP_GRACE_S", 0.3)
+    monkeypatch.setattr(http_server, "_STOP_TURNS", 3)
     begun, cancelled = [], []
 
     async def answer(exchange):

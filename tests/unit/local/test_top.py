@@ -22,6 +22,8 @@ from baton.local import top_view
 from baton.local.top import SORTS, Moment, View, blocks_bar, frame
 from baton.local.top_view import PolledRouter, WorkerLine
 from baton.v1 import common_pb2, fleet_pb2
+from baton.v1.planner_pb2 import Plan, RolePlan
+from baton.v1.route_pb2 import CANARY_STATE_ROLLED_BACK, Canary, ModelRoute, RouteTarget
 from tests.waiting import WAIT_S, eventually
 
 from .statuses import DECODE, Router, pair, polled, status, worker
@@ -77,6 +79,23 @@ def test_a_wide_frame_shows_everything():
         "",
         "prefill  decode  over  link     KV/s  wire GB/s     sent",
         "p0       d0      shm   OPEN  2.0 MiB       1.05  4.0 MiB",
+    ]
+
+
+def test_routes_canaries_and_the_plan_are_shown():
+    targets = [RouteTarget(model="chat", version=name, weight=1.0) for name in ("v1", "v2")]
+    canary = Canary(target=targets[1], state=CANARY_STATE_ROLLED_BACK, reason="more errors")
+    roles = [
+        RolePlan(role=role, need=need, ready=1, wanted=wanted, model="chat", version=version)
+        for version in ("v1", "v2")
+        for role, need, wanted in (("prefill", 1.5, 2), ("decode", 0.3, 1))
+    ]
+    routes = [ModelRoute(name="chat", targets=targets, canary=canary)]
+    text = lines(polled(status(worker("p0"), routes=routes, plan=Plan(roles=roles))))
+    assert [line for line in text if line.startswith(("route ", "plan "))] == [
+        "route chat: chat@v1 50 %, chat@v2 50 %  canary rolled back: more errors",
+        "plan for chat@v1: prefill 1, wanted 2, needed 1.50; decode 1, wanted 1, needed 0.30",
+        "plan for chat@v2: prefill 1, wanted 2, needed 1.50; decode 1, wanted 1, needed 0.30",
     ]
 
 

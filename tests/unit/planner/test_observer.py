@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.planner.observer import Observer
+from baton.planner.observer import Observer, versions_of
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 
 PREFILL, DECODE, MIXED = (
@@ -12,10 +12,12 @@ PREFILL, DECODE, MIXED = (
 )
 
 
-def router(name="router-1", requests=0, latency=None, refused=0, **more):
+def router(name="router-1", requests=0, latency=None, refused=0, of=("", ""), **more):
     """After so many requests of 100 prompt and 20 output tokens, a quarter of them cached."""
-    return fleet_pb2.RouterStatus(
-        incarnation=name,
+    model, version = of
+    traffic = fleet_pb2.ModelTraffic(
+        model=model,
+        version=version,
         counts=fleet_pb2.RouterCounts(
             admitted=requests,
             turned_away=refused,
@@ -28,6 +30,7 @@ def router(name="router-1", requests=0, latency=None, refused=0, **more):
         latency=fleet_pb2.Latency(**latency or {}),
         **more,
     )
+    return fleet_pb2.RouterStatus(incarnation=name, traffic=[traffic])
 
 
 def worker(name, role, state="READY", load=None, **record):
@@ -120,14 +123,26 @@ def test_without_an_answer_the_last_observation_stays_with_its_time():
     assert observer.observe(50.0, {"a": None}).time_s == 1.0
 
 
-def test_where_several_models_are_served_a_plan_would_say_nothing():
-    """Routers count the requests of all models together."""
-    observer = Observer()
-    workers = [worker(f"d-{model}", DECODE, model=model) for model in ("chat", "code")]
-    for time_s in (0.0, 10.0):
-        seen = observer.observe(time_s, {"a": status(router(), workers)})
-    assert "several models together: chat, code" in seen.incomplete
-    assert not observer.observe(20.0, {"a": status(router(), workers[:1])}).incomplete
+def test_each_version_has_its_own_requests_and_workers():
+    """Also where it comes back to a router, and its counts begin anew."""
+    versions = [("chat", "v1"), ("chat", "v2"), ("code", "")]
+    observers = {one: Observer(one) for one in versions}
+    workers = [worker(f"d-{m}{v}", DECODE, model=m, version=v) for m, v in versions]
+    for time_s, number in ((0.0, 0), (10.0, 1), (20.0, 2)):
+        rates = {one: 10 * (1 + i) * number for i, one in enumerate(versions)}
+        both = fleet_pb2.RouterStatus(
+            incarnation="r",
+            traffic=[router(requests=n, of=one).traffic[0] for one, n in rates.items()],
+        )
+        statuses = {"a": status(both, workers), "b": None}
+        assert versions_of(statuses) == set(versions)
+        seen = {one: observer.observe(time_s, statuses) for one, observer in observers.items()}
+    assert [one.arrivals_per_s for one in seen.values()] == [1.0, 2.0, 3.0]
+    assert [[w.name for w in one.workers] for one in seen.values()] == [
+        ["d-chatv1"], ["d-chatv2"], ["d-code"],
+    ]  # fmt: skip
+    again = {"a": status(router("r", requests=1, of=versions[0]), workers)}
+    assert "second look" in observers[versions[0]].observe(30.0, again).incomplete
 
 
 def test_workers_are_seen_as_by_the_router_that_can_use_them():

@@ -5,7 +5,7 @@ import contextlib
 import grpc
 import pytest
 
-from baton.errors import Unavailable
+from baton.errors import InvalidRequest, Unavailable
 from baton.net import rpc
 from baton.net.server import bind
 from baton.planner import scaler
@@ -110,6 +110,22 @@ async def test_wrong_metadata_is_named(keda, call, request_, text):
     assert (
         raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT and text in raised.value.details()
     )
+
+
+async def test_of_several_models_the_trigger_names_one(published):
+    of = {("chat", "v1"): 2, ("chat", "v2"): 1, ("code", ""): 4}
+    roles = [
+        planner_pb2.RolePlan(role="decode", wanted=number, model=model, version=version)
+        for (model, version), number in of.items()
+    ]
+    published.set(planner_pb2.Plan(roles=roles))
+    wanted = [published.wanted("decode", name) for name in ("chat@v1", "chat@v2", "code")]
+    assert wanted == [2, 1, 4]
+    for name in ("", "chat"):
+        with pytest.raises(InvalidRequest, match="must have model, one of chat@v1, chat@v2"):
+            published.wanted("decode", name)
+    with pytest.raises(Unavailable, match="workers of other"):
+        published.wanted("decode", "other")
 
 
 @pytest.mark.parametrize("call", ["GetMetrics", "IsActive"])

@@ -101,6 +101,8 @@ class Worker:
                 "incarnation": name,
                 "role": self.role,
                 "state": READY,
+                "model": "tiny",
+                "version": "v1",
                 "text_fingerprint": FINGERPRINT,
                 "kv": kv,
                 "max_context": 64,

@@ -8,6 +8,7 @@ from baton.config import DEMO_MODEL
 from baton.errors import ConfigError, InvalidRequest
 from baton.generation.sampling_params import Reasoning
 from baton.generation.structured_output import GrammarCompiler
+from baton.text.tool_formats.harmony import HARMONY
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.admission import PromptChoices
 from router.admission.chat import ChatFormats
@@ -134,6 +135,76 @@ async def test_reasoning_that_the_prompt_opens_and_its_limit(admission_of):
         admission_of(added=[], reasoning_parser="qwen3")
 
 
+async def test_effort_turns_reasoning_on_and_off_where_a_template_has_a_switch_alone(admission_of):
+    for template, effort, expected in (
+        ("{{ [enable_thinking | default(none)] }}", "none", "[False]"),
+        ("{{ [enable_thinking | default(none)] }}", "high", "[True]"),
+        ("{{ [thinking | default(none)] }}", "low", "[True]"),
+        ("{{ [reasoning_effort, enable_thinking | default(none)] }}", "low", "['low', None]"),
+        ("{{ messages[0].content }}", "low", "Hi"),
+    ):
+        admission = admission_of(template)
+        kwargs = json.dumps({"reasoning_effort": effort})
+        prompt = (await admit(admission, template_kwargs=kwargs)).prompt
+        assert admission.tokenizer.decode(prompt) == expected
+    admission = admission_of("{{ [enable_thinking] }}")
+    kwargs = json.dumps({"reasoning_effort": "none", "enable_thinking": True})
+    assert admission.tokenizer.decode((await admit(admission, template_kwargs=kwargs)).prompt) == (
+        "[True]"
+    )
+
+
+CONCATENATED = (
+    "{% for m in messages %}{% for c in m.tool_calls %}"
+    "{{ '<tool_call>' + c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+)
+
+
+async def test_a_template_that_takes_arguments_as_a_text_gets_a_text(admission_of):
+    admission = admission_of(CONCATENATED)
+    called = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a":  "é"}'}]}
+    prompt = (await admit(admission, called)).prompt
+    assert admission.tokenizer.decode(prompt) == '<tool_call>f{"a": "é"}'
+
+
+CHANNELS = "{{ messages | tojson }}{# <|channel|> <|message|> tools #}"
+
+
+async def test_a_template_of_channels_gets_one_call_a_message_and_one_thought(admission_of):
+    admission = admission_of(CHANNELS, added=HARMONY.markers)
+    calls = [{"id": f"call_{name}", "name": name, "arguments": "{}"} for name in "fg"]
+    admitted = await admit(
+        admission,
+        {"role": "assistant", "content": "See.", "reasoning": "Hm.", "tool_calls": calls},
+        {"role": "tool", "content": "2", "tool_call_id": "call_g"},
+        {"role": "tool", "content": "1", "tool_call_id": "call_f"},
+        {"role": "tool", "content": "0", "tool_call_id": "call_h"},
+        {"role": "assistant", "content": "Done.", "reasoning": "Ok."},
+    )
+    turns = json.loads(admission.tokenizer.decode(admitted.prompt))
+    assert [turn["role"] for turn in turns] == ["assistant", "tool"] * 2 + ["tool", "assistant"]
+    assert [turn.get("thinking") for turn in turns] == ["Hm.\nSee.", None, "", None, None, "Ok."]
+    assert [turn["content"] for turn in turns] == ["", "1", "", "2", "0", "Done."]
+    assert all(len(turn.get("tool_calls", [1])) == 1 for turn in turns)
+    # Channels are there without tools, and restricted answers are in one of them.
+    assert admitted.output_format.tools is HARMONY and not admitted.output_format.tool_schemas
+    assert admitted.output_format.reasoning is None
+    answer = common_pb2.SamplingParams(structured_output={"json_schema": json.dumps(CITY)})
+    grammar = (await admit(admission, sampling=answer)).params.structured_output.grammar
+    assert grammar.startswith("start: analysis* final") and "city" in grammar
+    must = await admit(admission, tools=TOOLS, tool_choice=REQUIRED)
+    assert must.params.structured_output.grammar.startswith("start: analysis* call\n")
+    ends = {admission.tokenizer.added_token(text) for text in HARMONY.stops}
+    assert must.params.stop_token_ids == ends and "f" in must.output_format.tool_schemas
+    free = await admit(admission, sampling=common_pb2.SamplingParams(ignore_eos=True))
+    assert not free.params.stop_token_ids
+    with pytest.raises(InvalidRequest, match="set reasoning_effort"):
+        await admit(admission, max_thinking_tokens=5)
+    with pytest.raises(InvalidRequest, match="cannot restrict one channel"):
+        await admit(admission, sampling=GRAMMAR)
+
+
+GRAMMAR = common_pb2.SamplingParams(structured_output={"grammar": "start: /a/"})
 NOT_KEPT = json.dumps({"minProperties": 3})
 BAD_SCHEMA = json.dumps({"properties": {"a": {"type": "intger"}}})
 CALLED = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[]"}]}

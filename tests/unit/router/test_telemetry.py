@@ -23,12 +23,12 @@ from baton.telemetry import tracing
 from baton.telemetry.metrics import table
 from baton.telemetry.metrics.recorder import Recorder
 from baton.v1 import fleet_pb2
-from baton.v1.route_pb2 import ModelRoute, RouteTarget
+from baton.v1.route_pb2 import CANARY_STATE_RUNNING, Canary, ModelRoute, RouteTarget
 from router.fleet.snapshot import Snapshot
 from router.request import LimitReached
 from router.telemetry.access_log import AccessLog
 from router.telemetry.metrics import CAUSES, RouterMetrics
-from router.telemetry.stats import RouterStats
+from router.telemetry.stats import RouterStats, Traffic
 from router.telemetry.tail_sampling import SamplingPolicy
 from tests.tracing import Traces
 
@@ -58,6 +58,7 @@ class World(Traces):
         self.fleet = fleet or SimpleNamespace(snapshot=lambda: Snapshot(()))
         self.fleet.on_ejected = self.metrics.ejected
         self.version = SimpleNamespace(labels=OF_MODEL, output_tokens=0)
+        self.traffic = self.first_traffic = Traffic()
         self.sampler = SamplingPolicy(self.telemetry, slow_s=1.0, slos=slos)
         self.stats.listeners = (self.sampler, self.metrics)
         self.observe()
@@ -81,7 +82,10 @@ class World(Traces):
     @property
     def routes(self):
         targets = [RouteTarget(model="tiny", version=name, weight=1.0) for name in ("v1", "v2")]
-        return lambda: {"chat": ModelRoute(name="chat", targets=targets)}
+        canary = Canary(target=targets[1], state=CANARY_STATE_RUNNING)
+        changed_ms = time.time_ns() // 1_000_000 - 60_000
+        route = ModelRoute(name="chat", targets=targets, canary=canary, changed_ms=changed_ms)
+        return lambda: {"chat": route}
 
     @property
     def workers(self):
@@ -103,6 +107,7 @@ class World(Traces):
                 record.operation, record.tenant, record.in_batch = "chat", "t", in_batch
                 record.asked_model = "tiny"
                 record.labels, record.fleet = OF_MODEL, self.fleet
+                record.traffic = self.traffic
                 if admitted:
                     self._run(record, tokens if placed else 0, ttft_s, tpot_s, fields)
                     record.state.attempts, record.state.workers = attempts, set(workers)
@@ -159,6 +164,25 @@ def test_demand_is_what_was_let_in_and_what_was_turned_away_for_want_of_room(wor
             raise error
     world.request(FULL, placed=False)
     assert (world.stats.counts.admitted, world.stats.counts.turned_away) == (2, 2)
+
+
+def test_a_versions_requests_are_counted_with_all_and_by_themselves(world):
+    world.request(ttft_s=0.5)
+    world.request(INVALID, admitted=False)
+    world.traffic = Traffic()  # another version's
+    world.request(ttft_s=0.1)
+    world.request(FULL, admitted=False)
+    with pytest.raises(Unauthenticated), world.stats.request():
+        raise Unauthenticated("no key")  # of no version
+    first, second = world.first_traffic.counts, world.traffic.counts
+    assert (first.admitted, second.admitted, world.stats.counts.admitted) == (1, 1, 2)
+    assert (first.turned_away, second.turned_away) == (0, 1)
+    assert (dict(first.ended), dict(second.ended)) == (
+        {"OK": 1, "INVALID_ARGUMENT": 1}, {"OK": 1, "RESOURCE_EXHAUSTED": 1},
+    )  # fmt: skip
+    assert sum(world.stats.counts.ended.values()) == 5
+    assert world.traffic.latency(time.monotonic()).ttft_p95_ms == pytest.approx(100)
+    assert world.stats.latency().ttft_p95_ms == pytest.approx(500)
 
 
 def test_requests_are_counted_and_noted_by_how_they_ended(world):
@@ -336,7 +360,7 @@ async def test_fleet_queue_and_ejections_are_read_at_each_look(cluster_of):
     world.observe(queued=3, running=5)
     assert world.value("baton_requests_running") == 5
     assert world.value("baton_requests_queued") == 3
-    assert world.value("baton_workers", role="prefill", state="READY") == 2
+    assert world.value("baton_workers", **MODEL, role="prefill", state="READY") == 2
     for _ in range(3):
         cluster.fleet.breakers["p0"].failed("broken")
         cluster.fleet.breakers["p1", "d1"].failed("broken")
@@ -347,7 +371,7 @@ async def test_fleet_queue_and_ejections_are_read_at_each_look(cluster_of):
     for decode in cluster.decodes:
         await cluster.leave(decode)
     await cluster.until(lambda s: not decode_views(s))
-    assert world.value("baton_workers", role="decode", state="READY") == 0
+    assert world.value("baton_workers", **MODEL, role="decode", state="READY") == 0
 
 
 # Tail sampling.

@@ -209,6 +209,36 @@ def test_a_template_that_a_message_makes_endless_is_stopped(monkeypatch):
         template.render([{"role": "user", "content": "go"}], at_once=True)
 
 
+PARTS = """\
+{%- for message in messages %}{{ message['role'] | capitalize }}:
+{%- for part in message['content'] %}
+{%- if part['type'] == 'image' %}<image>{% endif %}
+{%- if part['type'] == 'text' %}{{ ' ' + part['text'] }}{% endif %}
+{%- endfor %}<end>
+{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
+EITHER = """\
+{%- for message in messages %}{% if message['content'] is string %}{{ message['content'] }}
+{%- else %}{% for part in message['content'] %}[{{ part['text'] }}]{% endfor %}{% endif %};
+{%- endfor %}"""
+
+
+def test_a_template_that_shows_only_parts_gets_parts(transformers_tokenizer):
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": " So "},
+    ]
+    typed = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in chat]
+    template = ChatTemplate(PARTS, SPECIAL, "template.jinja")
+    expected = transformers_tokenizer.apply_chat_template(
+        typed, chat_template=PARTS, tokenize=False, add_generation_prompt=True
+    )
+    assert template.render(chat) == expected
+    assert template.render(chat, continue_final_message=True).endswith("Assistant:  So")
+    either = ChatTemplate(EITHER, SPECIAL, "template.jinja")
+    assert either.render(chat) == "Be brief.;Why?; So ;"
+
+
 def test_long_chats_are_within_bounds():
     """A megabyte in 2,000 turns, in templates that copy them several times."""
     roles = ("user", "assistant") * 1000

@@ -47,6 +47,17 @@ def test_reads_everything_a_directory_says(write):
     ]
 
 
+def test_reads_what_multimodal_models_say_of_their_text(write):
+    """Keys in `text_config`, and the template in the file of older processors."""
+    path = write(
+        config={"eos_token_id": 3, "text_config": CONFIG}, chat_template={"chat_template": TEMPLATE}
+    )
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.vocab_size, tokenizer.max_context) == (500, 2048)
+    assert tokenizer.eos_token_ids == {1}
+    assert tokenizer.encode_chat([{"role": "user", "content": "hi"}]) == tokenizer.encode("hi")
+
+
 def test_only_the_tokenizer_file_is_needed_and_its_training_limits_are_ignored(write):
     path = write()
     library = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -246,6 +257,9 @@ def test_a_panic_in_service_is_an_error_of_the_request(write, monkeypatch):
         ("tokenizer_config.json", '{"extra_special_tokens": 3}'),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}'),
         ("chat_template.jinja", "{{ x"),
+        ("chat_template.json", "[]"),
+        ("chat_template.json", '{"chat_template": 3}'),
+        ("config.json", '{"text_config": {"vocab_size": "many"}}'),
     ],
 )
 def test_a_broken_file_is_named(write, name, content):

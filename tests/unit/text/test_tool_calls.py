@@ -9,13 +9,13 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.config import DEMO_MODEL, TOOL_PARSERS
 from baton.generation.structured_output import JSON_OPTIONS, LIMITS
 from baton.generation.tool_call import ToolCallDelta
-from baton.text.tool_calls import (
+from baton.text.tool_calls import ToolParser
+from baton.text.tool_formats import tool_format
+from baton.text.tool_formats.json_calls import (
     HERMES,
     LLAMA3,
     MISTRAL,
     MISTRAL_ARGS,
-    ToolParser,
-    tool_format,
 )
 
 WEATHER = '{"city": "Pa\\"r}is", "at": [1, {"x": "</tool_call>"}]}'
@@ -66,7 +66,7 @@ def parsed(form, parts, **options):
     parser, content, calls, ids = ToolParser(form, **options), "", [], set()
     *parts, last = parts
     pieces = [*map(parser.push, parts), parser.push(last, last=True, cut=cut)]
-    for text, deltas in pieces:
+    for text, deltas, _ in pieces:
         content += text
         for delta in deltas:
             if delta.id:
@@ -119,12 +119,12 @@ def test_a_long_output_costs_little_wherever_it_stops_to_make_sense(form, text):
 
 def test_arguments_come_as_they_are_written_and_further_calls_can_be_dropped():
     parser = ToolParser(MISTRAL)
-    assert parser.push('[TOOL_CALLS][{"name": "f", "arguments": ') == ("", [])
-    _, (begun, piece) = parser.push('{"a')
+    assert parser.push('[TOOL_CALLS][{"name": "f", "arguments": ') == ("", [], "")
+    _, (begun, piece), _ = parser.push('{"a')
     assert (begun.index, begun.name, begun.arguments) == (0, "f", "")
     assert len(begun.id) == 9 and begun.id.isalnum()  # all that its templates take
     assert piece == ToolCallDelta(0, "", "", '{"a')
-    assert parser.push('": "x') == ("", [ToolCallDelta(0, "", "", '": "x')])
+    assert parser.push('": "x') == ("", [ToolCallDelta(0, "", "", '": "x')], "")
     two = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'
     assert parsed(HERMES, [two], single=True) == ("", [("f", "{}")])
 
@@ -133,7 +133,6 @@ def test_arguments_come_as_they_are_written_and_further_calls_can_be_dropped():
     ("template", "form"),
     [
         ("{{ '<tool_call>' }}", HERMES),
-        ("<tool_call><function=", None),  # of Qwen3-Coder
         ("<|python_tag|>", LLAMA3),
         ("[TOOL_CALLS]", MISTRAL),
         ("[TOOL_CALLS] [ARGS]", MISTRAL_ARGS),

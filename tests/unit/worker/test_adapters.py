@@ -30,12 +30,12 @@ def directory(tmp_path_factory):
 
 class Fixture:
     def __init__(self, directory, **settings):
-        self.directory, self.published = directory, []
+        self.directory, self.published, self.loads = directory, [], []
         self.loaded = load(directory / "base", **settings)
 
     async def __aenter__(self):
         self.bench = Bench(self.loaded.engine).__enter__()
-        self.adapters = Adapters(self.bench.engine, self.loaded, self._publish)
+        self.adapters = Adapters(self.bench.engine, self.loaded, self._publish, self.loads.append)
         return self
 
     async def __aexit__(self, *error):
@@ -73,6 +73,7 @@ async def test_names_of_equal_content_share_a_place_and_places_are_bounded(direc
         with pytest.raises(ModelNotFound):
             await worker.adapters.unload("other", WAIT_S)
         assert worker.published[-1] == ["b", "a"]
+        assert worker.loads == ["loaded"] * 4 + ["failed"] * 2 + ["loaded"]
 
 
 async def test_what_cannot_be_loaded_is_refused_with_the_reason(directory):

@@ -1,0 +1,352 @@
+"""Formats of tool calls whose arguments are elements of markup, one for each parameter.
+
+The text of an element has no type of its own: it is what the tool's schema says, and a text where
+it is not of that type. Without a type in the schema it is JSON, if it can be read as such.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.text.json_repair import JsonRepair, repaired
+from baton.text.tool_calls import NAME, SPACE, Chars, Head, Steps, ToolFormat, ToolParser, lark
+
+_MAX_DEPTH = 16  # of references and combinations in a schema
+_STRING, _CONTAINERS = frozenset({"string"}), frozenset({"object", "array"})
+_ANY = frozenset[str]()  # where a schema does not say
+
+
+@dataclass(frozen=True, kw_only=True)
+class XmlFormat(ToolFormat):
+    """Calls that end with `close`, in a section from `begin` to `end`.
+
+    `bare`: a text with which `head` may begin without `begin`. `parameter`: what precedes a value,
+    with the parameter's name, and "true" or "false" if it says whether the value is text.
+    `element`: the texts around a value, with KEY for the name. `in_lines`: a value has a line break
+    before and after it.
+    """
+
+    begin: tuple[str, ...]
+    end: tuple[str, ...] = ()
+    head: Head
+    close: str
+    bare: str = ""
+    parameter: Head
+    element: tuple[str, str]
+    in_lines: bool = False
+    typed: bool = True
+
+    @property
+    def written(self) -> str:
+        elements = "\u2026".join(self.element) + "\u2026"
+        return self.around[0] + elements.join(self.call) + self.around[2]
+
+    def steps(self, parser: ToolParser) -> Steps:
+        while True:
+            marker = yield from parser.until(*self.begin, *([self.bare] if self.bare else []))
+            if marker == self.bare:
+                parser.give_back(marker)
+            called = False
+            while match := (yield from parser.head(self.head)):
+                called = True
+                parser.begin_call(match[1])
+                yield from self._arguments(parser, parser.schemas.get(match[1]) or {})
+            if called:
+                for text in self.end:
+                    yield from parser.goes_on_with(text)
+                continue
+            if marker == self.bare:
+                parser.take(len(marker))
+            parser.put(marker)
+
+    def _arguments(self, parser: ToolParser, schema: Mapping[str, Any]) -> Steps:
+        parser.add_arguments("{")
+        separator = ""
+        while match := (yield from parser.head(self.parameter)):
+            key, *marked = match.groups()
+            parser.add_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            if marked:
+                types = _STRING if marked[0] == "true" else _ANY
+            else:
+                types = types_of(_property(schema, key), schema)
+            yield from self._value(parser, types)
+            separator = ", "
+        closed = yield from parser.goes_on_with(self.close)
+        if parser.was_cut and not closed:
+            yield from parser.stop()
+        parser.add_arguments("}")
+
+    def _value(self, parser: ToolParser, types: frozenset[str]) -> Steps:
+        value, end = Value(types, parser.add_arguments), self.element[1].strip()
+        if self.in_lines:
+            yield from parser.line_break()
+        found = yield from parser.text_until(
+            [f"\n{end}", end] if self.in_lines else [end], value.push
+        )
+        if not found and parser.was_cut:
+            yield from parser.stop()
+        value.close()
+
+    def argument_rules(
+        self,
+        number: int,
+        schema: Mapping[str, Any] | None,
+        special: Mapping[str, int],
+        options: Mapping[str, object],
+    ) -> list[str]:
+        schema = schema or {}
+        rules, sequence = list[str](), list[str]()
+        required = schema.get("required", ())
+        for at, (key, one) in enumerate(schema.get("properties", {}).items()):
+            name = f"arguments_{number}_{at}"
+            marked = "true" if is_text(one, schema) else "false"
+            before, behind = (
+                text.replace("STRING", marked).replace("KEY", key) for text in self.element
+            )
+            value, end = _value_rules(f"{name}_v", one, schema, behind, special, options)
+            rules += [f"{name}: {lark(before, special)} {name}_v {lark(end, special)}", *value]
+            sequence.append(name if key in required else f"{name}?")
+        return [f"arguments_{number}: {' '.join(sequence)}", *rules]
+
+
+def _value_rules(
+    name: str,
+    schema: Any,
+    root: Mapping[str, Any],
+    behind: str,
+    special: Mapping[str, int],
+    options: Mapping[str, object],
+) -> tuple[list[str], str]:
+    """The rules of a value, and the text behind it that they do not contain."""
+    if not is_text(schema, root):
+        return [
+            f"{name}: %json {json.dumps({**with_definitions(schema, root), **options})}"
+        ], behind
+    return text_rules(name, schema, behind, special)
+
+
+def text_rules(
+    name: str, schema: Any, behind: str, special: Mapping[str, int]
+) -> tuple[list[str], str]:
+    """The rules of a text, and the text behind it that they do not contain.
+
+    A text ends with the first `behind`, and has no special tokens.
+    """
+    if texts := _texts(schema):
+        return [f"{name}: " + " | ".join(map(json.dumps, texts))], behind
+    first = min((at for marker in special if (at := behind.find(marker)) >= 0), default=len(behind))
+    if first == 0:
+        return [f"{name}: /(?s:.*)/"], behind
+    part = f"{name}_part[suffix={json.dumps(behind[:first])}]: /(?s:.*)/"
+    # Where a special token follows, what precedes it may also be in the text.
+    return [f"{name}: {name}_part{'+' if behind[first:] else ''}", part], behind[first:]
+
+
+class Value:
+    """Converts the text of a value to JSON, in pieces; texts and containers as they come."""
+
+    def __init__(self, types: frozenset[str], emit: Callable[[str], object]) -> None:
+        """`types`: of the schema; empty if it has none."""
+        self._types = types
+        self._emit = emit
+        self._repair: JsonRepair | None = None
+        self._held = list[str]()
+        if types == _STRING:
+            emit('"')
+
+    def push(self, text: str) -> None:
+        """Adds text."""
+        if self._types == _STRING:
+            self._emit(json.dumps(text, ensure_ascii=False)[1:-1])
+            return
+        if self._repair is None and self._types and self._types <= _CONTAINERS and not self._held:
+            text = text.lstrip()
+            if text.startswith(("{", "[")):
+                self._repair = JsonRepair()
+        if self._repair is not None:
+            self._emit(self._repair.push(text))
+        elif text:
+            self._held.append(text)
+
+    def close(self) -> None:
+        """Ends the value."""
+        if self._types == _STRING:
+            self._emit('"')
+        elif self._repair is not None:
+            self._emit(self._repair.close())
+        else:
+            self._emit(to_json("".join(self._held), self._types))
+
+
+def to_json(text: str, types: frozenset[str]) -> str:
+    """A value of one of the types as JSON; a string if it is none of them."""
+    word = text.strip()
+    is_json = _is_json(word)
+    if is_json and (not types or types & _kinds(json.loads(word))):
+        return word
+    if "null" in types and word == "None":
+        return "null"
+    if "boolean" in types and word.lower() in ("true", "false"):
+        return word.lower()
+    if types & _CONTAINERS and word.startswith(("{", "[")):
+        return repaired(word)
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _kinds(value: object) -> frozenset[str]:
+    """The types of a value that is not a text in quotes, which would be a text with quotes."""
+    kind = _type_of(value)
+    return frozenset({kind, "number"} if kind == "integer" else {kind}) - _STRING
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(word)
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The types that a schema names, also by references within `root`; empty if it names none."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return _ANY
+    if types := schema.get("type"):
+        return frozenset([types] if isinstance(types, str) else filter(_is_str, types))
+    if isinstance(reference := schema.get("$ref"), str):
+        return types_of(_resolved(reference, root), root, depth + 1)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if isinstance(values, list) and values:
+        return frozenset(_type_of(value) for value in values)
+    if "properties" in schema:
+        return frozenset({"object"})
+    found = [
+        types_of(one, root, depth + 1)
+        for keyword in ("anyOf", "oneOf", "allOf")
+        for one in schema.get(keyword, ())
+    ]
+    return frozenset().union(*found) if all(found) else _ANY
+
+
+def is_text(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Whether values of a schema are texts alone."""
+    return types_of(schema, root) == _STRING
+
+
+def _is_str(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _type_of(value: object) -> str:
+    """The JSON type of a value."""
+    names = ((bool, "boolean"), (str, "string"), (int, "integer"), (float, "number"),
+             (list, "array"), (dict, "object"))  # fmt: skip
+    return next((name for kind, name in names if isinstance(value, kind)), "null")
+
+
+def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
+    value: Any = root
+    for part in reference.removeprefix("#").strip("/").split("/"):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _property(schema: Mapping[str, Any], key: str) -> Any:
+    properties = schema.get("properties")
+    return properties.get(key) if isinstance(properties, Mapping) else None
+
+
+def _texts(schema: Any) -> list[str]:
+    """The texts of an enumeration; none if there is none."""
+    if not isinstance(schema, Mapping):
+        return []
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return [value for value in values if isinstance(value, str)]
+
+
+def with_definitions(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a schema with the definitions that it may refer to."""
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return {**shared, **(schema if isinstance(schema, Mapping) else {})}
+
+
+_KEY = Chars(r"[^<>\n]", 1, 256)
+_QUOTED = Chars(r'[^"<>\n]', 1, 256)
+QWEN3_CODER = XmlFormat(
+    name="qwen3_coder",
+    models="Qwen3-Coder, Qwen3.5, Nemotron 3",
+    templates=(("<tool_call>", "<function="),),
+    markers=("<tool_call>", "</tool_call>"),
+    call=("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>"),
+    around=("", "\n", ""),
+    begin=("<tool_call>",),
+    end=("</tool_call>",),
+    bare="<function=",
+    head=Head(SPACE, "<function=", NAME, ">", SPACE, ahead=("<parameter=", "</function>")),
+    close="</function>",
+    parameter=Head(SPACE, "<parameter=", _KEY, ">"),
+    element=("<parameter=KEY>\n", "\n</parameter>\n"),
+    in_lines=True,
+)
+GLM45 = XmlFormat(
+    name="glm45",
+    models="GLM-4.5 to GLM-5",
+    templates=(("<tool_call>", "<arg_key>"),),
+    markers=(
+        "<tool_call>",
+        "</tool_call>",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+    ),
+    call=("<tool_call>NAME\n", "</tool_call>"),
+    around=("", "\n", ""),
+    begin=("<tool_call>",),
+    head=Head(SPACE, NAME, SPACE, ahead=("<arg_key>", "</tool_call>")),
+    close="</tool_call>",
+    parameter=Head(SPACE, "<arg_key>", _KEY, "</arg_key>", SPACE, "<arg_value>"),
+    element=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
+)
+MINIMAX_M2 = XmlFormat(
+    name="minimax_m2",
+    models="MiniMax M2",
+    templates=(("<minimax:tool_call>",),),
+    markers=("<minimax:tool_call>", "</minimax:tool_call>"),
+    call=('<invoke name="NAME">\n', "</invoke>\n"),
+    around=("<minimax:tool_call>\n", "", "</minimax:tool_call>"),
+    begin=("<minimax:tool_call>",),
+    end=("</minimax:tool_call>",),
+    head=Head(SPACE, '<invoke name="', NAME, '">', SPACE, ahead=("<parameter ", "</invoke>")),
+    close="</invoke>",
+    parameter=Head(SPACE, '<parameter name="', _QUOTED, '">'),
+    element=('<parameter name="KEY">', "</parameter>\n"),
+)
+_D = "\uff5cDSML\uff5c"
+DEEPSEEK_V32 = XmlFormat(
+    name="deepseek_v32",
+    models="DeepSeek V3.2",
+    templates=((_D,), ("DSML",)),
+    markers=(_D,),
+    call=(f'<{_D}invoke name="NAME">\n', f"</{_D}invoke>\n"),
+    around=(f"<{_D}function_calls>\n", "", f"</{_D}function_calls>"),
+    begin=(f"<{_D}function_calls>", f"<{_D}tool_calls>"),
+    end=(f"</{_D}function_calls>", f"</{_D}tool_calls>"),
+    head=Head(
+        SPACE, f'<{_D}invoke name="', NAME, '">', SPACE,
+        ahead=(f"<{_D}parameter ", f"</{_D}invoke>"),
+    ),
+    close=f"</{_D}invoke>",
+    parameter=Head(
+        SPACE, f'<{_D}parameter name="', _QUOTED, '" string="', Chars("[a-z]", 4, 5), '">'
+    ),
+    element=(f'<{_D}parameter name="KEY" string="STRING">', f"</{_D}parameter>\n"),
+    typed=False,
+)  # fmt: skip

@@ -1,0 +1,120 @@
+"""Outputs in the formats of families of models, over both of OpenAI's APIs, whole and streamed."""
+
+import json
+
+import pytest
+
+from baton.text.tool_formats import FORMATS
+from baton.text.tool_formats.harmony import HARMONY
+from baton.v1 import common_pb2
+
+PATH = "/v1/chat/completions"
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+ARGUMENTS = {"city": 'Par"is', "days": 3}
+CHAT = "{% for m in messages %}{{ m }}{% endfor %}{# tools #}"
+HARMONY_SAYS = (
+    "<|channel|>analysis<|message|>Which city? END<|end|><|start|>assistant<|channel|>commentary"
+    "<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+    f"<|constrain|>json<|message|>{json.dumps(ARGUMENTS)}"
+)
+
+
+def template_of(form):
+    """A template that belongs to the format, and shows its input."""
+    return CHAT + "{#" + " ".join(form.templates[0]) + "#}"
+
+
+def written(form):
+    """A call in the format."""
+    arguments = json.dumps(ARGUMENTS)[1:-1]
+    if hasattr(form, "element"):
+        before, behind = (text.replace("STRING", "true") for text in form.element)
+        values = [before.replace("KEY", "city"), 'Par"is', behind]
+        before = form.element[0].replace("STRING", "false")
+        arguments = "".join([*values, before.replace("KEY", "days"), "3", behind])
+    elif hasattr(form, "quote"):
+        arguments = f'city:{form.quote}Par"is{form.quote},days:3'
+    elif form.name == "pythonic":
+        arguments = "city='Par\"is', days=3"
+    else:
+        arguments = json.dumps(ARGUMENTS)
+    text = form.around[0] + form.call[0] + arguments + form.call[1] + form.around[2]
+    return text.replace("NAME", "weather").replace("INDEX", "0")
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+async def test_a_call_in_each_format_whole_streamed_and_as_a_response(says, form):
+    gateway = await says(written(form), template=template_of(form), added=form.markers)
+    asked = {"tools": TOOLS, "ignore_eos": False, "max_tokens": None}
+    (choice,) = (await gateway.chat(**asked)).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"]) == ARGUMENTS
+    if form.name == "kimi_k2":
+        assert call["id"] == "functions.weather:0"
+    chunks = await gateway.events(PATH, **asked)
+    pieces = [
+        piece for chunk in chunks for piece in chunk["choices"][0]["delta"].get("tool_calls", ())
+    ]
+    assert pieces[0]["function"] == {"name": "weather", "arguments": ""} and len(pieces) > 5
+    streamed = "".join(piece["function"]["arguments"] for piece in pieces)
+    assert streamed == call["function"]["arguments"]
+    again = await gateway.post("/tokenize", {"messages": [choice["message"]], "tools": TOOLS})
+    assert again.status_code == 200
+    assert str(ARGUMENTS) in gateway.tokenizer.decode(again.json()["tokens"])
+    asked = {
+        "model": "tiny",
+        "input": "Hi",
+        "tools": [{"type": "function", **TOOLS[0]["function"]}],
+    }
+    (item,) = (await gateway.post("/v1/responses", asked)).json()["output"]
+    assert (item["type"], json.loads(item["arguments"])) == ("function_call", ARGUMENTS)
+
+
+async def test_channels_become_reasoning_content_and_calls(says):
+    gateway = await says(HARMONY_SAYS, template=template_of(HARMONY), added=HARMONY.markers)
+    asked = {"tools": TOOLS, "ignore_eos": False, "max_tokens": None}
+    answer = (await gateway.chat(**asked, stop=["END", "final"])).json()
+    message = answer["choices"][0]["message"]
+    assert message["reasoning"] == "Which city? END" and message["content"] == "Let me see."
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == ARGUMENTS
+    tokens = len("Which city? END")
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": tokens}
+    chunks = await gateway.events(PATH, **asked)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "Which city? END"
+    assert "".join(delta.get("content", "") for delta in deltas) == "Let me see."
+    left_out = (await gateway.chat(**asked, include_reasoning=False)).json()
+    assert "reasoning" not in left_out["choices"][0]["message"]
+    output = (await gateway.post("/v1/responses", {
+        "model": "tiny", "input": "Hi", "tools": [{"type": "function", **TOOLS[0]["function"]}],
+    })).json()["output"]  # fmt: skip
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+    spec = gateway.decode.requests[-1].sequence.sampling
+    ends = {gateway.tokenizer.added_token(text) for text in HARMONY.stops}
+    assert set(spec.stop_token_ids) == ends
+
+
+async def test_stop_strings_and_lengths_end_the_content_of_channels(says):
+    text = (
+        "<|channel|>analysis<|message|>Say stop.<|end|><|start|>assistant<|channel|>final<|message|>"
+        "One, stop. Two"
+    )
+    length = common_pb2.FINISH_REASON_LENGTH
+    gateway = await says(text, length, template=template_of(HARMONY), added=HARMONY.markers)
+    message = (await gateway.chat(ignore_eos=False, max_tokens=None)).json()["choices"][0][
+        "message"
+    ]
+    assert (message["reasoning"], message["content"]) == ("Say stop.", "One, stop. Two")
+    choice = (await gateway.chat(stop="stop", max_tokens=500)).json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "stop")
+    message = choice["message"]
+    assert (message["reasoning"], message["content"]) == ("Say stop.", "One, ")
+    refused = await gateway.chat(max_thinking_tokens=5)
+    assert refused.status_code == 400 and "reasoning_effort" in refused.text
