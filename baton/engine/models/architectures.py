@@ -149,13 +149,6 @@ _QWEN_NEXT_MOE = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
-_QWEN_3_5_MOE = {
-    **_QWEN_NEXT_DEFAULTS,
-    **_QWEN_NEXT_MOE,
-    "intermediate_size": 5632,  # of no layer
-    "num_experts_per_tok": 8,
-    "num_experts": 256,
-}
 _QWEN_NEXT: dict[str, Any] = {
     "qkv_bias": "attention_bias",
     "o_bias": "attention_bias",
@@ -364,18 +357,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         models="Qwen3.5 (text)",
     ),
     "Qwen3_5MoeForCausalLM": Architecture(
-        _QWEN_3_5_MOE,
+        {
+            **_QWEN_NEXT_DEFAULTS,
+            **_QWEN_NEXT_MOE,
+            "intermediate_size": 5632,  # of no layer
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+        },
         **_QWEN_NEXT,
         delta_rule=_BY_PART,
         experts=ExpertNames(),
         models="Qwen3.5-MoE (text)",
-    ),
-    "Qwen3_5MoeForConditionalGeneration": Architecture(
-        _QWEN_3_5_MOE,
-        **_QWEN_NEXT,
-        delta_rule=_BY_PART,
-        experts=ExpertNames(stacked=StackedExperts(transposed=None)),
-        models="Qwen3.5-MoE",
     ),
     "Qwen3VLMoeForConditionalGeneration": Architecture(
         {**_SPARSE, "num_experts_per_tok": 8, "norm_topk_prob": True},
@@ -477,7 +469,7 @@ WRAPPERS: dict[str, Wrapper] = {
         {"qwen3_5_text": "Qwen3_5ForCausalLM"}, models="Qwen3.5, Qwen3.6"
     ),
     "Qwen3_5MoeForConditionalGeneration": Wrapper(
-        {"qwen3_5_moe_text": "Qwen3_5MoeForConditionalGeneration"},
+        {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
         models="Qwen3.5-MoE, Qwen3.6-MoE",
     ),
     "InternVLForConditionalGeneration": Wrapper(

@@ -77,6 +77,7 @@ class ExpertsConfig:
     layers: tuple[bool, ...]
     shared_size: int = 0
     mxfp4: bool = False
+    stacked: bool = False  # whether the checkpoint has them together, whatever its architecture
 
     @property
     def counts(self) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from baton.engine.models.model_config import ModelConfig
 from baton.engine.quantization.config import MXFP4_GROUP, Shapes, TensorSpec
 from baton.errors import CheckpointError
 
+STACKED = StackedExperts(transposed=None)  # as transformers names them
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _PART = re.compile(r"(.+)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _TEXT_PREFIX = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
@@ -216,9 +218,18 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
 def stacked_part(config: ModelConfig, name: str) -> StackedPart | None:
     """The place of an expert's tensor, where the checkpoint stacks experts; else None."""
     names, experts = config.arch.experts, config.experts
-    if names is None or names.stacked is None or experts is None:
+    stacked = names and (names.stacked or (STACKED if experts and experts.stacked else None))
+    if stacked is None or experts is None:
         return None
-    return StackedPart.from_name(name, names.stacked, experts.size)
+    return StackedPart.from_name(name, stacked, experts.size)
+
+
+def as_stored(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> ModelConfig:
+    """The configuration with `experts.stacked` as the checkpoint's names say: some architectures'
+    checkpoints, as Qwen3.5's, have experts in either form."""
+    if config.experts is None or not any(name.endswith(f".{STACKED.down}") for name in stored):
+        return config
+    return replace(config, experts=replace(config.experts, stacked=True))
 
 
 def is_quantized(config: ModelConfig, parts: Shapes) -> bool:

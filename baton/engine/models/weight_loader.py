@@ -32,6 +32,7 @@ from baton.engine.models.tensor_names import (
     FINAL_NORM,
     LM_HEAD,
     StackedPart,
+    as_stored,
     check_tensors,
     checkpoint_tensors,
     delta_rule_tensors,
@@ -104,6 +105,7 @@ def load_weights(
             "config.json should be false", path,
         )  # fmt: skip
         config = replace(config, tie_embeddings=False)
+    config = as_stored(config, stored)
     check_tensors(path, config, stored)
     with ExitStack() as stack:
         files = {

@@ -61,8 +61,7 @@ def make_model(architecture, seed=0, dtype=torch.float32, **overrides):
     """
     model_class = getattr(transformers, architecture)
     config_class, values = model_class.config_class, {**SMALL, **overrides}
-    text_class = config_class.sub_configs.get("text_config", config_class)
-    if "linear_key_head_dim" in vars(text_class()):
+    if architecture.startswith(("Qwen3Next", "Qwen3_5")):
         values = {**SMALL, **SMALL_DELTA_RULE, **overrides}
     if "text_config" in config_class.sub_configs:
         if "Qwen" in architecture:
