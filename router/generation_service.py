@@ -234,7 +234,7 @@ class GenerationService:
                 )
             span.set_attribute("baton.request_id", record.request_id)
             details = RequestSpan(span, version.admission.tokenizer, self.limits.trace_content)
-            details.admitted(request, state.request)
+            details.admitted(request, state.request, choices.of_prompt)
             stack.enter_context(lease)
             with tracing.span(self._tracer, "router.check", trace):
                 self._check(version, state)

@@ -83,6 +83,7 @@ class OutputFormat:
     """Parts of a chat's output other than content; `pieces` show the markers of tool calls.
 
     `tool_schemas`: of the tools that may be called, if their types matter to the format.
+    `implied_end`: a token, of a call, that ends reasoning and is not part of it.
     """
 
     pieces: TokenPieces
@@ -90,6 +91,7 @@ class OutputFormat:
     tools: ToolFormat | None = None
     single_tool_call: bool = False  # further calls are dropped
     tool_schemas: ToolSchemas = field(default_factory=dict)
+    implied_end: int | None = None
 
     @property
     def has_channels(self) -> bool:

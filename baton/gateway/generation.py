@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,10 +20,11 @@ import msgspec
 
 from baton.errors import BatonError, Cancelled, InvalidRequest
 from baton.gateway import api
+from baton.gateway.failures import failure_at
 from baton.gateway.headers import id_headers, with_request_id
 from baton.gateway.output import ChoiceOutput, PromptOutput, usage_of
 from baton.gateway.parsed_request import ParsedRequest
-from baton.net.http_errors import Failure, Header, failure_of
+from baton.net.http_errors import Failure, Header
 from baton.net.http_server import HttpExchange
 from baton.v1 import inference_pb2
 from router.admission.admission import PromptChoices
@@ -38,15 +38,12 @@ log = logging.getLogger(__name__)
 _ROUTE_HEADER = b"x-baton-route"  # its presence asks for `usage.baton`
 _MANY_LOGPROBS = 4096  # of prompts; more are encoded in a thread
 _LOGPROB_BYTES = 64  # approximate size of a log-probability in a chunk
-KEEP_ALIVE_S = 10.0  # between comments in an idle stream, which proxies would cut
+KEEP_ALIVE_S = 10.0  # after which an idle stream is sent something: proxies would cut it
 _DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 )
-_FUNCTION = re.compile(
-    r"(tools\[\d+\]|tool_calls\[\d+\])\."
-)  # their fields, as the router names them
 
 
 async def generate(
@@ -93,6 +90,10 @@ class Generation(ABC):
     def last_event(self, failure: Failure | None) -> bytes:
         """Encodes the end of a stream, after success or a failure."""
 
+    def waiting(self) -> bytes:
+        """Encodes what an idle stream is kept open with."""
+        return b": waiting\n\n"
+
     @abstractmethod
     def release(self) -> None:
         """Drops the sinks, whose references to this object would keep it alive."""
@@ -102,9 +103,7 @@ class Generation(ABC):
         try:
             await (self._stream() if self.parsed.options.stream else self._whole())
         except InvalidRequest as error:
-            name = error.field.removeprefix("sampling.").removeprefix("chat.")
-            name = _FUNCTION.sub(r"\1.function.", name)
-            raise error.renamed(self.parsed.fields.get(name, name)) from error
+            raise self.parsed.renamed(error) from error
         finally:
             self.release()
 
@@ -127,7 +126,7 @@ class Generation(ABC):
                 raise
             if isinstance(error, BatonError):
                 log.warning("request %s failed in its stream: %s", self.started.request_id, error)
-            last = self.last_event(failure_of(error))
+            last = self.last_event(failure_at(self.exchange.path, error))
         finally:
             self._keeping_alive.cancel()
         if (
@@ -137,10 +136,10 @@ class Generation(ABC):
         self.exchange.end(last)
 
     def _keep_alive(self) -> None:
-        """Sends comments while there is no output. After the first one, errors are events."""
+        """Sends something while there is no output. After the first time, errors are events."""
         if self.started.request_id and not self._sent:
             with contextlib.suppress(Cancelled):  # the next output reports that nothing is read
-                self.send(b": waiting\n\n")
+                self.send(self.waiting())
         self._sent = False
         loop = asyncio.get_running_loop()
         self._keeping_alive = loop.call_later(KEEP_ALIVE_S, self._keep_alive)
@@ -313,7 +312,7 @@ async def run_choices(
     computed = [asyncio.Event() for _ in range(num_prompts)]
     reserved = ReservedChoices()
     shared = [
-        PromptChoices(total, first=i == 0, cut_output=cut, reserved=reserved)
+        PromptChoices(total, n, first=i == 0, cut_output=cut, reserved=reserved)
         for i in range(num_prompts)
     ]
     entrance = asyncio.Semaphore()

@@ -16,7 +16,11 @@ TIMEOUT_HEADER = "x-request-timeout"
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86400.0
 ALLOW_ORIGIN = b"access-control-allow-origin"
 _REQUEST_ID, _TRACE_ID = b"x-request-id", b"x-trace-id"
-_EXPOSED = b"x-request-id, x-trace-id, traceparent, retry-after, retry-after-ms"
+_API_KEY = b"x-api-key"
+_EXPOSED = (
+    b"x-request-id, request-id, x-trace-id, traceparent, retry-after, retry-after-ms, "
+    b"x-baton-dropped-tools"
+)
 
 
 def caller_of(exchange: HttpExchange) -> Caller:
@@ -29,6 +33,8 @@ def caller_of(exchange: HttpExchange) -> Caller:
     ]
     if (key := headers.get(b"authorization")) is not None:
         metadata.append(("authorization", key))
+    elif (key := headers.get(_API_KEY)) is not None:  # Anthropic's clients send it
+        metadata.append(("authorization", b"Bearer " + key))
     if (request_id := headers.get(_REQUEST_ID)) is not None:
         metadata.append((CALLERS_ID, request_id.decode("latin-1")))
     return Caller(tuple(metadata), _time_left_s(headers.get(TIMEOUT_HEADER.encode())))

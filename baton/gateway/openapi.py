@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 
 from baton.gateway import api
+from baton.gateway.failures import OVERLOADED
 from baton.gateway.headers import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
 
 Part = dict[str, Any]
 # Error statuses of a request with a body.
 ERRORS = ("400", "401", "404", "408", "413", "415", "429", "500", "503", "504")
+MESSAGE_ERRORS = (*ERRORS, str(OVERLOADED))
 BYTES: Part = {"type": "string", "format": "binary"}
 Handler = Callable[
     ..., Awaitable[None]
@@ -80,6 +82,7 @@ class Operation:
     form: Part | None = None  # schema of a form
     query: type | None = None
     streams: bool = False  # if the body has `stream`
+    error: type = api.Error
 
 
 Routes = Mapping[str, Mapping[str, Operation]]  # by path and method
@@ -103,16 +106,18 @@ def document(routes: Routes) -> Part:
         item[method.lower()] = _operation(route)
     bodies = [route.body for *_, route in described if route.body]
     answers = [route.answer for *_, route in described if route.answer]
+    errors = {route.error for *_, route in described}
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Baton",
             "version": "1",
-            "description": "OpenAI's API to generate text, with vLLM's extensions.",
+            "description": "OpenAI's API to generate text, with vLLM's extensions, and Anthropic's "
+            "Messages.",
         },
         "paths": paths,
         "components": {
-            "schemas": _schemas(bodies, answers),
+            "schemas": _schemas(bodies, [*answers, *errors]),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],  # a key is needed if the router has tenants
@@ -127,7 +132,7 @@ def _operation(route: Operation) -> Part:
         "summary": route.summary,
         "responses": {
             "200": {"description": "Done.", "content": content},
-            **{status: _failure(status) for status in route.errors},
+            **{status: _failure(status, route.error) for status in route.errors},
         },
     }
     if parameters := list(_parameters(route)):
@@ -153,7 +158,7 @@ def _parameters(route: Operation) -> Iterator[Part]:
 
 def _schemas(bodies: Sequence[type], answers: Sequence[type]) -> Part:
     _, schemas = msgspec.json.schema_components(
-        (*bodies, *answers, api.Error), ref_template="#/components/schemas/{name}"
+        (*bodies, *answers), ref_template="#/components/schemas/{name}"
     )
     for request in bodies:
         properties = schemas[request.__name__]["properties"]
@@ -164,9 +169,9 @@ def _schemas(bodies: Sequence[type], answers: Sequence[type]) -> Part:
     return schemas
 
 
-def _failure(status: str) -> Part:
-    failure: Part = {"description": "Refused or failed.", "content": _json(api.Error)}
-    if status in ("429", "503"):
+def _failure(status: str, error: type) -> Part:
+    failure: Part = {"description": "Refused or failed.", "content": _json(error)}
+    if status in ("429", "503", str(OVERLOADED)):
         whole = {"type": "integer", "minimum": 1}
         failure["headers"] = {"Retry-After": {"required": True, "schema": whole}}
     return failure

@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from baton.client.results import transport_name
 from baton.gateway import api
 from baton.generation.enum_names import FINISH_REASONS
+from baton.generation.tool_call import ToolCallDelta
 from baton.text import Tokenizer
 from baton.v1 import common_pb2, inference_pb2
 from router.output.sink import Piece
@@ -207,6 +208,95 @@ class ChoiceOutput(ABC):
     @abstractmethod
     def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> Any:
         """Builds the choice of a whole answer from all of its text."""
+
+
+class ItemSink(ABC):
+    """The sink that splits one output into items: reasoning, text and calls.
+
+    An item ends where the next one begins. Subclasses create items and write their events.
+    """
+
+    reasoning_type: ClassVar[type]
+    text_type: ClassVar[type]
+
+    def __init__(self, on_start: Callable[[inference_pb2.Started], None]) -> None:
+        self._on_start = on_start
+        self.request_id = ""
+        self.items: list[Any] = []
+        self.end = inference_pb2.Finish()
+        self._open: Any = None  # the last item, until it is complete
+        self._pieces: list[str] = []  # text of the open item
+
+    def start(self, started: inference_pb2.Started) -> None:
+        self.request_id = started.request_id
+        self._on_start(started)
+
+    def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
+        raise AssertionError("these APIs have no log-probabilities of prompts")
+
+    def put(self, piece: Piece) -> None:
+        reasoning, calls = piece.parsed or ParsedOutput()
+        if reasoning:
+            self._add(self.reasoning_type, reasoning)
+        if calls and not calls[0].id:  # continues the open call, which text would end
+            self._extend(calls[0].arguments)
+            calls = calls[1:]
+        if piece.text:
+            self._add(self.text_type, piece.text)
+        for call in calls:
+            if call.id:
+                self._begin(self.new_call(call))
+            if call.arguments:
+                self._extend(call.arguments)
+        if piece.finish_reason:
+            self._finish(cut=piece.finish_reason == common_pb2.FINISH_REASON_LENGTH)
+
+    async def finish(self, finish: inference_pb2.Finish) -> None:
+        self.end = finish
+
+    @abstractmethod
+    def new_item(self, kind: type) -> Any:
+        """Creates an item of reasoning or text."""
+
+    @abstractmethod
+    def new_call(self, call: ToolCallDelta) -> Any:
+        """Creates an item of a call."""
+
+    @abstractmethod
+    def on_begin(self, item: Any) -> None:
+        """Called when an item, the last of `items`, begins."""
+
+    @abstractmethod
+    def on_text(self, item: Any, text: str) -> None:
+        """Called with the next text of the item."""
+
+    @abstractmethod
+    def on_end(self, item: Any, text: str, *, cut: bool) -> None:
+        """Called with the whole text of an item that is complete, or was `cut`."""
+
+    def _finish(self, *, cut: bool) -> None:
+        self._close(cut=cut)
+
+    def _add(self, kind: type, text: str) -> None:
+        if not isinstance(self._open, kind):
+            self._begin(self.new_item(kind))
+        self._extend(text)
+
+    def _begin(self, item: Any) -> None:
+        self._close()
+        self._open = item
+        self.items.append(item)
+        self.on_begin(item)
+
+    def _extend(self, text: str) -> None:
+        self._pieces.append(text)
+        self.on_text(self._open, text)
+
+    def _close(self, *, cut: bool = False) -> None:
+        item, text = self._open, "".join(self._pieces)
+        self._open, self._pieces = None, []
+        if item is not None:
+            self.on_end(item, text, cut=cut)
 
 
 def usage_of(

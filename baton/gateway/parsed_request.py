@@ -5,6 +5,7 @@ All functions raise InvalidRequest naming the body's field.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from baton.v1 import common_pb2, inference_pb2
 
 MAX_CHOICES = 1024  # of all prompts
 MAX_CHOICES_SIZE = 4 << 20  # n times the prompts' characters or token ids, if n > 1
+_FUNCTION = re.compile(r"(tools\[\d+\]|tool_calls\[\d+\])\.")  # as the router names fields
 _GUIDED = ("json", "regex", "choice", "grammar")
 # Fields with the name and meaning of those of SamplingParams.
 _SAMPLING_FIELDS = (
@@ -47,6 +49,12 @@ class ParsedRequest:
     def num_prompts(self) -> int:
         """Number of prompts; a chat counts as one."""
         return len(self.prompts) or 1
+
+    def renamed(self, error: InvalidRequest) -> InvalidRequest:
+        """The router's error with the field's name in the body."""
+        name = error.field.removeprefix("sampling.").removeprefix("chat.")
+        name = _FUNCTION.sub(r"\1.function.", name)
+        return error.renamed(self.fields.get(name, name))
 
     def request(self, index: int, number: int = 0) -> inference_pb2.GenerateRequest:
         """The request for choice `number` of a prompt; the next call changes the message.

@@ -12,6 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from baton.gateway import api
 from baton.gateway.generation import Generation
+from baton.gateway.output import ItemSink
 from baton.gateway.responses import (
     FunctionChoice,
     FunctionTool,
@@ -20,10 +21,9 @@ from baton.gateway.responses import (
     ResponsesRequest,
     TextOptions,
 )
+from baton.generation.tool_call import ToolCallDelta
 from baton.net.http_errors import CONTEXT_OVERFLOW, Failure
 from baton.v1 import common_pb2, inference_pb2
-from router.output.sink import Piece
-from router.output.text_stream import ParsedOutput
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 FailureCode = Literal[
@@ -261,79 +261,33 @@ def _ignore(kind: str, **members: Any) -> None:
     """The `emit` of an answer that is not streamed."""
 
 
-@dataclass(eq=False)
-class ItemsOutput:
+class ItemsOutput(ItemSink):
     """The sink that collects output in items, and emits an event for each change."""
 
-    on_start: Callable[[inference_pb2.Started], None]
-    emit: Emit
+    reasoning_type, text_type = ReasoningItem, MessageItem
 
-    def __post_init__(self) -> None:
-        self.items: list[Item] = []
-        self.end = inference_pb2.Finish()
-        self._id = ""
-        self._open: Item | None = None  # the last item, until it is complete
-        self._pieces: list[str] = []  # text of the open item
-        self._item_members: dict[str, Any] = {}  # common members of its events
+    def __init__(self, on_start: Callable[[inference_pb2.Started], None], emit: Emit) -> None:
+        super().__init__(on_start)
+        self.emit = emit
+        self._item_members: dict[str, Any] = {}  # common members of the open item's events
         self._text_members: dict[str, Any] = {}  # common members of events with its text
         self._delta = ""  # type of events with a piece of text
 
-    def start(self, started: inference_pb2.Started) -> None:
-        self._id = started.request_id
-        self.on_start(started)
+    def new_item(self, kind: type[ReasoningItem | MessageItem]) -> Item:
+        return kind(id=self._new_id(kind))
 
-    def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
-        """Never called: this API has no log-probabilities of prompts."""
-
-    def put(self, piece: Piece) -> None:
-        text, reason = piece.text, piece.finish_reason
-        reasoning, calls = piece.parsed or ParsedOutput()
-        if reasoning:
-            self._add(ReasoningItem, reasoning)
-        if calls and not calls[0].id:  # continues the open call, which text would end
-            self._extend(calls[0].arguments)
-            calls = calls[1:]
-        if text:
-            self._add(MessageItem, text)
-        for call in calls:
-            if call.id:
-                item_id = self._new_id(FunctionCallItem)
-                self._begin(FunctionCallItem(id=item_id, call_id=call.id, name=call.name))
-            if call.arguments:
-                self._extend(call.arguments)
-        if reason:
-            self._finish(reason)
-
-    async def finish(self, finish: inference_pb2.Finish) -> None:
-        self.end = finish
-
-    def _finish(self, reason: common_pb2.FinishReason) -> None:
-        cut = reason == common_pb2.FINISH_REASON_LENGTH
-        # An output that is not cut has an answer, which may be empty.
-        if not cut and (self._open is None or isinstance(self._open, ReasoningItem)):
-            self._begin(MessageItem(id=self._new_id(MessageItem)))
-        self._close("incomplete" if cut else "completed")
-
-    def _add(self, kind: type[ReasoningItem | MessageItem], text: str) -> None:
-        if not isinstance(self._open, kind):
-            self._begin(kind(id=self._new_id(kind)))
-        self._extend(text)
+    def new_call(self, call: ToolCallDelta) -> Item:
+        return FunctionCallItem(id=self._new_id(FunctionCallItem), call_id=call.id, name=call.name)
 
     def _new_id(self, kind: type[Item]) -> str:
-        return f"{_PREFIXES[kind]}_{self._id}_{len(self.items)}"
+        return f"{_PREFIXES[kind]}_{self.request_id}_{len(self.items)}"
 
-    def _extend(self, text: str) -> None:
-        self._pieces.append(text)
-        self.emit(self._delta, **self._text_members, delta=text)
-
-    def _begin(self, item: Item) -> None:
-        self._close("completed")
-        self._open = item
-        self._item_members = {"item_id": item.id, "output_index": len(self.items)}
+    def on_begin(self, item: Item) -> None:
+        index = len(self.items) - 1
+        self._item_members = {"item_id": item.id, "output_index": index}
         self._text_members = self._item_members
         self._delta = f"{_EVENTS[type(item)]}.delta"
-        self.items.append(item)
-        self.emit("response.output_item.added", output_index=len(self.items) - 1, item=item)
+        self.emit("response.output_item.added", output_index=index, item=item)
         if not isinstance(item, FunctionCallItem):
             self._item_members = self._text_members = {**self._item_members, "content_index": 0}
             part: OutputText | ReasoningText = ReasoningText()
@@ -341,11 +295,11 @@ class ItemsOutput:
                 part, self._text_members = OutputText(), {**self._item_members, "logprobs": []}
             self.emit("response.content_part.added", **self._item_members, part=part)
 
-    def _close(self, status: ItemStatus) -> None:
-        item, text = self._open, "".join(self._pieces)
-        if item is None:
-            return
-        item.status = status
+    def on_text(self, item: Item, text: str) -> None:
+        self.emit(self._delta, **self._text_members, delta=text)
+
+    def on_end(self, item: Item, text: str, *, cut: bool) -> None:
+        item.status = "incomplete" if cut else "completed"
         done = f"{_EVENTS[type(item)]}.done"
         if isinstance(item, FunctionCallItem):
             item.arguments = text
@@ -358,4 +312,9 @@ class ItemsOutput:
             self.emit(done, **self._text_members, text=text)
             self.emit("response.content_part.done", **self._item_members, part=item.content[0])
         self.emit("response.output_item.done", output_index=len(self.items) - 1, item=item)
-        self._open, self._pieces = None, []
+
+    def _finish(self, *, cut: bool) -> None:
+        # An output that is not cut has an answer, which may be empty.
+        if not cut and (self._open is None or isinstance(self._open, ReasoningItem)):
+            self._begin(self.new_item(MessageItem))
+        super()._finish(cut=cut)

@@ -27,6 +27,7 @@ from baton.gateway.chat import ChatOutput, parse_chat
 from baton.gateway.completions import CompletionOutput, parse_completion
 from baton.gateway.embeddings import embed, parse_embeddings
 from baton.gateway.endpoint import Endpoint
+from baton.gateway.failures import MESSAGES_PATH, MessageError, failure_at
 from baton.gateway.generation import CompletionGeneration, generate
 from baton.gateway.headers import (
     ALLOW_ORIGIN,
@@ -35,7 +36,21 @@ from baton.gateway.headers import (
     id_headers,
     preflight_headers,
 )
-from baton.gateway.openapi import ERRORS, Handler, Operation, Routes, document
+from baton.gateway.messages import (
+    CountTokensRequest,
+    MessagesRequest,
+    parse_count_tokens,
+    parse_message,
+)
+from baton.gateway.messages_output import MessageAnswer, TokenCount, answer_message, count_tokens
+from baton.gateway.openapi import (
+    ERRORS,
+    MESSAGE_ERRORS,
+    Handler,
+    Operation,
+    Routes,
+    document,
+)
 from baton.gateway.responses import ResponsesRequest, parse_response
 from baton.gateway.responses_output import Response, ResponseGeneration
 from baton.gateway.tokenize import detokenize, parse_detokenize, parse_tokenize, tokenize
@@ -71,7 +86,11 @@ async def serving(
     app = App(service, config)
     async with (
         http_server.serving(
-            app, listener, config.max_http_connections, config.allowed_hosts
+            app,
+            listener,
+            config.max_http_connections,
+            config.allowed_hosts,
+            failure_at=failure_at,
         ) as port,
         app.batches.running(),
     ):
@@ -248,6 +267,16 @@ ROUTES: Routes = {
     "/v1/responses": {"POST": Operation(
         Endpoint(parse_response, partial(generate, ResponseGeneration)),
         "Answer a conversation.", Response, ERRORS, ResponsesRequest, streams=True,
+    )},
+    MESSAGES_PATH: {"POST": Operation(
+        Endpoint(parse_message, answer_message),
+        "Answer a conversation, in Anthropic's format.", MessageAnswer, MESSAGE_ERRORS,
+        MessagesRequest, streams=True, error=MessageError,
+    )},
+    f"{MESSAGES_PATH}/count_tokens": {"POST": Operation(
+        Endpoint(parse_count_tokens, count_tokens),
+        "Count a conversation's tokens, in Anthropic's format.", TokenCount, MESSAGE_ERRORS,
+        CountTokensRequest, error=MessageError,
     )},
     "/v1/embeddings": {"POST": Operation(
         Endpoint(parse_embeddings, embed),

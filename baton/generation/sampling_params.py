@@ -85,17 +85,22 @@ class ReasoningTracker:
         self.inside = reasoning.begun
         self.num_tokens = 0  # includes the closing token, and the opening one if it is output
 
-    def take(self, token_ids: Sequence[int]) -> int:
-        """Counts the reasoning tokens at the beginning of the next tokens of the output."""
+    def take(self, token_ids: Sequence[int], implied_end: int | None = None) -> int:
+        """Counts the reasoning tokens at the beginning of the next tokens of the output.
+
+        `implied_end`: a token that ends reasoning, too, and is not part of it.
+        """
         if self._begins and token_ids:
             self._begins = False
             self.inside = token_ids[0] == self._reasoning.begin_token_id
         if not self.inside:
             return 0
-        last = self._reasoning.end_token_id
-        end = next((at for at, token_id in enumerate(token_ids, 1) if token_id == last), 0)
-        self.inside = not end
-        count = end or len(token_ids)
+        count = len(token_ids)
+        for at, token_id in enumerate(token_ids):
+            if token_id in (self._reasoning.end_token_id, implied_end):
+                self.inside = False
+                count = at + (token_id != implied_end)
+                break
         self.num_tokens += count
         return count
 

@@ -21,6 +21,7 @@ from baton.engine.backends.gpu.backend import refused
 from baton.engine.backends.gpu.cuda_graphs import shapes_of
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.build import choose_dtype, device_of, kv_dtype_of, longest_context
+from baton.engine.checkpoint.tensors import ELEMENT_BYTES
 from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
@@ -35,6 +36,7 @@ from baton.local.model_check import check_model
 
 PROCESS_BYTES = 400 << 20  # Python, torch and gRPC in a worker on a CPU
 _SHORT = 1024  # tokens of a typical sequence
+_SCALES = ("_scales", ".weight_scale")
 _GIB = float(1 << 30)
 
 
@@ -44,10 +46,11 @@ def check_plan(settings: EngineConfig) -> Iterator[Finding]:
         check_model(settings)
         config, device = ModelConfig.load(model_path(settings.model)), device_of(settings)
         gpu = Gpu(device) if device.type == "cuda" else None
+        part = f" (of {config.wrapper}, text only)" if config.wrapper else ""
         yield ok(
             "model",
-            f"{config.architecture}, {num_parameters(config) / 1e6:,.1f} M parameters, contexts of "
-            f"up to {config.max_context:,} tokens",
+            f"{config.architecture}{part}, {num_parameters(config) / 1e6:,.1f} M parameters, "
+            f"contexts of up to {config.max_context:,} tokens",
         )
         yield _kernels(settings, config, gpu)
         yield from _memory(settings, config, gpu)
@@ -151,8 +154,8 @@ def weight_bytes(
     is_mxfp4 = config.experts is not None and config.experts.mxfp4
     if not settings.random_weights and (config.quantization or is_mxfp4):  # loaded as stored
         return sum(
-            # MXFP4's scales become float32.
-            one.num_bytes * (4 if name.endswith("_scales") else 1)
+            # Scales in 8 bits become float32.
+            one.num_bytes * (4 if name.endswith(_SCALES) and ELEMENT_BYTES[one.dtype] == 1 else 1)
             for name, one in text_tensors(model_path(settings.model), config)[0].items()
         )
     if on_gpu:

@@ -39,7 +39,7 @@ import httptools
 
 from baton.errors import ENDINGS, ConfigError, Unavailable, as_exception, quoted
 from baton.net import tls
-from baton.net.http_errors import JSON_TYPE, Header, HttpError, failure_of
+from baton.net.http_errors import JSON_TYPE, Failure, Header, HttpError, failure_of
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ _STALL_S = 1.0  # a timer that is later than this is no measure of the client
 _LOOK_S = 1.0  # between two looks whether a client is there from whom nothing is read
 _ESTABLISHED = 1  # TCP's state, in the first byte of TCP_INFO
 # Headers that may come once. A proxy might have looked at one of them, and this server at another.
-_SINGLE = frozenset((b"authorization", b"content-type", b"host", b"origin"))
+_SINGLE = frozenset((b"authorization", b"content-type", b"host", b"origin", b"x-api-key"))
 _MAX_KEPT_UNREAD_BYTES = 64 << 10  # a connection with more at an answer's end is not kept
 _CHUNK = 512  # body chunks of that size or more have their framing for free
 _CLOSE: Header = (b"connection", b"close")
@@ -256,6 +256,7 @@ class HttpExchange:
 
 
 Answer = Callable[[HttpExchange], Coroutine[Any, Any, None]]
+FailureAt = Callable[[str, Exception], Failure]  # formats an error for a path
 
 
 _inherited: dict[int, socket.socket] = {}  # listening, by their ports
@@ -307,6 +308,7 @@ async def serving(
     allowed_hosts: Collection[str] = (),
     *,
     plain: bool = False,
+    failure_at: FailureAt = lambda path, error: failure_of(error),
 ) -> AsyncIterator[Port]:
     """Has every request answered while inside; at the end what is being answered may finish.
 
@@ -321,7 +323,7 @@ async def serving(
     checked = allowed_hosts or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     address = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
     url = f"{'https' if credentials.serves else 'http'}://{address}"
-    port = Port(url, answer, min(max_connections, max_files // 2))
+    port = Port(url, answer, min(max_connections, max_files // 2), failure_at)
     if checked and "*" not in allowed_hosts:
         port.allowed_hosts = {*allowed_hosts, socket.gethostname().lower()}
     if port.max_connections < max_connections:
@@ -357,6 +359,7 @@ class Port:
     url: str
     answer: Answer
     max_connections: int
+    failure_at: FailureAt
     allowed_hosts: Collection[str] | None = None  # beside this host's own names; None: any
     connections: set[Connection] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -628,7 +631,7 @@ class Connection(asyncio.Protocol):
                 log.exception("%s %s: the answer broke off", exchange.method, exchange.path)
                 self._hang_up()
             else:
-                failure = failure_of(as_exception(error))
+                failure = self._port.failure_at(exchange.path, as_exception(error))
                 exchange.answer(failure.status, failure.body, failure.headers)
 
     def _on_answered(self) -> None:

@@ -278,7 +278,7 @@ class ToolParser:
         while (end := scan.end_in(self._text)) is None and not self._ended:
             self._text = ""
             yield
-        self.take(end or 0)
+        self.take(len(self._text) if end is None else end)
         return True
 
     def named_call(self) -> Found:
@@ -366,6 +366,8 @@ class ToolParser:
         try:
             value = json.loads(self._text[:end], strict=False)
         except (ValueError, RecursionError):
+            return False
+        if not isinstance(value, dict):
             return False
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
         if not isinstance(name, str) or (bare and arguments is None):
@@ -458,6 +460,7 @@ class ToolFormat:
     around: tuple[str, str, str] = ("", "", "")
     parallel: bool = True  # whether an output may have several calls
     typed: bool = False  # whether the types of arguments follow from the tools' schemas
+    ends_reasoning: str = ""  # a marker that ends reasoning without its own end
     channels: bool = False  # whether it also marks content and reasoning, so that it always applies
     new_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
 

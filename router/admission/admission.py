@@ -51,6 +51,7 @@ class PromptChoices:
     """State shared by the n choices of one prompt: a single charge and a single tokenization."""
 
     total: int = 1  # choices of all prompts of the body
+    of_prompt: int = 1  # choices of this one
     first: bool = True  # of the body's prompts: the one that is charged as a request
     cut_output: bool = False  # max_tokens is a default: reduce it to the context's room
     prompt: Sequence[int] | None = None  # set when the first choice is admitted

@@ -144,7 +144,9 @@ class ChatFormats:
             return None
         pieces = self.pieces if tools else self.tokenizer.pieces
         schemas = _schemas(chat, parsed=tools.typed) if tools and _with_tools(chat) else {}
-        return OutputFormat(pieces, reasoning, tools, chat.single_tool_call, schemas)
+        implied_end = (self.markers or {}).get(tools.ends_reasoning) if tools else None
+        single = chat.single_tool_call
+        return OutputFormat(pieces, reasoning, tools, single, schemas, implied_end)
 
     def restrict(
         self, params: SamplingParams, chat: inference_pb2.Chat, output: OutputFormat

@@ -39,7 +39,9 @@ class TextStream:
         self._detokenizer = Detokenizer(pieces, request.prompt)
         self._stops = StopStrings(request.stop, request.include_stop)
         self._singly = bool(request.stop)
-        self._parser = _OutputParser(output) if output else None
+        # Workers that limit reasoning, or apply a grammar behind it, know its own end only.
+        implied_end = output.implied_end if output and not request.params.reasoning else None
+        self._parser = _OutputParser(output, implied_end) if output else None
         # With channels: their parser, whether the next token is of a header, and reasoning tokens.
         has_channels = output is not None and output.has_channels
         self._channels = self._parser.tools if self._parser and has_channels else None
@@ -132,7 +134,7 @@ class _OutputParser:
     White space around reasoning belongs to the model's format and is dropped.
     """
 
-    def __init__(self, output: OutputFormat) -> None:
+    def __init__(self, output: OutputFormat, implied_end: int | None) -> None:
         self.tracker = ReasoningTracker(output.reasoning) if output.reasoning else None
         self._begin = output.reasoning.begin_token_id if output.reasoning else -1
         self.tools = (
@@ -140,6 +142,8 @@ class _OutputParser:
             if output.tools
             else None
         )
+        self._end = output.reasoning.end_token_id if output.reasoning else -1
+        self._implied_end = implied_end
         self._reasoning = ""  # text of the last tokens
         self._space: str | None = None  # trailing white space, not sent yet; None before reasoning
         self._behind_reasoning = False
@@ -156,12 +160,12 @@ class _OutputParser:
         tracker = self.tracker
         if tracker is None:
             return 0
-        count = tracker.take(token_ids)
-        if not (count or (last and tracker.inside)):
+        was_inside, count = tracker.inside, tracker.take(token_ids, self._implied_end)
+        ends = bool(was_inside or count) and not tracker.inside
+        if not (count or ends or (last and tracker.inside)):
             return 0
-        tokens = [token for token in token_ids[:count] if token != self._begin]
-        ends = not tracker.inside
-        text = detokenizer.push(tokens[:-1] if ends else tokens)
+        tokens = [one for one in token_ids[:count] if one not in (self._begin, self._end)]
+        text = detokenizer.push(tokens)
         if ends or last:
             text += detokenizer.flush()
         self._behind_reasoning = ends

@@ -42,8 +42,10 @@ class RequestSpan:
         self._span, self._tokenizer = span, tokenizer
         self._max_chars = max_chars if span.is_recording() else 0
 
-    def admitted(self, request: inference_pb2.GenerateRequest, admitted: TokenizedRequest) -> None:
-        """Records the request."""
+    def admitted(
+        self, request: inference_pb2.GenerateRequest, admitted: TokenizedRequest, choices: int
+    ) -> None:
+        """Records the request, one of so many choices of its prompt."""
         if not self._span.is_recording():
             return
         params = admitted.params
@@ -56,6 +58,10 @@ class RequestSpan:
             "gen_ai.request.presence_penalty": params.presence_penalty,
             "gen_ai.usage.input_tokens": len(admitted.prompt),
         }
+        if choices > 1:
+            attributes["gen_ai.request.choice.count"] = choices
+        if (output := params.structured_output) is not None:
+            attributes["gen_ai.output.type"] = "json" if output.json_schema else "text"
         if request.sampling.HasField("seed") and params.seed <= _MAX_INT:
             attributes["gen_ai.request.seed"] = params.seed
         if admitted.stop:

@@ -1,6 +1,7 @@
 """Models in a cluster: their tokens are those of transformers, also if a worker dies.
 
-One of each form of attention and MLP; `tests.unit.engine.test_model_oracle` has every architecture.
+One of each form of attention and MLP, and of each form of checkpoint; the tests of every
+architecture and format are `tests.unit.engine.test_model_oracle` and `test_quantized_checkpoints`.
 """
 
 import asyncio
@@ -12,7 +13,9 @@ import torch
 from baton.config import DEMO_MODEL
 from tests.cluster.oracle import ENGINE
 from tests.unit.engine.checkpoints import load_reference, make_checkpoint
+from tests.unit.engine.quantized_checkpoints import make_quantized
 from tests.unit.engine.test_model_oracle import VARIANTS
+from tests.unit.engine.test_quantized_checkpoints import FORMATS, PARTS
 
 FORMS = (
     *("demo", "LlamaForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Glm4ForCausalLM"),
@@ -56,6 +59,26 @@ async def test_greedy_tokens_are_those_of_transformers_also_when_a_decode_worker
     done = await asyncio.gather(*map(completion, PROMPTS))
     assert {one.route.transport for one in done} == {"shm"}
     assert any(one.route.attempts > 1 for one in done)
+    with torch.inference_mode():
+        texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, done, strict=True)]
+        expected = reference(torch.tensor(texts)).logits.argmax(dim=-1)
+    assert [text[75:] for text in texts] == expected[:, 74:-1].tolist()
+
+
+# A multimodal model's text part with weights of two formats; fp8 with static scales.
+CHECKPOINTS = {"mixed": "Gemma3ForConditionalGeneration", "fp8 static": "LlamaForCausalLM"}
+
+
+@pytest.mark.parametrize("form", CHECKPOINTS)
+async def test_quantised_checkpoints_give_the_tokens_of_the_dense_model(form, tmp_path, clusters):
+    reference = make_quantized(
+        tmp_path, FORMATS[form], CHECKPOINTS[form], parts=PARTS.get(form, ()), tokenizer=True
+    )
+    engine = replace(ENGINE, model=str(tmp_path), kv_cache_bytes=0, kv_blocks=256)
+    _, client = await clusters(alone=True, engine=engine)
+    asked = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
+    done = await asyncio.gather(*(client.generate(prompt, **asked) for prompt in PROMPTS))
+    assert all(one.route.prefill != one.route.decode for one in done)
     with torch.inference_mode():
         texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, done, strict=True)]
         expected = reference(torch.tensor(texts)).logits.argmax(dim=-1)

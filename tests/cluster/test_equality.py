@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import anthropic
 import openai
 import pydantic
 import pytest
@@ -419,6 +420,35 @@ async def test_a_tool_that_must_be_called_is_called_though_its_decode_worker_is_
     assert killed and arguments == call.arguments
     answered = [*MESSAGES, whole.message, {"role": "tool", "tool_call_id": call.id, "content": "4"}]
     assert (await own.chat(answered, tools=[WEATHER], max_tokens=4)).usage.prompt_tokens > 20
+
+
+async def test_a_message_streams_on_though_its_decode_worker_is_killed(clusters):
+    """What Anthropic's accumulator has at the end is the SDK's text, and goes back."""
+    cluster, own = await clusters(alone=True, decode=2)
+    expected = await own.chat(MESSAGES, seed=5, temperature=1.0, max_tokens=1000, ignore_eos=True)
+    asked: dict[str, Any] = {"model": "demo", "max_tokens": 1000}
+    more = {"seed": 5, "temperature": 1.0, "ignore_eos": True}
+    killed, url = "", f"http://{cluster.http_addresses[0]}"
+    async with anthropic.AsyncAnthropic(
+        base_url=url, api_key="any", max_retries=0, timeout=TIMEOUT_S
+    ) as client:
+        async with client.messages.stream(messages=MESSAGES, extra_body=more, **asked) as stream:
+            async for event in stream:
+                if event.type == "text" and not killed:
+                    killed = await decoding_process(cluster, own)
+                    cluster.kill(killed)
+            answer = await stream.get_final_message()
+        (block,) = answer.content
+        assert killed and block.type == "text" and block.text == expected.text
+        assert answer.stop_reason == "max_tokens"
+        assert answer.usage.output_tokens == expected.usage.completion_tokens == 1000
+        turn: Any = {"role": "assistant", "content": answer.content}
+        messages: Any = [*MESSAGES, turn, {"role": "user", "content": "Go on."}]
+        asked |= {"max_tokens": 4, "extra_body": {"temperature": 0}}
+        first = await client.messages.create(messages=messages, **asked)
+        again = await client.messages.create(messages=messages, **asked)
+        assert again.content == first.content
+        assert again.usage.cache_read_input_tokens and again.usage.input_tokens
 
 
 def children_of(pid):

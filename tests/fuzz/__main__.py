@@ -36,6 +36,7 @@ from baton.errors import CheckpointError, ConfigError, InvalidRequest
 from baton.gateway.batch_runner import parse_line
 from baton.gateway.chat import parse_chat
 from baton.gateway.completions import parse_completion
+from baton.gateway.messages import parse_message
 from baton.gateway.tokenize import parse_tokenize
 from baton.local import ports
 from baton.local.cluster import LocalCluster
@@ -151,6 +152,7 @@ class Fuzz:
         cases: list[tuple[Callable[[bytes], Any], Sequence[bytes], type[Exception]]] = [
             (parse_completion, inputs.COMPLETIONS, InvalidRequest),
             (parse_chat, inputs.CHATS, InvalidRequest),
+            (parse_message, inputs.MESSAGES, InvalidRequest),
             (parse_tokenize, [*inputs.CHATS, b'{"prompt":"x"}'], InvalidRequest),
             (parse_line, inputs.BATCHES, InvalidRequest),
             (template, inputs.TEMPLATES, Exception),
@@ -161,6 +163,7 @@ class Fuzz:
         named = (
             "completion",
             "chat",
+            "message",
             "tokenize",
             "batch",
             "template",
@@ -185,7 +188,7 @@ class Fuzz:
                 self.tried[name] += 1
 
     async def http(self, address: str) -> None:
-        """Bytes to the HTTP port: it answers with a status below 500, but 503, or hangs up."""
+        """Bytes to the HTTP port: it hangs up, or answers below 500, or 503, 504 or 529."""
         host, _, port = address.rpartition(":")
         mutator = self.mutator(inputs.HTTP)
         while self.goes_on:
@@ -205,7 +208,7 @@ class Fuzz:
                 pass  # it hung up while we were writing
             for line in answer.split(b"\r\n"):
                 if line.startswith(b"HTTP/1.1 5") and not line.startswith(
-                    (b"HTTP/1.1 503", b"HTTP/1.1 504")
+                    (b"HTTP/1.1 503", b"HTTP/1.1 504", b"HTTP/1.1 529")
                 ):
                     self.found("http", data, line.decode())
             self.tried["http"] += 1

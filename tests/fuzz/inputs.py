@@ -79,6 +79,11 @@ HTTP = [
     b"POST /v1/batches/batch_0/cancel HTTP/1.1\r\norigin: http://x\r\ncontent-length: 0\r\n\r\n",
     b"DELETE /v1/files/file-0/../x HTTP/1.1\r\n\r\n",
     b'POST /tokenize HTTP/1.1\r\ncontent-length: 14\r\n\r\n{"prompt":"x"}',
+    b"POST /v1/messages HTTP/1.1\r\nx-api-key: key\r\nanthropic-version: 2023-06-01\r\n"
+    b'content-length: 77\r\n\r\n{"max_tokens":3,"stream":true,"messages":[{"role":"user",'
+    b'"content":"hello"}]}',
+    b"POST /v1/messages/count_tokens HTTP/1.1\r\ncontent-length: 48\r\n\r\n"
+    b'{"messages":[{"role":"user","content":"hello"}]}',
 ]
 BATCHES = [
     b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"prompt":"x"}}\n'
@@ -95,6 +100,18 @@ CHATS = [
     b'{"messages":[{"role":"system","content":"s"},{"role":"user","content":'
     b'[{"type":"text","text":"t"}]}],"max_completion_tokens":4,"logprobs":true,"top_logprobs":1}',
     b'{"messages":[{"role":"user","content":"x"}],"tools":[],"response_format":{"type":"text"}}',
+]
+MESSAGES = [
+    b'{"model":"m","max_tokens":3,"system":[{"type":"text","text":"s"}],"messages":[{"role":"user",'
+    b'"content":"x"},{"role":"assistant","content":[{"type":"thinking","thinking":"t","signature":'
+    b'"s"},{"type":"tool_use","id":"1","name":"f","input":{"a":[1]}}]},{"role":"user","content":['
+    b'{"type":"tool_result","tool_use_id":"1","is_error":true,"content":[{"type":"text","text":'
+    b'"r"}]}]}],"tools":[{"name":"f","input_schema":{"type":"object"}},{"type":"web_search_1",'
+    b'"name":"w"}],"tool_choice":{"type":"tool","name":"f","disable_parallel_tool_use":true}}',
+    b'{"max_tokens":3,"stream":true,"stop_sequences":["a"],"metadata":{"user_id":"u"},"top_k":2,'
+    b'"thinking":{"type":"enabled","budget_tokens":9,"display":"omitted"},"messages":[{"role":'
+    b'"user","content":[{"type":"text","text":"x"}]},{"role":"assistant","content":"y"}],'
+    b'"output_config":{"effort":"low","format":{"type":"json_schema","schema":{}}}}',
 ]
 TEMPLATES = [
     b"{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}{% endfor %}"

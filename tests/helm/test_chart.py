@@ -48,6 +48,61 @@ OPERATORS = {  # module of cloudcoil.models: kinds
     "keda.v1alpha1": ("ScaledObject", "TriggerAuthentication"),
     "prometheus_operator.v1": ("PodMonitor", "PrometheusRule"),
 }
+# The fields of leaderworkerset.x-k8s.io/v1 but those of pods, claims and metadata: written by hand
+# after its API's documentation, as no package has its models.
+COUNT, ANYTHING = {"type": "integer", "minimum": 0}, {"type": "object"}
+COUNT_OR_SHARE = {"anyOf": [COUNT, {"type": "string", "pattern": "^[0-9]+%$"}]}
+
+
+def fields(required=(), **properties):
+    """A schema of an object that has no other fields."""
+    return {
+        "type": "object", "properties": properties, "required": list(required),
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+LEADER_WORKER_SET = fields(
+    ("apiVersion", "kind", "metadata", "spec"),
+    apiVersion={"const": "leaderworkerset.x-k8s.io/v1"},
+    kind={"const": "LeaderWorkerSet"},
+    metadata=ANYTHING,
+    spec=fields(
+        ("leaderWorkerTemplate",),
+        replicas=COUNT,
+        startupPolicy={"enum": ["LeaderCreated", "LeaderReady"]},
+        networkConfig=fields(
+            ("subdomainPolicy",), subdomainPolicy={"enum": ["Shared", "UniquePerReplica"]}
+        ),
+        rolloutStrategy=fields(
+            ("type",),
+            type={"enum": ["RollingUpdate"]},
+            rollingUpdateConfiguration=fields(
+                partition=COUNT, maxUnavailable=COUNT_OR_SHARE, maxSurge=COUNT_OR_SHARE
+            ),
+        ),
+        leaderWorkerTemplate=fields(
+            ("workerTemplate",),
+            leaderTemplate=ANYTHING,
+            workerTemplate=ANYTHING,
+            size={"type": "integer", "minimum": 1},
+            restartPolicy={
+                "enum": [
+                    "Default",
+                    "RecreateGroupOnPodRestart",
+                    "RecreateGroupAfterStart",
+                    "None",
+                ]
+            },
+            subGroupPolicy=fields(
+                subGroupPolicyType={"enum": ["LeaderWorker", "LeaderExcluded"]},
+                subGroupSize={"type": "integer", "minimum": 1},
+            ),
+            volumeClaimTemplates={"type": "array", "items": ANYTHING},
+            persistentVolumeClaimRetentionPolicy=ANYTHING,
+        ),
+    ),
+)
 CONFIGS = {"router": RouterConfig, "worker": WorkerConfig, "planner": PlannerConfig}
 CASES = {
     "defaults": ((), DEVELOPMENT),
@@ -96,6 +151,22 @@ def test_objects_follow_the_schemas_of_operators(rendered):
             assert understood["spec"] == one["spec"]  # models drop what they do not know
             seen.add(one["kind"])
     assert seen == models.keys()
+
+
+@pytest.mark.parametrize("version", ["1.33", "1.37"])
+def test_a_worker_on_several_hosts_follows_the_schemas_of_its_set_and_of_pods(rendered, version):
+    validate = pytest.importorskip("kubernetes_validate").validate
+    jsonschema = pytest.importorskip("jsonschema")
+    (one,) = kinds(rendered["everything"], "LeaderWorkerSet").values()
+    jsonschema.validate(one, LEADER_WORKER_SET)
+    group = one["spec"]["leaderWorkerTemplate"]
+    for name in ("leaderTemplate", "workerTemplate"):
+        head = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}}
+        validate({**head, "template": group[name]}, version, strict=True)
+    group["sise"] = 2
+    with pytest.raises(jsonschema.ValidationError, match="'sise' was unexpected"):
+        jsonschema.validate(one, LEADER_WORKER_SET)
+    del group["sise"]
 
 
 def configured(pod, monkeypatch):

@@ -38,10 +38,8 @@ from baton.engine.models.architectures import (
     Architecture,
 )
 from baton.engine.models.rope_config import Rope, parse_ropes
-from baton.engine.quantization.config import (
-    QuantizationConfig,
-    parse_quantization_config,
-)
+from baton.engine.quantization.checkpoint_configs import parse_quantization_config
+from baton.engine.quantization.config import QuantizationConfig
 from baton.errors import CheckpointError, ConfigError
 
 MAX_LAYERS = 1024

@@ -21,13 +21,19 @@ from typing import NamedTuple
 from baton.engine.checkpoint.tensors import StoredTensor, stored_tensors
 from baton.engine.models.architectures import StackedExperts
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.quantization.config import MXFP4_GROUP, Shapes, TensorSpec
+from baton.engine.quantization.config import (
+    MXFP4_GROUP,
+    QuantizationConfig,
+    Shapes,
+    TensorSpec,
+)
 from baton.errors import CheckpointError
 
 STACKED = StackedExperts(transposed=None)  # as transformers names them
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _PART = re.compile(r"(.+)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _TEXT_PREFIX = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
+_KV_SCALE = re.compile(r".+\.self_attn\.(?:[kv]_proj\.|attn\.)?[kv]_scale")  # of KV in fp8
 _NOT_TEXT = re.compile(
     r"(?:model\.)?(?:vis|audio|multi_modal_projector\.|mm_projector\.|embed_(?:vision|audio)\."
     r"|image_newline$)"
@@ -203,10 +209,10 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     """The tensors that a checkpoint must have. Raises CheckpointError for unsupported shapes."""
     found: dict[str, TensorSpec] = {}
     for parts in _parts(config):
+        scheme = scheme_of(config, parts)
         for name, shape in parts.items():
-            if is_quantized(config, parts):
-                assert config.quantization is not None
-                found |= config.quantization.tensors(name.removesuffix(".weight"), shape)
+            if scheme is not None:
+                found |= scheme.tensors(name.removesuffix(".weight"), shape)
             elif (part := stacked_part(config, name)) is not None:
                 assert config.experts is not None
                 found |= part.specs(shape, config.experts.count, config.experts.mxfp4)
@@ -232,18 +238,21 @@ def as_stored(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> ModelC
     return replace(config, experts=replace(config.experts, stacked=True))
 
 
-def is_quantized(config: ModelConfig, parts: Shapes) -> bool:
-    """Whether the checkpoint has this matrix quantised. Raises CheckpointError if only in part."""
+def scheme_of(config: ModelConfig, parts: Shapes) -> QuantizationConfig | None:
+    """How the checkpoint has this matrix quantised; None if it is not.
+
+    Raises CheckpointError if its parts differ.
+    """
     if config.quantization is None or EMBEDDING in parts:
-        return False
+        return None
     modules = [name.removesuffix(".weight") for name, shape in parts.items() if len(shape) == 2]
-    found = {module: config.quantization.is_quantized(module) for module in modules}
+    found = {module: config.quantization.scheme(module) for module in modules}
     if len(set(found.values())) > 1:
         raise CheckpointError(
-            f"quantization_config ignores some of {', '.join(found)}: they are multiplied "
-            "together, and have to be quantised all or none"
+            f"quantization_config ignores some of {', '.join(found)}, or has them in several "
+            "formats: they are multiplied together, and have to be quantised alike, all or none"
         )
-    return any(found.values())
+    return next(iter(found.values()), None)
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -256,11 +265,12 @@ def text_tensors(path: Path, config: ModelConfig) -> tuple[dict[str, StoredTenso
 
     Also the number and bytes of those of a multimodal model's other parts. Raises CheckpointError.
     """
-    stored = stored_tensors(path, config.tie_embeddings)
-    if not config.wrapper:
-        return stored, 0, 0
-    others = [tensor for name, tensor in stored.items() if _NOT_TEXT.match(name)]
-    text = {_text_name(name): tensor for name, tensor in stored.items() if tensor not in others}
+    text, others = stored_tensors(path, config.tie_embeddings), list[StoredTensor]()
+    if config.wrapper:
+        others = [tensor for name, tensor in text.items() if _NOT_TEXT.match(name)]
+        text = {_text_name(name): one for name, one in text.items() if not _NOT_TEXT.match(name)}
+    if (quantization := config.quantization) is not None:
+        text = {quantization.canonical(name): one for name, one in text.items()}
     return text, len(others), sum(tensor.num_bytes for tensor in others)
 
 
@@ -285,7 +295,7 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
                 f"{', '.join(dtypes)}"
             )
         other = (*shape[:-2], *shape[:-3:-1]) if is_either else shape
-        if found.shape not in (shape, other):
+        if (found.shape or (1,)) not in (shape, other):
             raise CheckpointError(
                 f"{found.file}: tensor {name} has shape {list(found.shape)}; config.json implies "
                 f"{list(shape)}"
@@ -295,7 +305,8 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
         tied_copy = config.tie_embeddings and name == LM_HEAD
         # Of heads that predict further tokens, which are not used.
         further = bool(config.arch.delta_rule) and name.startswith("mtp.")
-        if not tied_copy and not further and not name.endswith("rotary_emb.inv_freq"):
+        kv_scale = config.quantization is not None and _KV_SCALE.fullmatch(name)
+        if not (tied_copy or further or kv_scale or name.endswith("rotary_emb.inv_freq")):
             raise CheckpointError(
                 f"{stored[name].file}: tensor {name} is not part of {config.architecture} as "
                 "config.json describes it"

@@ -37,9 +37,9 @@ from baton.engine.models.tensor_names import (
     checkpoint_tensors,
     delta_rule_tensors,
     expert_tensors,
-    is_quantized,
     layer_tensors,
     num_parameters,
+    scheme_of,
     stacked_part,
     text_tensors,
 )
@@ -155,12 +155,12 @@ class _Reader:
         parts = [part for name in shapes if (part := stacked_part(config, name))]
         if parts and config.experts and config.experts.mxfp4:
             weight: LinearWeight = _read_mxfp4(parts, self._read, self._device)
-        elif config.quantization is None or not is_quantized(config, shapes):
+        elif (scheme := scheme_of(config, shapes)) is None:
             return DenseWeight(self.tensor(shapes))
         else:
             modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items()}
             self._check_absent_biases(modules)
-            weight = read_weight(config.quantization, modules, self._read_to_device)
+            weight = read_weight(scheme, modules, self._read_to_device)
         self._log_progress()
         return weight
 

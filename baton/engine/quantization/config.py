@@ -1,31 +1,28 @@
-"""`quantization_config` of a checkpoint's config.json, for each quantisation method. Torch-free.
+"""How a checkpoint holds quantised matrices: their tensors, for each format. Torch-free.
 
-What would be computed otherwise than the checkpoint's method says is refused by name. The tensors
-are read by `awq.py`, `gptq.py`, `fp8.py` and `compressed_tensors.py`.
+`checkpoint_configs.py` reads it from config.json; the tensors are read by `awq.py`, `gptq.py`,
+`scaled_floats.py` and `compressed_tensors.py`.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
 from baton.config import EngineConfig
-from baton.engine.checkpoint.fields import BOOLEAN, Check, Fields, one_of
 from baton.engine.checkpoint.tensors import FLOATS
 from baton.errors import CheckpointError, ConfigError
 
-_GROUP_SIZES = (32, 64, 128)
+GROUP_SIZES = (32, 64, 128)
 BLOCK = 128  # outputs and inputs of an fp8 block, which share a scale
 _W8A8_MULTIPLE = 16  # of the sizes of W8A8 matrices, as products on GPUs need it
-_IN_ORDER, _BY_LIST = (None, False, "weight", "static"), ("group", "dynamic", True)  # `actorder`
-MXFP4_GROUP = 32  # inputs that share a scale
+MXFP4_GROUP, NVFP4_GROUP, MXFP8_GROUP = 32, 16, 32  # inputs that share a scale
 _PACKED = 8  # values of 4 bits in an int32
-_REMEDY = "; or serve the model that it was made of, with --quantization int4, int8 or fp8"
-_EMPTY = Check(lambda value: not value, "none")
+REMEDY = "; or serve the model that it was made of, with --quantization int4, int8 or fp8"
 
 Shapes = dict[str, tuple[int, ...]]
 """Names and shapes of a model's tensors."""
@@ -43,26 +40,65 @@ class TensorSpec(NamedTuple):
     is_either: bool = False
 
 
+class Modules(NamedTuple):
+    """Some of a model's modules.
+
+    names: exact ones · within: modules that have, or are in, a module of that name, such as
+    `self_attn` or `layers.0.mlp` · pattern: matches a module's name from its start.
+    """
+
+    names: frozenset[str] = frozenset()
+    within: frozenset[str] = frozenset()
+    pattern: re.Pattern[str] | None = None
+
+    def has(self, module: str) -> bool:
+        """Whether a module such as `model.layers.0.mlp.up_proj` is one of them.
+
+        In a multimodal checkpoint's configuration it has a prefix.
+        """
+        spellings = (
+            module,
+            f"language_model.{module}",
+            f"model.language_model.{module.removeprefix('model.')}",
+        )
+        return any(
+            name in self.names
+            or (self.pattern is not None and self.pattern.match(name) is not None)
+            or (bool(self.within) and any(part in self.within for part in _sequences(name)))
+            for name in spellings
+        )
+
+
+def _sequences(name: str) -> Iterator[str]:
+    """All sequences of adjacent parts of a dotted name."""
+    parts = name.split(".")
+    for first in range(len(parts)):
+        for end in range(first + 1, len(parts) + 1):
+            yield ".".join(parts[first:end])
+
+
+_NO_MODULES = Modules()
+
+
 @dataclass(frozen=True)
 class QuantizationConfig(ABC):
     """How a checkpoint holds its quantised matrices.
 
-    weights: their format in memory · ignored: patterns (fnmatch) of modules that are not quantised.
+    method: `quant_method` · weights: their format in memory · ignored: modules that are not
+    quantised.
     """
 
-    weights: Literal["int4", "int8", "fp8", "fp8_block"]
-    ignored: tuple[str, ...] = ()
+    method: str
+    weights: str
+    ignored: Modules = _NO_MODULES
 
-    METHOD: ClassVar[str]  # `quant_method`
+    def scheme(self, module: str) -> QuantizationConfig | None:
+        """How a module such as `model.layers.0.mlp.up_proj` is quantised; None if it is not."""
+        return None if self.ignored.has(module) else self
 
-    def is_quantized(self, module: str) -> bool:
-        """Whether a module such as `model.layers.0.mlp.up_proj` is quantised."""
-        return not any(fnmatch.fnmatchcase(module, pattern) for pattern in self.ignored)
-
-    @classmethod
-    @abstractmethod
-    def parse(cls, fields: Fields) -> Self:
-        """Reads `quantization_config`. Raises CheckpointError for unsupported values."""
+    def canonical(self, name: str) -> str:
+        """A tensor's name in `tensors`, of its name in a checkpoint."""
+        return name
 
     @abstractmethod
     def tensors(self, module: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
@@ -79,20 +115,7 @@ class AwqConfig(QuantizationConfig):
     group_size: number of inputs that share a scale.
     """
 
-    METHOD = "awq"
-
     group_size: int
-
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        fields.read("bits", one_of(4), fields.values.get("w_bit"))
-        fields.read("version", one_of("gemm", "GEMM"), "gemm")
-        fields.read("zero_point", one_of(True), True)
-        group_size = _read_group_size(fields, fields.values.get("q_group_size"))
-        ignored = (
-            f"*{_literal_pattern(name)}*" for name in _read_names(fields, "modules_to_not_convert")
-        )
-        return cls("int4", ("lm_head", *ignored), group_size=group_size)
 
     def tensors(self, module: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
         _check_multiples(module, shape, self.weights, _PACKED, self.group_size)
@@ -115,26 +138,9 @@ class GptqConfig(QuantizationConfig):
     act_order: whether `g_idx` says which group an input belongs to.
     """
 
-    METHOD = "gptq"
-
     group_size: int
     zero_offset: int
     act_order: bool
-
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        fields.read("bits", one_of(4))
-        fields.read("is_marlin_format", one_of(False), False)
-        version = fields.read("checkpoint_format", one_of("gptq", "gptq_v2"), "gptq")
-        for key in ("lm_head", "dynamic", "modules_in_block_to_quantize"):
-            fields.read(key, _EMPTY)
-        return cls(
-            "int4",
-            ("lm_head",),
-            group_size=_read_group_size(fields),
-            zero_offset=1 if version == "gptq" else 0,
-            act_order=fields.read("desc_act", BOOLEAN, False),
-        )
 
     def tensors(self, module: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
         _check_multiples(module, shape, self.weights, _PACKED, self.group_size)
@@ -150,38 +156,83 @@ class GptqConfig(QuantizationConfig):
         }
 
 
-class Fp8Config(QuantizationConfig):
-    """Checkpoints in fp8 with a scale for each block (https://arxiv.org/abs/2412.19437)."""
+_ALIASES = {
+    "weight_packed": "weight",
+    "weight_scale_inv": "weight_scale",
+    "activation_scale": "input_scale",
+    "input_global_scale": "input_scale",
+}
 
-    METHOD = "fp8"
 
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        fields.read("weight_block_size", one_of([BLOCK, BLOCK]))
-        fields.read("activation_scheme", one_of("dynamic"))
-        fields.read("fmt", one_of("e4m3"), "e4m3")
-        fields.read("scale_fmt", one_of("float"), "float")
-        fields.read("modules_to_convert", _EMPTY)
-        names = ["lm_head", "mlp.gate", *_read_names(fields, "modules_to_not_convert")]
-        # A name is a module's first or last part, or one that the module is within.
-        patterns = [
-            f"{before}{_literal_pattern(name)}{after}"
-            for name in names for before in ("", "*.") for after in ("", ".*")
-        ]  # fmt: skip
-        return cls("fp8_block", tuple(patterns))
+@dataclass(frozen=True, kw_only=True)
+class ScaledFloatsConfig(QuantizationConfig):
+    """Numbers of fp8 (e4m3) or 4 bits (E2M1) with scales; activations are not quantised.
+
+    That is how fp8 with static scales of activations is computed, too: more exact, and on every
+    device. (fp8 in blocks is https://arxiv.org/abs/2412.19437's, NVFP4 NVIDIA's; MXFP8 and MXFP4
+    are of OCP's Microscaling Formats 1.0.)
+
+    shared: what has one scale · group: inputs, where groups have one · kinds: safetensors' names
+    of the scales' type; integers are biased exponents · tensor_scale: the tensor with a further
+    scale of the matrix, by which `weight_global_scale` divides and `weight_scale_2` multiplies.
+    """
+
+    shared: Literal["tensor", "output", "block", "group"]
+    group: int = 0
+    kinds: tuple[str, ...] = FLOATS
+    tensor_scale: Literal["", "weight_scale_2", "weight_global_scale"] = ""
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether numbers have 4 bits."""
+        return self.weights.endswith("fp4")
+
+    def canonical(self, name: str) -> str:
+        module, _, kind = name.rpartition(".")
+        return f"{module}.{_ALIASES[kind]}" if kind in _ALIASES else name
 
     def tensors(self, module: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
         outputs, inputs = shape
-        if inputs % _GROUP_SIZES[0]:
+        multiple = self.group or GROUP_SIZES[0]
+        if inputs % multiple:
             raise CheckpointError(
-                f"{module} has {inputs} inputs: of fp8 in blocks they have to be a multiple of "
-                f"{_GROUP_SIZES[0]}{_REMEDY}"
+                f"{module} has {inputs} inputs: in {self.weights} they have to be a multiple of "
+                f"{multiple}{REMEDY}"
             )
-        blocks = math.ceil(outputs / BLOCK), math.ceil(inputs / BLOCK)
-        return {
-            f"{module}.weight": TensorSpec(shape, ("F8_E4M3",)),
-            f"{module}.weight_scale_inv": TensorSpec(blocks),
+        scales = {
+            "tensor": (1,),
+            "output": (outputs, 1),
+            "block": (math.ceil(outputs / BLOCK), math.ceil(inputs / BLOCK)),
+            "group": (outputs, inputs // multiple),
         }
+        values = TensorSpec((outputs, inputs // 2), ("U8",))
+        found = {
+            f"{module}.weight": values if self.is_fp4 else TensorSpec(shape, ("F8_E4M3",)),
+            f"{module}.weight_scale": TensorSpec(scales[self.shared], self.kinds),
+            f"{module}.input_scale": TensorSpec((1,), optional=True),
+        }
+        if self.tensor_scale:
+            found[f"{module}.{self.tensor_scale}"] = TensorSpec((1,))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedConfig(QuantizationConfig):
+    """Modules in different formats; parts: modules and their format, of which the first counts."""
+
+    parts: tuple[tuple[Modules, QuantizationConfig], ...]
+
+    def scheme(self, module: str) -> QuantizationConfig | None:
+        if self.ignored.has(module):
+            return None
+        return next((scheme for modules, scheme in self.parts if modules.has(module)), None)
+
+    def canonical(self, name: str) -> str:
+        scheme = self.scheme(name.rpartition(".")[0])
+        return name if scheme is None else scheme.canonical(name)
+
+    def tensors(self, module: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
+        raise TypeError("each module has a scheme of its own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,61 +246,10 @@ class CompressedTensorsConfig(QuantizationConfig):
     `weight_g_idx` says which group an input belongs to.
     """
 
-    METHOD = "compressed-tensors"
-
     per_output: bool = True
     group_size: int = 0
     zero_points: bool = False
     act_order: bool = False
-
-    @classmethod
-    def parse(cls, fields: Fields) -> Self:
-        kinds = {"pack-quantized": "int4", "int-quantized": "int8", "float-quantized": "fp8"}
-        kind = kinds[fields.read("format", one_of(*kinds))]
-        for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-            fields.read(key, _EMPTY)
-        groups = fields.inside("config_groups")
-        if len(groups.values) != 1:
-            raise fields.error("config_groups", sorted(groups.values), "one group")
-        group = groups.inside(next(iter(groups.values)))
-        group.read("targets", one_of(["Linear"]))
-        group.read("format", one_of(fields.values["format"]), fields.values["format"])
-        group.read("output_activations", _EMPTY)
-        group.inside("weights").read("dynamic", one_of(False), False)
-        group.inside("weights").read("type", one_of("float" if kind == "fp8" else "int"))
-        ignored = tuple(_pattern(fields, name) for name in _read_names(fields, "ignore"))
-        return (
-            cls._parse_w4a16(group, ignored)
-            if kind == "int4"
-            else cls._parse_w8a8(group, kind, ignored)
-        )
-
-    @classmethod
-    def _parse_w4a16(cls, group: Fields, ignored: tuple[str, ...]) -> Self:
-        weights = group.inside("weights")
-        weights.read("num_bits", one_of(4))
-        weights.read("strategy", one_of("group"))
-        group.read("input_activations", _EMPTY)
-        order = weights.read("actorder", one_of(*_IN_ORDER, *_BY_LIST))
-        return cls(
-            "int4",
-            ignored,
-            group_size=_read_group_size(weights),
-            zero_points=not weights.read("symmetric", BOOLEAN, True),
-            act_order=order in _BY_LIST,
-        )
-
-    @classmethod
-    def _parse_w8a8(cls, group: Fields, kind: str, ignored: tuple[str, ...]) -> Self:
-        weights, activations = group.inside("weights"), group.inside("input_activations")
-        strategy = weights.read("strategy", one_of("channel", "tensor"))
-        for values in (weights, activations):
-            values.read("num_bits", one_of(8))
-            values.read("symmetric", one_of(True), True)
-        activations.read("type", one_of("float" if kind == "fp8" else "int"))
-        activations.read("dynamic", one_of(True))
-        activations.read("strategy", one_of("token"))
-        return cls("int8" if kind == "int8" else "fp8", ignored, per_output=strategy == "channel")
 
     def tensors(self, module: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
         outputs, inputs = shape
@@ -274,23 +274,6 @@ class CompressedTensorsConfig(QuantizationConfig):
         return tensors
 
 
-METHODS: dict[str, type[QuantizationConfig]] = {
-    config.METHOD: config for config in (AwqConfig, GptqConfig, Fp8Config, CompressedTensorsConfig)
-}
-
-
-def parse_quantization_config(fields: Fields) -> QuantizationConfig | None:
-    """Reads `quantization_config` of config.json; None where nothing is quantised.
-
-    Raises CheckpointError naming a key whose value is not supported.
-    """
-    if fields.values.get("quantization_config") is None:
-        return None
-    inside = fields.inside("quantization_config", _REMEDY)
-    method: str = inside.read("quant_method", one_of(*METHODS))
-    return METHODS[method].parse(inside)
-
-
 def weight_format(settings: EngineConfig, stored: QuantizationConfig | None) -> str:
     """The format of a model's weights in memory, as `--quantization` names it.
 
@@ -302,13 +285,14 @@ def weight_format(settings: EngineConfig, stored: QuantizationConfig | None) -> 
     if settings.quantization != "none":
         raise ConfigError(
             f"--quantization {settings.quantization}: the checkpoint's weights are already "
-            f"{stored.weights} ({stored.METHOD}); leave it out"
+            f"{stored.weights} ({stored.method}); leave it out"
         )
     if settings.random_weights:
+        alike = next((name for name in ("int8", "fp8") if name in stored.weights), "int4")
         raise ConfigError(
-            f"--random-weights: the model is quantised ({stored.METHOD}), and random weights are "
-            f"not; take the config.json of the model that it was made of, and --quantization "
-            f"{stored.weights.removesuffix('_block')}"
+            f"--random-weights: the model is quantised ({stored.method}), and random weights are "
+            "not; take the config.json of the model that it was made of, and "
+            f"--quantization {alike}"
         )
     return stored.weights
 
@@ -320,40 +304,5 @@ def _check_multiples(
     if shape[0] % outputs or shape[1] % inputs:
         raise CheckpointError(
             f"{module} has {shape[0]} outputs and {shape[1]} inputs: in {weights} they have to be "
-            f"multiples of {outputs} and {inputs}{_REMEDY}"
+            f"multiples of {outputs} and {inputs}{REMEDY}"
         )
-
-
-def _read_group_size(fields: Fields, default: object = None) -> int:
-    """`group_size`, the number of inputs that share a scale."""
-    return int(fields.read("group_size", one_of(*_GROUP_SIZES), default))
-
-
-def _read_names(fields: Fields, key: str) -> list[str]:
-    """A key's list of modules; empty where the key is absent."""
-
-    def holds(value: object) -> bool:
-        return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-    names: list[str] = fields.read(key, Check(holds, "a list of modules"), [])
-    return names
-
-
-def _literal_pattern(name: str) -> str:
-    """The fnmatch pattern that matches exactly this text."""
-    return re.sub(r"([*?[])", r"[\1]", name)
-
-
-def _pattern(fields: Fields, name: str) -> str:
-    """The pattern of an entry of `ignore`: a module, or `re:` and a regular expression.
-
-    The expression may have no operators but `.*`, `^` and `$`.
-    """
-    if not name.startswith("re:"):
-        return _literal_pattern(name)
-    expression = name.removeprefix("re:").removeprefix("^")
-    reaches_end = expression.endswith("$")
-    parts = [part.replace(r"\.", ".") for part in expression.removesuffix("$").split(".*")]
-    if any(re.search(r"[^\w.-]", part) for part in parts):
-        raise fields.error("ignore", name, "modules, and re: with letters, digits, dots and .*")
-    return "*".join(parts) + ("" if reaches_end else "*")

@@ -7,16 +7,17 @@ from baton.engine.quantization.compressed_tensors import read_compressed_tensors
 from baton.engine.quantization.config import (
     AwqConfig,
     CompressedTensorsConfig,
-    Fp8Config,
     GptqConfig,
     QuantizationConfig,
+    ScaledFloatsConfig,
     Shapes,
 )
-from baton.engine.quantization.fp8 import Fp8Weight, read_fp8_blocks
+from baton.engine.quantization.fp8 import Fp8Weight
 from baton.engine.quantization.gptq import read_gptq
 from baton.engine.quantization.int4 import Int4Weight
 from baton.engine.quantization.int8 import Int8Weight
 from baton.engine.quantization.linear_weight import DenseWeight, Get, LinearWeight
+from baton.engine.quantization.scaled_floats import read_scaled_floats
 
 
 def read_weight(config: QuantizationConfig, modules: Shapes, get: Get) -> LinearWeight:
@@ -29,8 +30,8 @@ def read_weight(config: QuantizationConfig, modules: Shapes, get: Get) -> Linear
             return read_awq(modules, get)
         case GptqConfig():
             return read_gptq(config, modules, get)
-        case Fp8Config():
-            return read_fp8_blocks(modules, get)
+        case ScaledFloatsConfig():
+            return read_scaled_floats(config, modules, get)
         case CompressedTensorsConfig():
             return read_compressed_tensors(config, modules, get)
     raise TypeError(f"no checkpoint is read by {type(config).__name__}")

@@ -1,4 +1,4 @@
-"""MXFP4 (OCP Microscaling Formats 1.0): W4A16 with a power of two for each 32 inputs."""
+"""Numbers of 4 bits (E2M1), W4A16: MXFP4 (OCP Microscaling Formats 1.0) and NVFP4."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from baton.engine.quantization.group_scaled import FourBitWeight
 from baton.engine.quantization.linear_weight import joined
 
 
+def powers_of_two(exponents: Tensor, bias: int) -> Tensor:
+    """2 ** (exponents - bias), float32, of uint8."""
+    return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - bias)
+
+
 class Mxfp4Weight(FourBitWeight):
-    """An MXFP4 matrix.
+    """An MXFP4 matrix, or an NVFP4 one: then scales of 16 inputs each are any numbers.
 
     A value is an E2M1 number with the sign in its highest bit. Its meaning is doubled, so that it
     is a whole number, and scales are half the powers of two that the checkpoint has.
@@ -30,9 +35,7 @@ class Mxfp4Weight(FourBitWeight):
 
         blocks: uint8 `[out, in / 32, 16]` each · scales: uint8 `[out, in / 32]`, biased exponents.
         """
-        exponents = joined(scales)
-        ones = torch.ones(exponents.shape, device=exponents.device)
-        return cls(joined(blocks).flatten(1), torch.ldexp(ones, exponents.int() - 128))
+        return cls(joined(blocks).flatten(1), powers_of_two(joined(scales), 128))
 
     def numbers(self, rows: slice = slice(None)) -> Tensor:
         table = torch.tensor((*self.NUMBERS, *(-x for x in self.NUMBERS)), dtype=torch.float32)

@@ -204,6 +204,7 @@ KIMI_K2 = KimiFormat(
         _KIMI_ARGUMENTS,
         "<|tool_call_end|>",
     ),
+    ends_reasoning="<|tool_calls_section_begin|>",
     call=(f"{_KIMI_CALL}functions.NAME:INDEX{_KIMI_ARGUMENTS}", "<|tool_call_end|>"),
     around=("<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>"),
     begin="<|tool_calls_section_begin|>",

@@ -65,7 +65,7 @@ def make_model(architecture, seed=0, dtype=torch.float32, **overrides):
         values = {**SMALL, **SMALL_DELTA_RULE, **overrides}
     if "text_config" in config_class.sub_configs:
         if "Qwen" in architecture:
-            values = {"rope_parameters": MROPE, **values}
+            values = {"rope_parameters": dict(MROPE), **values}  # which transformers changes
         tied = values.pop("tie_word_embeddings", False)
         values = {"text_config": values, "vision_config": VISION, "tie_word_embeddings": tied}
     model = model_class(config_class(**values)).to(dtype)

@@ -37,10 +37,13 @@ def compressed(form, weights, activations=None):
     }
 
 
-def make_quantized(directory, config, architecture="LlamaForCausalLM", damage=None, **overrides):
+def make_quantized(
+    directory, config, architecture="LlamaForCausalLM", damage=None, parts=(), **overrides
+):
     """Saves a model as `config`, a quantization_config, says; transformers' dense one of the same.
 
-    damage: changes the tensors before they are saved.
+    damage: changes the tensors before they are saved · parts: of a config of several formats,
+    texts in modules' names and the config of one format that is theirs.
     """
     make_checkpoint(directory, architecture, **{**SIZES, **overrides})
     tensors = load_file(directory / "model.safetensors")
@@ -48,13 +51,14 @@ def make_quantized(directory, config, architecture="LlamaForCausalLM", damage=No
     generator = np.random.default_rng(3)
     orders = {}
     for name in tensors:
-        if name.endswith("proj.weight"):
+        if name.endswith("proj.weight") and "vis" not in name:
             module, shape = name.removesuffix(".weight"), tuple(tensors[name].shape)
             # q, k and v have seen the same inputs, and so have gate and up.
             side = (module.rsplit(".", 1)[0], shape[1])
             order = orders.setdefault(side, generator.permutation(shape[1]))
+            one = next((part for text, part in parts if text in name), config)
             del held[name]
-            stored, dense[name] = write(config, generator, shape, order)
+            stored, dense[name] = write(one, generator, shape, order)
             held |= {f"{module}.{key}": value for key, value in stored.items()}
     return save(directory, config, held, dense, damage)
 
@@ -94,10 +98,10 @@ def write(config, generator, shape, order):
     """A matrix `[out, in]`: the tensors that stand for it, and itself in float32."""
     outputs, inputs = shape
     form = config.get("format", config["quant_method"])
-    if form in ("int-quantized", "float-quantized"):
+    if form == "int-quantized" or (form == "float-quantized" and quantizes_rows(config)):
         return write_8_bits(config, generator, shape, form)
-    if form == "fp8":
-        return write_fp8_blocks(generator, shape)
+    if form not in ("awq", "gptq", "pack-quantized"):
+        return write_floats(config, generator, shape, form)
     held = config if form in ("awq", "gptq") else config["config_groups"]["group_0"]["weights"]
     size = held["group_size"]
     symmetric = held.get("sym", held.get("symmetric", False))
@@ -164,16 +168,67 @@ def write_8_bits(config, generator, shape, form):
     return {"weight": values, "weight_scale": scales}, full.float()
 
 
-def write_fp8_blocks(generator, shape):
-    """Values of all sizes that fp8 has, and a scale of each block of 128 by 128."""
-    values = generator.normal(size=shape) * 2.0 ** generator.integers(-12, 8, shape)
-    values = torch.tensor(values).float().clamp(-448, 448).to(FP8)  # torch 2.11 has NaN beyond
-    blocks = [-(-size // 128) for size in shape]
-    scales = torch.tensor(generator.uniform(0.5, 1.5, blocks) / (40 * shape[1] ** 0.5)).float()
-    full = values.double()
-    for i, j in np.ndindex(*blocks):
-        full[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] *= scales[i, j].item()
-    return {"weight": values, "weight_scale_inv": scales}, full.float()
+def quantizes_rows(config):
+    """Whether a compressed-tensors config has a scale for each row of activations."""
+    inputs = config["config_groups"]["group_0"]["input_activations"]
+    return inputs is not None and inputs.get("strategy") == "token"
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def write_floats(config, generator, shape, form):
+    """fp8 or E2M1 numbers with scales of a matrix, of outputs, of blocks or of groups."""
+    kind = config.get("quant_algo") or form
+    if form == "float-quantized":
+        kind = config["config_groups"]["group_0"]["weights"]["strategy"]
+    elif form == "fp8":
+        kind = "block" if config.get("weight_block_size") else "FP8"
+    groups = {"NVFP4": 16, "nvfp4-pack-quantized": 16}.get(kind, 32)
+    unit = 1 / (40 * shape[1] ** 0.5)
+    if "fp4" in kind.lower():
+        nibbles = torch.tensor(generator.integers(0, 16, shape))
+        packed = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).to(torch.uint8)
+        full = torch.where(nibbles >= 8, -1.0, 1.0) * E2M1[nibbles & 7].double()
+        unit *= 10
+    else:
+        packed = generator.normal(size=shape) * 2.0 ** generator.integers(-12, 8, shape)
+        packed = torch.tensor(packed).float().clamp(-448, 448).to(FP8)  # torch 2.11: NaN beyond
+        full = packed.double()
+    stored = {"weight_packed" if "pack" in form else "weight": packed}
+    size = (shape[0], shape[1] // groups)
+    if kind in ("block", "tensor", "FP8", "channel"):
+        rows, columns = {"block": (128, 128), "channel": (1, shape[1])}.get(kind, shape)
+        blocks = [-(-shape[0] // rows), -(-shape[1] // columns)]
+        scales = torch.tensor(generator.uniform(0.5, 1.5, blocks) * unit).float()
+        for i, j in np.ndindex(*blocks):
+            at = slice(rows * i, rows * (i + 1)), slice(columns * j, columns * (j + 1))
+            full[at] *= scales[i, j].item()
+        if kind == "FP8":  # a scalar
+            scales = scales[0, 0]
+        elif kind == "tensor":
+            scales = scales[0]
+        stored["weight_scale_inv" if form == "fp8" else "weight_scale"] = scales
+        if kind in ("tensor", "FP8"):
+            name = "activation_scale" if form == "fp8" else "input_scale"
+            stored[name] = torch.ones_like(scales)
+    elif kind in ("NVFP4", "nvfp4-pack-quantized"):
+        scales = torch.tensor(generator.uniform(64, 448, size)).float().to(FP8)
+        unit /= 256
+        full *= scales.double().repeat_interleave(groups, 1)
+        if kind == "NVFP4":
+            stored |= {"weight_scale": scales, "weight_scale_2": torch.tensor(unit).float()}
+            full *= stored["weight_scale_2"].double()
+            stored["input_scale"] = torch.tensor(1.0)
+        else:
+            stored |= {"weight_scale": scales, "weight_global_scale": torch.tensor([1 / unit])}
+            stored["weight_global_scale"] = stored["weight_global_scale"].float()
+            full /= stored["weight_global_scale"].double()
+    else:  # microscaling formats
+        exponents = torch.tensor(generator.integers(-1, 2, size) + int(np.log2(unit)))
+        full *= (2.0 ** exponents.double()).repeat_interleave(groups, 1)
+        stored["weight_scale"] = (exponents + 127).to(torch.uint8)
+    return stored, full.float()
 
 
 def quantize_inputs(reference, kind):

@@ -190,7 +190,7 @@ def compressed(form, weights=None, activations=None, **changes):
 REFUSED_FORMATS: list[Any] = [
     ({"bits": 4}, ["quantization_config.quant_method", "None", "gptq", REMEDY]),
     ({"quant_method": "bitsandbytes"}, ["quant_method", "'bitsandbytes'", "awq", REMEDY]),
-    ({"quant_method": "fp8"}, ["weight_block_size is None", "[128, 128]", REMEDY]),
+    ({"quant_method": "fp8", "activation_scheme": "x"}, ["activation_scheme is 'x'", "static"]),
     ({**FP8, "weight_block_size": [1, 128]}, ["weight_block_size", "[128, 128]", REMEDY]),
     ({**FP8, "activation_scheme": "static"}, ["activation_scheme", "dynamic", REMEDY]),
     ({**FP8, "scale_fmt": "ue8m0"}, ["scale_fmt is 'ue8m0'", "float", REMEDY]),
@@ -208,7 +208,11 @@ REFUSED_FORMATS: list[Any] = [
     (compressed("pack-quantized", {"num_bits": 3}), ["group_0.weights.num_bits is 3", REMEDY]),
     (compressed("pack-quantized", {"strategy": "channel"}), ["weights.strategy", REMEDY]),
     (compressed("float-quantized", {"symmetric": False}), ["weights.symmetric is False", REMEDY]),
-    (compressed("float-quantized", {"strategy": "block"}), ["weights.strategy", REMEDY]),
+    (compressed("float-quantized", {"strategy": "group"}), ["weights.strategy", REMEDY]),
+    (
+        compressed("float-quantized", {"strategy": "block", "block_structure": [1, 128]}),
+        ["weights.block_structure is [1, 128]", REMEDY],
+    ),
     (compressed("float-quantized", {"type": "int"}), ["weights.type is 'int'", "float", REMEDY]),
     (
         compressed("int-quantized", activations={"dynamic": False}),
@@ -218,10 +222,30 @@ REFUSED_FORMATS: list[Any] = [
         compressed("int-quantized", activations={"strategy": "tensor"}),
         ["input_activations.strategy is 'tensor'", REMEDY],
     ),
-    (compressed("int-quantized", kv_cache_scheme={"num_bits": 8}), ["kv_cache_scheme", REMEDY]),
     (compressed("int-quantized", transform_config={"r1": {}}), ["transform_config", REMEDY]),
     (compressed("int-quantized", config_groups={}), ["config_groups is []", "one group", REMEDY]),
     (compressed("int-quantized", ignore=["re:(a|b)+"]), ["ignore is 're:(a|b)+'", REMEDY]),
+    (compressed("int-quantized", ignore=["re:(a|b"]), ["ignore is 're:(a|b'", "expression"]),
+    (compressed("int-quantized", ignore=["re:" + ".*a" * 7]), ["ignore", "6 of *", REMEDY]),
+    (compressed("mixed-precision"), ["config_groups.group_0.format is 'mixed-precision'"]),
+    (
+        compressed("nvfp4-pack-quantized", {"type": "float", "num_bits": 4, "group_size": 32}),
+        ["group_0.weights.group_size is 32", "16", REMEDY],
+    ),
+    ({"quant_method": "modelopt"}, ["quant_algo is None", "NVFP4", REMEDY]),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, ["quant_algo is 'W4A8_AWQ'", REMEDY]),
+    (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+        ["group_size is 32", "16", REMEDY],
+    ),
+    (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"model.layers.0.mlp": {"quant_algo": "INT8_SQ"}},
+        },
+        ["quantized_layers.model.layers.0.mlp.quant_algo is 'INT8_SQ'", REMEDY],
+    ),
 ]
 
 
@@ -359,3 +383,96 @@ def test_a_config_that_is_no_usual_file_is_refused(tmp_path):
     os.mkfifo(file)
     with pytest.raises(CheckpointError, match=r"config\.json: .*not a regular file"):
         ModelConfig.load(tmp_path)
+
+
+TEXT = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
+
+
+def write_wrapper(directory, architecture="Gemma3ForConditionalGeneration", text=None, **outer):
+    """The config.json of a multimodal model, as sparse as published ones are."""
+    file = directory / "config.json"
+    parts = {"text_config": {**TEXT, **(text or {})}, "vision_config": {"hidden_size": 32}}
+    file.write_text(json.dumps({"architectures": [architecture], **parts, **outer}))
+    return file
+
+
+def test_the_text_part_of_a_multimodal_config_has_the_defaults_of_its_family(tmp_path):
+    rope = {"rope_type": "linear", "factor": 8.0}
+    write_wrapper(
+        tmp_path, text={"rope_scaling": rope, "sliding_window": 1024}, eos_token_id=[1, 106]
+    )
+    config = ModelConfig.load(tmp_path)
+    assert (config.architecture, config.wrapper) == (
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+    )
+    sizes = (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_size)
+    assert sizes == (262208, 8, 4, 256)
+    assert (config.max_context, config.eos_token_ids, config.tie_embeddings) == (
+        131072,
+        (1, 106),
+        True,
+    )
+
+
+FLAT = {
+    **TEXT, "num_attention_heads": 4, "vocab_size": 320, "max_position_embeddings": 512,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def test_a_multimodal_config_without_a_text_part_has_its_keys_outside(tmp_path):
+    """So have Qwen2-VL's of transformers 4."""
+    values = {**FLAT, "architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = ModelConfig.load(tmp_path)
+    assert config.architecture == "Qwen2ForCausalLM"
+    assert (config.ropes[0], config.tie_embeddings) == (Rope(10000.0), True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "text", "named"),
+    [
+        ("Mistral3ForConditionalGeneration", {"model_type": "mistral4"},
+         ["text_config.model_type is 'mistral4'", "mistral, ministral3"]),
+        ("Gemma3ForConditionalGeneration", {"hidden_size": 0}, ["text_config.hidden_size is 0"]),
+        ("Gemma3ForConditionalGeneration", {"use_bidirectional_attention": True},
+         ["text_config.use_bidirectional_attention"]),
+        ("Llama4ForConditionalGeneration", {}, ["architectures", "it needs attention by chunks"]),
+        ("Gemma4ForConditionalGeneration", {}, ["architectures", "it needs heads of two sizes"]),
+    ],
+)  # fmt: skip
+def test_what_a_multimodal_model_s_text_part_lacks_is_named(tmp_path, architecture, text, named):
+    file = write_wrapper(tmp_path, architecture, text)
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.load(tmp_path)
+    message = str(caught.value)
+    assert message.startswith(f"{file}: ")
+    assert all(part in message for part in named), message
+
+
+def test_modelopt_s_own_file_beside_the_config_says_how_weights_are_quantised(tmp_path):
+    write(tmp_path)
+    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*.0*"]}
+    file = tmp_path / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {}, "quantization": quantization}))
+    found = ModelConfig.load(tmp_path).quantization
+    assert (found.method, found.weights) == ("modelopt", "nvfp4")
+    assert found.scheme("model.layers.1.mlp.up_proj") is found
+    assert found.scheme("model.layers.0.mlp.up_proj") is found.scheme("lm_head") is None
+    file.write_text(json.dumps({"quantization": {"quant_algo": "INT4_AWQ"}}))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config.json: quantization.quant_algo is"):
+        ModelConfig.load(tmp_path)
+
+
+def test_names_in_a_multimodal_config_s_lists_have_prefixes(tmp_path):
+    ignored = ["model.language_model.layers.0.self_attn", "language_model.model.layers.1.mlp"]
+    quantization = {**FP8, "modules_to_not_convert": ignored}
+    write_wrapper(tmp_path, quantization_config=quantization)
+    found = ModelConfig.load(tmp_path).quantization
+    for module, is_quantized in (
+        ("layers.0.self_attn.q_proj", False),
+        ("layers.0.mlp.up_proj", True),
+        ("layers.1.mlp.up_proj", False),
+    ):
+        assert (found.scheme(f"model.{module}") is found) == is_quantized

@@ -35,6 +35,11 @@ INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 BY_TOKEN = {"strategy": "token", "dynamic": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "sym": True}
+MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
+NVFP4 = compressed(
+    "nvfp4-pack-quantized",
+    {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+)
 EXPERTS = "model.layers.0.mlp.experts"
 FORMATS: dict[str, Any] = {
     "awq 32": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
@@ -57,6 +62,52 @@ FORMATS: dict[str, Any] = {
         "quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
         "fmt": "e4m3",
     },
+    "fp8 static": {"quant_method": "fp8", "activation_scheme": "static"},
+    "fp8 static of compressed-tensors": compressed(
+        "float-quantized",
+        {**FLOAT8, "strategy": "tensor"},
+        {**FLOAT8, "strategy": "tensor", "dynamic": False},
+    ),
+    "fp8 channels without activations": compressed(
+        "float-quantized", {**FLOAT8, "strategy": "channel"}
+    ),
+    "fp8 blocks of compressed-tensors": compressed(
+        "float-quantized",
+        {**FLOAT8, "strategy": "block", "block_structure": [128, 128]},
+        {**FLOAT8, "strategy": "group", "group_size": 128, "dynamic": True},
+    ),
+    "fp8 of modelopt": {**MODELOPT, "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}},
+    "nvfp4 of modelopt": {**MODELOPT, "quant_algo": "NVFP4", "group_size": 16},
+    "mxfp8 of modelopt": {**MODELOPT, "quant_algo": "MXFP8"},
+    "nvfp4": NVFP4,
+    "mxfp4": compressed(
+        "mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 32}
+    ),
+    "mxfp8": compressed("mxfp8-quantized", {"num_bits": 8, "type": "float", "group_size": 32}),
+    "mixed": {
+        **NVFP4, "format": "mixed-precision", "config_groups": {
+            "group_0": {
+                "format": "float-quantized", "weights": {**FLOAT8, "strategy": "channel"},
+                "targets": [r"re:.*self_attn\.(q|k|v|o)_proj$"],
+            },
+            "group_1": {**NVFP4["config_groups"]["group_0"], "format": "nvfp4-pack-quantized"},
+        },
+    },
+    "mixed of modelopt": {
+        **MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+            f"model.layers.{i}.{module}": {"quant_algo": algorithm}
+            for i in range(2)
+            for module, algorithm in (("self_attn", "FP8"), ("mlp", "NVFP4"))
+        },
+    },
+}  # fmt: skip
+PARTS: dict[str, Any] = {
+    "mixed": [
+        ("self_attn", FORMATS["fp8 channels without activations"]), ("mlp", FORMATS["nvfp4"]),
+    ],
+    "mixed of modelopt": [
+        ("self_attn", FORMATS["fp8 of modelopt"]), ("mlp", FORMATS["nvfp4 of modelopt"]),
+    ],
 }  # fmt: skip
 # Of some, rotary embeddings that the decoder takes in another order; fp8 has smaller last blocks.
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
@@ -103,7 +154,8 @@ def greedy(step, count=64):
 def test_int4_and_blocks_of_fp8_give_the_tokens_of_the_dense_model(tmp_path, name, kernels):
     default = "Qwen2ForCausalLM" if "gptq" in name else "LlamaForCausalLM", {}
     architecture, sizes = MODELS.get(name, default)
-    reference = make_quantized(tmp_path, FORMATS[name], architecture, **sizes)
+    parts = PARTS.get(name, ())
+    reference = make_quantized(tmp_path, FORMATS[name], architecture, parts=parts, **sizes)
     model = model_of(kernels, tmp_path)
     expected = logits_of(reference)
     assert relative_error(paged_logits(model), expected) < 1e-5
@@ -234,9 +286,9 @@ def test_modules_that_a_config_leaves_out_stay_dense(tmp_path, config):
     make_quantized(tmp_path, FORMATS["awq 32"])
     quantization = load_config(tmp_path, config).quantization
     assert quantization is not None
-    assert quantization.is_quantized("model.layers.0.mlp.up_proj")
-    assert not quantization.is_quantized("model.layers.0.self_attn.q_proj")
-    assert not quantization.is_quantized("lm_head")
+    assert quantization.scheme("model.layers.0.mlp.up_proj") is not None
+    assert quantization.scheme("model.layers.0.self_attn.q_proj") is None
+    assert quantization.scheme("lm_head") is None
 
 
 def test_parts_of_one_matrix_are_quantised_all_or_none(tmp_path):

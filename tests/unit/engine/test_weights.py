@@ -108,6 +108,41 @@ def test_a_tied_model_may_be_stored_with_its_output_layer_alone(tmp_path):
     assert weights.lm_head.tensor is weights.embedding
 
 
+TEXT, HEAD, VISION = "language_model.model.", "language_model.lm_head.", "vision_tower."
+
+
+@pytest.mark.parametrize(
+    "prefixes",
+    [
+        {},
+        {TEXT: "model.language_model.", HEAD: "lm_head.", VISION: "model.vision_tower."},
+        {TEXT: "model.text_model.", HEAD: "lm_head.", VISION: "model.visual."},
+    ],
+    ids=("old", "new", "Idefics"),
+)
+def test_a_multimodal_checkpoint_s_text_model_is_loaded_in_all_spellings(
+    tmp_path, caplog, prefixes
+):
+    make_checkpoint(tmp_path, "Mistral3ForConditionalGeneration")
+    expected = tensors_of(load(tmp_path))
+
+    def rename(tensors):
+        for name in list(tensors):
+            old = next((old for old in prefixes if name.startswith(old)), "")
+            tensors[prefixes.get(old, "") + name.removeprefix(old)] = tensors.pop(name)
+
+    names = load_file(tmp_path / SINGLE_FILE)
+    others = sum(not name.startswith("language_model.") for name in names)
+    rewrite(tmp_path, rename)
+    with caplog.at_level(logging.INFO):
+        got = tensors_of(load(tmp_path))
+    assert all(map(torch.equal, got, expected)) and len(got) == len(expected)
+    assert f"{others} tensors (0.00 GiB) of images, video or audio are not loaded" in caplog.text
+    rewrite(tmp_path, lambda tensors: tensors.update({"model.extra.weight": torch.zeros(1)}))
+    with pytest.raises(CheckpointError, match=r"model\.extra\.weight is not part of Mistral"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_float64_is_read_as_transformers_does(tmp_path, dtype):
     make_checkpoint(tmp_path)

@@ -140,7 +140,7 @@ async def gateway(gateway_of):
 
 @pytest.fixture
 async def says(gateway_of, tmp_path, monkeypatch):
-    """Starts a gateway whose model says a text."""
+    """Starts a gateway whose model says a text, or what a function makes of the prompt's."""
 
     async def start(
         text, reason=common_pb2.FINISH_REASON_STOP, template=TEMPLATE, added=THINK, **settings
@@ -149,9 +149,11 @@ async def says(gateway_of, tmp_path, monkeypatch):
             tmp_path, added=added, template=template, max_position_embeddings=9999
         )
         end = [0] if reason == common_pb2.FINISH_REASON_STOP else []
-        tokens = [*tokenizer.encode(text), *end]
 
         def token(sequence, ahead=0):
+            prompt = sequence.token_ids[: sequence.prompt_tokens]
+            said = text(tokenizer.decode(prompt)) if callable(text) else text
+            tokens = [*tokenizer.encode(said), *end]
             index = len(sequence.token_ids) - sequence.prompt_tokens + ahead
             ends = index + 1 == len(tokens)
             return tokens[index], reason if ends else UNFINISHED

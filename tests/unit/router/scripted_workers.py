@@ -541,8 +541,9 @@ async def seen(good):
 
 def tokenized(prompt=(1, 2, 3), timeout_s=TIMEOUT_S, **fields):
     """A request of three tokens."""
-    scored = fields.pop("prompt_logprobs", None)
-    params = SamplingParams(max_tokens=fields.pop("max_tokens", 5), seed=7, prompt_logprobs=scored)
+    names = ("prompt_logprobs", "reasoning")
+    given = {name: fields.pop(name) for name in names if name in fields}
+    params = SamplingParams(max_tokens=fields.pop("max_tokens", 5), seed=7, **given)
     values = {"request_id": "r", "stop": (), "include_stop": False, "cache_salt": "", **fields}
     return TokenizedRequest(
         prompt=prompt, params=params, deadline=time.monotonic() + timeout_s, **values

@@ -201,3 +201,19 @@ def test_markers_of_tool_calls_that_are_special_tokens_are_read_and_not_shown(tm
     assert stream.advance(tokenizer.encode(text), "length")[0] == "So.f{}"
     form = OutputFormat(tokenizer.showing(MISTRAL_ARGS.markers), None, MISTRAL_ARGS)
     assert read(tokenizer, text, (3, 5), output_format=form) == ("So.", "", "{}", 0, None)
+
+
+@pytest.mark.parametrize("thought", ["<think>Hm. ", "<think>Hm. </think>", "<think>", ""])
+def test_the_marker_of_a_call_may_end_reasoning(tmp_path, thought):
+    tokenizer = byte_tokenizer(tmp_path, added=TOKENS)
+    begin, end, marker, _ = map(tokenizer.added_token, TOKENS)
+    pieces = tokenizer.showing(MISTRAL_ARGS.markers)
+    form = OutputFormat(pieces, Reasoning(begin, end), MISTRAL_ARGS, implied_end=marker)
+    text = f'{thought}[TOOL_CALLS]f[ARGS]{{"a": "é"}}'
+    num_tokens = len(tokenizer.encode(thought))
+    whole = ("", thought[7:10], '{"a": "é"}', num_tokens, None)
+    for cut in range(1, len(tokenizer.encode(text))):
+        assert read(tokenizer, text, (cut,), output_format=form) == whole
+    # A worker waits for </think>.
+    held = read(tokenizer, text, (), output_format=form, reasoning=form.reasoning)
+    assert (held[2] == "") == (thought in ("<think>Hm. ", "<think>"))

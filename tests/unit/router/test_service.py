@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import time
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,14 +16,17 @@ from grpc_reflection.v1alpha.reflection_pb2 import (
     ServerReflectionRequest,
     ServerReflectionResponse,
 )
+from opentelemetry.context import Context
 from opentelemetry.trace import StatusCode
 
 from baton import cli
 from baton.errors import Cancelled, Unauthenticated
+from baton.generation.sampling_params import SamplingParams, StructuredOutput
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
 from baton.net import rpc, tls
 from baton.net.server import Health
+from baton.telemetry import tracing
 from baton.v1 import (
     common_pb2,
     fleet_pb2,
@@ -36,6 +40,7 @@ from router.admission.tenants import Tenants
 from router.fleet.fleet import Fleet
 from router.grpc_service import FleetServicer, InferenceServicer, authorize
 from router.output import sink
+from router.telemetry.request_span import RequestSpan
 from tests.tracing import Traces
 
 from .scripted_workers import (
@@ -48,6 +53,7 @@ from .scripted_workers import (
     seen,
     started,
     token,
+    tokenized,
 )
 from .small_tokenizers import admission, byte_tokenizer
 from .snapshots import decode_views
@@ -595,6 +601,25 @@ async def test_the_span_of_a_request_has_the_names_of_the_genai_conventions(rout
         }.items()
     )
     assert not [name for name in done if "messages" in name or "seed" in name]
+
+
+@pytest.mark.parametrize(
+    ("output", "choices", "wanted"),
+    [
+        (None, 1, (None, None)),
+        (StructuredOutput(json_schema="{}"), 2, ("json", 2)),
+        (StructuredOutput(regex="a+"), 1, ("text", None)),
+    ],
+)
+def test_the_span_says_what_form_was_asked_for_and_how_many_choices(output, choices, wanted):
+    traces = Traces()
+    with tracing.span(traces.tracer, "chat tiny", Context()) as span:
+        asked = replace(tokenized(), params=SamplingParams(structured_output=output))
+        RequestSpan(span, None, 0).admitted(inference_pb2.GenerateRequest(), asked, choices)
+    found = of_genai(traces.spans[0])
+    assert wanted == tuple(
+        found.get(f"gen_ai.{name}") for name in ("output.type", "request.choice.count")
+    )
 
 
 async def test_prompt_and_answer_are_recorded_where_that_is_asked_for_and_cut(router_of):

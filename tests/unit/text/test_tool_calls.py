@@ -39,6 +39,8 @@ OUTPUTS = [
     (HERMES, '<tool_call>{"arguments": [1], "name": "f"}</tool_call>',
      '<tool_call>{"arguments": [1], "name": "f"}</tool_call>', []),
     (HERMES, 'a <tool_call> b {"name": 1} <tool_', 'a <tool_call>b {"name": 1} <tool_', []),
+    (HERMES, "<tool_call>3<tool_call>", "<tool_call>3<tool_call>", []),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1}b "c', "", [("f", '{"a": 1}')]),
     (HERMES, '<tool_call>{"nome": "f"}</tool_call>', '<tool_call>{"nome": "f"}</tool_call>', []),
     (LLAMA3, '{"name": "f", "parameters": {"a": "1"}}', "", [("f", '{"a": "1"}')]),
     (LLAMA3, '\n{"type": "function", "name": "f", "parameters": {}}\n', "", [("f", "{}")]),

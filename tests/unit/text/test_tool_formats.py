@@ -1,6 +1,7 @@
 """Tool calls in the format of each family: outputs as their makers publish them, however cut."""
 
 import json
+import re
 import time
 
 import pytest
@@ -127,7 +128,7 @@ THOUGHTS = {"harmony": "Need f."}
 
 def parsed(form, parts, schemas=SCHEMAS, **options):
     """Content, calls with arguments as text, and reasoning."""
-    cut = options.pop("cut", False)
+    cut, unique = options.pop("cut", False), options.pop("unique", True)
     parser, contents, calls, thoughts = ToolParser(form, schemas, **options), "", [], ""
     *parts, last = parts
     for one in [*map(parser.push, parts), parser.push(last, last=True, cut=cut)]:
@@ -138,7 +139,7 @@ def parsed(form, parts, schemas=SCHEMAS, **options):
                 calls.append([delta.name, "", delta.id])
             else:
                 calls[delta.index][1] += delta.arguments
-    assert len({call[2] for call in calls}) == len(calls)
+    assert len({call[2] for call in calls}) == len(calls) or not unique
     return contents, [(name, arguments) for name, arguments, _ in calls], thoughts
 
 
@@ -301,16 +302,6 @@ def test_what_a_template_writes_is_what_the_parser_returns_at_any_cuts(form, dat
     assert parsed(form, [*text, ""]) == (shown, found, "")
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["special", "plain"])
-def library(request):
-    """A tokenizer with all markers as added tokens, which are special in some models."""
-    library = tokenizers.Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
-    markers = {marker for form in FORMATS for marker in form.markers}
-    added = [tokenizers.AddedToken(text, normalized=False) for text in sorted(markers)]
-    (library.add_special_tokens if request.param else library.add_tokens)(added)
-    return library
-
-
 TOOLS = {
     "f": {
         "type": "object",
@@ -352,6 +343,53 @@ def written(form, *calls):
             )
         texts.append((before + inner + behind).replace("INDEX", str(number)))
     return first + between.join(texts) + last
+
+
+def fragments(form):
+    """Pieces of outputs in a format, from which right and wrong ones are made."""
+    calls = [written(form, ("f", GIVEN)), written(form, ("g", {}))]
+    pieces = re.findall(r"\w+|\s+|<[^<>\s]*>?|[^\w\s<]", "".join(calls))
+    return [
+        *form.markers,
+        *calls,
+        *sorted(set(pieces)),
+        " ",
+        "\n",
+        "text",
+        "{",
+        '"',
+        "\\",
+        "<",
+        "'",
+    ]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_output_is_parsed_alike_at_any_cuts_and_nothing_but_calls_is_lost(form, data):
+    pieces = data.draw(st.lists(st.sampled_from(fragments(form)), max_size=25))
+    text = "".join(pieces)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = parsed(form, [text], TOOLS, unique=False)
+    assert parsed(form, parts, TOOLS, unique=False) == whole
+    assert parsed(form, [*text, ""], TOOLS, unique=False) == whole
+    cut = parsed(form, [text], TOOLS, unique=False, cut=True)
+    assert parsed(form, [*text, ""], TOOLS, unique=False, cut=True) == cut
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole[1])
+    if not whole[1] and form not in (HARMONY, LLAMA3):  # whose markers are not content
+        assert "".join(whole[0].split()) == "".join(text.split())
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["special", "plain"])
+def library(request):
+    """A tokenizer with all markers as added tokens, which are special in some models."""
+    library = tokenizers.Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    markers = {marker for form in FORMATS for marker in form.markers}
+    added = [tokenizers.AddedToken(text, normalized=False) for text in sorted(markers)]
+    (library.add_special_tokens if request.param else library.add_tokens)(added)
+    return library
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)

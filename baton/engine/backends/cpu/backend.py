@@ -68,7 +68,7 @@ class CpuBackend(Backend):
         settings = self.settings
         if settings.simulate:
             return None
-        if weight_format(settings, config.quantization) == "fp8":
+        if "fp8" in weight_format(settings, config.quantization).split("+"):
             raise ConfigError(
                 "the checkpoint's weights are fp8, which computes on a GPU only: add --device "
                 "cuda, or take the model in int8 or int4"

@@ -36,11 +36,8 @@ log = logging.getLogger(__name__)
 Capability = tuple[int, int]
 LEAST_CAPABILITY: dict[str, Capability] = {
     "none": (8, 0),
-    "int8": (8, 0),
     "fp8": (8, 9),
-    "int4": (8, 0),
-    "fp8_block": (8, 0),
-}
+}  # of other formats as of none
 # Compute capabilities with 99 KB of shared memory a program; larger heads need more.
 SMALL_MEMORY, SMALL_HEAD_SIZE = ((8, 6), (8, 9), (12, 0), (12, 1)), 128
 
@@ -271,10 +268,11 @@ def _refuse_formats(
 ) -> None:
     """Raises ConfigError for formats that the kernels or the GPU do not support."""
     asked = "--quantization" if settings.quantization != "none" else "the checkpoint's weights are"
-    for option, value in ((asked, held), ("--kv-dtype", settings.kv_dtype)):
+    values = [(asked, value) for value in held.split("+")]
+    for option, value in (*values, ("--kv-dtype", settings.kv_dtype)):
         if value in ("none", "auto"):
             continue
-        reason, least = "", LEAST_CAPABILITY[value]
+        reason, least = "", LEAST_CAPABILITY.get(value, LEAST_CAPABILITY["none"])
         if kernels == "torch":
             reason = "it needs Triton's kernels on a GPU, and torch's are used"
         elif value == "fp8" and asked == option and capability == ADA and _torch() < FP8_ON_ADA:
