@@ -224,10 +224,10 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
 def stacked_part(config: ModelConfig, name: str) -> StackedPart | None:
     """The place of an expert's tensor, where the checkpoint stacks experts; else None."""
     names, experts = config.arch.experts, config.experts
-    stacked = names and (names.stacked or (STACKED if experts and experts.stacked else None))
-    if stacked is None or experts is None:
+    if names is None or experts is None:
         return None
-    return StackedPart.from_name(name, stacked, experts.size)
+    stacked = names.stacked or (STACKED if experts.stacked else None)
+    return StackedPart.from_name(name, stacked, experts.size) if stacked else None
 
 
 def as_stored(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> ModelConfig:
