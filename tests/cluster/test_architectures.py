@@ -83,3 +83,22 @@ async def test_quantised_checkpoints_give_the_tokens_of_the_dense_model(form, tm
         texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, done, strict=True)]
         expected = reference(torch.tensor(texts)).logits.argmax(dim=-1)
     assert [text[75:] for text in texts] == expected[:, 74:-1].tolist()
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("2", "1"), ("1", "2")])
+async def test_states_are_handed_over_between_workers_of_other_ranks(
+    prefill, decode, tmp_path, clusters
+):
+    reference = make_checkpoint(tmp_path, "Qwen3_5ForCausalLM", tokenizer=True)
+    engine = replace(
+        ENGINE, model=str(tmp_path), kv_cache_bytes=0, kv_blocks=256, tp_backend="gloo"
+    )
+    ranks = {"prefill": ["--tp", prefill], "decode": ["--tp", decode]}
+    _, client = await clusters(alone=True, engine=engine, extra_args=ranks)
+    options = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
+    done = await asyncio.gather(*(client.generate(prompt, **options) for prompt in PROMPTS))
+    assert all(one.route.prefill and one.route.attempts == 1 for one in done)
+    with torch.inference_mode():
+        texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, done, strict=True)]
+        expected = reference(torch.tensor(texts)).logits.argmax(dim=-1)
+    assert [text[75:] for text in texts] == expected[:, 74:-1].tolist()
