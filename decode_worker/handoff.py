@@ -27,11 +27,12 @@ from baton.engine.sequence import Sequence
 from baton.engine.step_report import SequenceProgress
 from baton.errors import BatonError, InvalidRequest, KvCorrupted, Stale
 from baton.generation.structured_output import GrammarMatcher
+from baton.kv_groups import KvGroups
 from baton.log_format import about
 from baton.v1 import handoff_pb2 as pb
 from decode_worker.events import DecodeSpans, EventStream
 from kvtransfer.incoming import IncomingLink
-from kvtransfer.pool import Slots
+from kvtransfer.pool import Slots, handoff_slots
 from kvtransfer.rank_ends import LinkDigest
 
 log = logging.getLogger(__name__)
@@ -92,17 +93,17 @@ class Transfer:
 class Handoff:
     """A sequence that holds blocks here, or asks for them.
 
-    `block_ids` cover its `num_slots` token slots in order (more may follow): those of its
-    `num_tokens` tokens, and then those of its state's blocks. The first `cached_tokens`, a multiple
-    of the block size, are valid already, perhaps shared, and never written. Only KV of the tokens
-    of `token_digest` (`baton.block_hash`) may come in. `deadline`: of the event loop's
+    `block_ids` (`Sequence.handoff_blocks`) cover its `num_slots` token slots in order, as far as
+    windows need them: those of its `num_tokens` tokens, and then those of its state; more may
+    follow. The first `cached_tokens`, a multiple of the block size, are valid already, perhaps
+    shared, and never written. Only KV of the tokens of `token_digest` (`baton.block_hash`) may come
+    in. `deadline`: of the event loop's
     clock.
     """
 
     handoff_id: str
     sequence: Sequence
-    block_size: int
-    num_slots: int
+    groups: KvGroups
     deadline: float | None
     events: EventStream
     spans: DecodeSpans
@@ -121,6 +122,7 @@ class Handoff:
 
     def __post_init__(self) -> None:
         self.num_tokens = self.sequence.num_tokens  # of the prompt; the sequence grows
+        self.num_slots = self.groups.handoff_end(self.num_tokens)
 
     @property
     def about(self) -> Mapping[str, str]:
@@ -150,11 +152,11 @@ class Handoff:
         end = first_token + num_tokens
         if first_token != transfer.next_token:
             text = f"tokens from {first_token} were announced, {transfer.next_token} are next"
-            cached = f" ({self.cached_tokens} are cached here)"
+            cached = f" ({self.first_token} are not needed)"
             raise InvalidRequest(text + cached, "first_token")
         if num_tokens == 0 or end > self.num_slots:
             raise InvalidRequest(f"[{first_token}, {end}) is not reserved", "num_tokens")
-        if end % self.block_size and end != self.num_slots:
+        if end % self.groups.block_size and end != self.num_slots:
             raise InvalidRequest(f"only the last block may be partial, not at {end}", "num_tokens")
         transfer.next_token = end
         return self._slots(first_token, end)
@@ -162,7 +164,12 @@ class Handoff:
     @property
     def received_slots(self) -> Slots:
         """All slots that the handoff's sender wrote, once everything has been announced."""
-        return self._slots(self.cached_tokens, self.num_slots)
+        return self._slots(self.first_token, self.num_slots)
+
+    @property
+    def first_token(self) -> int:
+        """The first token whose KV is sent."""
+        return self.groups.handoff_start(self.cached_tokens, self.num_tokens)
 
     def check_tokens(self, transfer: Transfer, request: pb.CommitRequest) -> None:
         """Raises KvCorrupted unless all reserved tokens were sent, and InvalidRequest for the KV of
@@ -184,8 +191,7 @@ class Handoff:
 
     def _slots(self, first_token: int, end: int) -> Slots:
         assert self.block_ids is not None, "nothing is written before blocks are reserved"
-        ids = self.block_ids[first_token // self.block_size : -(-end // self.block_size)]
-        return Slots(ids, end - first_token)
+        return handoff_slots(self.groups, self.block_ids, first_token, end, self.num_tokens)
 
     def check(self) -> None:
         """Asserts what holds of its state between two turns of the event loop."""

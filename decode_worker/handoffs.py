@@ -87,8 +87,8 @@ class Handoffs:
             self.refuse(router, spec.handoff_id, spans, error)
             return
         events = EventStream(router, spec.handoff_id, request.stream_interval)
-        size, slots = self._limits.block_size, self._limits.handoff_slots(sequence.num_tokens)
-        handoff = Handoff(spec.handoff_id, sequence, size, slots, deadline, events, spans)
+        groups = self._limits.groups
+        handoff = Handoff(spec.handoff_id, sequence, groups, deadline, events, spans)
         self._handoffs[spec.handoff_id] = handoff
         self._idle.clear()
         self._renew(handoff)
@@ -168,7 +168,9 @@ class Handoffs:
             is_verified = not link.transport.one_sided
             if is_verified:
                 handoff.check_bytes(request, transfer.digest)
-            elif self._limits.state_blocks:  # which decoding would change before it is read back
+            elif (
+                self._limits.groups.state_blocks
+            ):  # which decoding would change before it is read back
                 async with asyncio.timeout(self._verify_timeout_s):
                     arrived = await link.checksum(handoff.received_slots)
                 self._check_current(handoff, transfer)
@@ -370,7 +372,7 @@ class Handoffs:
         handoff = self._renew_reserved(request.handoff_id, request.reservation_token)
         if (transfer := handoff.transfer) is None:
             handoff.enter(State.WRITING)
-            transfer = Transfer(link, handoff.cached_tokens, link.new_digest())
+            transfer = Transfer(link, handoff.first_token, link.new_digest())
             handoff.transfer = transfer
         handoff.check_sender(request.reservation_token, request.incarnation)
         if transfer.link is not link:
@@ -484,8 +486,7 @@ class Handoffs:
     def _end(self, handoff: Handoff, reason: str) -> None:
         """Frees the blocks, or quarantines those that a sender may still write into."""
         if handoff.may_be_written:
-            quarantine_from = handoff.cached_tokens // self._limits.block_size
-            handoff.released = self._engine.release(handoff.handoff_id, quarantine_from)
+            handoff.released = self._engine.release(handoff.handoff_id, handoff.cached_tokens)
             self._leave(handoff, reason, State.QUARANTINED)
         else:
             released = self._engine.release(handoff.handoff_id)

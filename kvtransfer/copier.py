@@ -101,23 +101,24 @@ class GpuCopier:
     def gather(self, slots: Slots, staging: torch.Tensor) -> torch.Tensor:
         data = self._pool.in_place(slots)
         if data is None:
-            data = self._ops.gather(self._pool, slots, staging, self._sums, self._next_word)
+            data = self._ops_here.gather(self._pool, slots, staging, self._sums, self._next_word)
         else:
-            self._ops.checksum(self._pool, slots, self._sums, self._next_word)
+            self._ops_here.checksum(self._pool, slots, self._sums, self._next_word)
         self._moved(data.numel())
         return data
 
     def scatter(self, data: torch.Tensor, slots: Slots) -> None:
-        self._ops.scatter(data, self._pool, slots, self._sums, self._next_word)
+        self._ops_here.scatter(data, self._pool, slots, self._sums, self._next_word)
         self._moved(data.numel())
 
     def copy(self, local: Slots, target: KvPool, remote: Slots) -> None:
-        self._ops.copy(self._pool, local, target, remote, self._sums, self._next_word)
+        self._ops_here.copy(self._pool, local, target, remote, self._sums, self._next_word)
         self._moved(self._pool.nbytes(local))
 
     def checksum(self, slots: Slots) -> None:
-        self._ops.checksum(self._pool, slots, self._sums, self._next_word)
-        self._moved(self._pool.nbytes(slots))
+        for part in slots.parts(self._pool.block_size):
+            self._ops_here.checksum(self._pool, part, self._sums, self._next_word)
+            self._moved(self._pool.nbytes(part))
 
     def check_access(self, target: KvPool) -> None:
         """Reads a block of another pool, and compiles `copy` for the two; changes no byte.
@@ -172,6 +173,11 @@ class GpuCopier:
         else:
             with torch.cuda.stream(self._stream):  # also selects its device
                 yield
+
+    @property
+    def _ops_here(self) -> BlockOps:
+        """Triton's kernel begins at a multiple of four words; a tail before may end elsewhere."""
+        return reference if self._next_word % 4 else self._ops
 
     @property
     def _next_word(self) -> int:

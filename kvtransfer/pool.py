@@ -10,7 +10,7 @@ hold the elements of all tokens and then a scale for each token: `n` tokens are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from baton.errors import InvalidRequest
+from baton.kv_groups import KvGroups
 from kvtransfer.digest import Digest, WordDigest
 
 # A piece is copied, and digested while it is still in the core's cache. Measured: twice or half
@@ -35,16 +36,23 @@ BlockIds: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Slots:
-    """The first `num_tokens` token slots of `block_ids`, in order; only the last block may be
-    partly filled."""
+    """`num_tokens` token slots of `block_ids`, in order.
+
+    Only the last block may be partly filled; of several groups of layers the last block of each,
+    with as many tokens: the last `num_tails`.
+    """
 
     block_ids: tuple[int, ...]
     num_tokens: int
+    num_tails: int = 1
 
     def check(self, block_size: int, num_blocks: int) -> None:
         """Raises InvalidRequest unless the ids are distinct, exist and fit the token count."""
         ids, num_tokens = self.block_ids, self.num_tokens
-        if len(ids) != -(-num_tokens // block_size) or num_tokens < 0:
+        in_tails = num_tokens - self.num_full(block_size) * block_size
+        most = self.num_tails * block_size
+        is_full = num_tokens == len(ids) * block_size
+        if not is_full and (not 0 < in_tails < most or in_tails % self.num_tails):
             raise InvalidRequest(
                 f"{num_tokens} tokens do not fill {len(ids)} blocks of {block_size}"
             )
@@ -52,6 +60,40 @@ class Slots:
             raise InvalidRequest("a block is named twice")
         if ids and (min(ids) < 0 or max(ids) >= num_blocks):
             raise InvalidRequest(f"a block id is outside the pool of {num_blocks}")
+
+    def num_full(self, block_size: int) -> int:
+        """How many of the blocks are full; they come first."""
+        count = len(self.block_ids)
+        return count if self.num_tokens == count * block_size else count - self.num_tails
+
+    def fill(self, block_size: int) -> int:
+        """Tokens in each block that is not full; 0 if all are."""
+        full = self.num_full(block_size)
+        left = len(self.block_ids) - full
+        return (self.num_tokens - full * block_size) // left if left else 0
+
+    def parts(self, block_size: int) -> list[Slots]:
+        """The same slots, in parts of which only the last block may be partly filled."""
+        if self.num_tails == 1 or not (fill := self.fill(block_size)):
+            return [self]
+        full, ids = self.num_full(block_size), self.block_ids
+        first = Slots(ids[: full + 1], full * block_size + fill)
+        return [first, *(Slots((block,), fill) for block in ids[full + 1 :])]
+
+
+def handoff_slots(
+    groups: KvGroups, block_ids: Sequence[int], first_token: int, end: int, num_tokens: int
+) -> Slots:
+    """The slots of tokens [first_token, end) of a sequence whose handoff has `num_tokens`.
+
+    Both ends use this rule: block by block in order, and of each the groups' blocks in order,
+    without those that no token after the handoff attends to. block_ids: as of `baton.kv_groups`.
+    """
+    size, fill = groups.block_size, end % groups.block_size
+    ids = groups.needed(block_ids, first_token // size, -(-end // size), num_tokens)
+    tails = len(groups.needed(block_ids, end // size, end // size + 1, num_tokens)) if fill else 0
+    slots = (len(ids) - tails) * size + tails * fill
+    return Slots(ids, slots, tails or 1)
 
 
 class Area(Protocol):
@@ -145,17 +187,17 @@ class KvPool:
         return self.token_bytes * slots.num_tokens
 
     def tails(self, slots: Slots) -> list[torch.Tensor]:
-        """The filled slots of a partly filled last block: their elements, and their scales if they
+        """The filled slots of each partly filled block: their elements, and their scales if they
         have any; empty without such a block. Each is uint8 `[.., heads, bytes]`, strided.
         """
-        fill = slots.num_tokens % self.block_size
-        if not fill:
-            return []
-        row, element_bytes = self.rows[slots.block_ids[-1]], self.row_slot_bytes - self.scale_bytes
+        fill, tails = slots.fill(self.block_size), []
+        element_bytes = self.row_slot_bytes - self.scale_bytes
         scales = self.block_size * element_bytes
-        tails = [row[..., : fill * element_bytes]]
-        if self.scale_bytes:
-            tails.append(row[..., scales : scales + fill * self.scale_bytes])
+        for block in slots.block_ids[slots.num_full(self.block_size) :]:
+            row = self.rows[block]
+            tails.append(row[..., : fill * element_bytes])
+            if self.scale_bytes:
+                tails.append(row[..., scales : scales + fill * self.scale_bytes])
         return tails
 
     def in_place(self, slots: Slots) -> torch.Tensor | None:
@@ -181,7 +223,7 @@ class KvPool:
 
     def digest(self, slots: Slots) -> Digest:
         """The digest of the slots' current content; on a GPU a copier computes it faster."""
-        digest, full = self.new_digest(), slots.num_tokens // self.block_size
+        digest, full = self.new_digest(), slots.num_full(self.block_size)
         if self.has_all_heads or self.on_gpu:
             for _, _, piece in self.pieces(slots):
                 digest.update(piece.contiguous().view(-1))
@@ -221,7 +263,7 @@ class KvPool:
 
     def pieces(self, slots: Slots) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Runs of full blocks, then `tails`: start and end in canonical order, and the bytes."""
-        full = slots.num_tokens // self.block_size
+        full = slots.num_full(self.block_size)
         for first, block, count in runs(slots.block_ids[:full]):
             start, end = first * self.block_bytes, (first + count) * self.block_bytes
             yield start, end, self.blocks[block : block + count]
@@ -235,13 +277,11 @@ class KvPool:
 
         Both ends use this rule, so they agree on the length of every message.
         """
-        step, ids = max(1, max_bytes // self.block_bytes), slots.block_ids
-        if len(ids) <= step:
-            return [slots]
-        most = step * self.block_size
+        step, size = max(1, max_bytes // self.block_bytes), self.block_size
         return [
-            Slots(ids[first : first + step], min(slots.num_tokens - first * self.block_size, most))
-            for first in range(0, len(ids), step)
+            Slots(part.block_ids[at : at + step], min(part.num_tokens - at * size, step * size))
+            for part in slots.parts(size)
+            for at in range(0, max(1, len(part.block_ids)), step)
         ]
 
 
@@ -261,7 +301,7 @@ def check_fit(source: KvPool, local: Slots, target: KvPool, remote: Slots) -> No
     """Raises InvalidRequest if slots do not fit their pools or each other."""
     local.check(source.block_size, source.num_blocks)
     remote.check(target.block_size, target.num_blocks)
-    if local.num_tokens != remote.num_tokens:
+    if local.num_tokens != remote.num_tokens or local.num_tails != remote.num_tails:
         raise InvalidRequest(f"{local.num_tokens} tokens do not fit {remote.num_tokens}")
 
 
@@ -271,7 +311,7 @@ def copy_slots(source: KvPool, local: Slots, target: KvPool, remote: Slots, dige
     Raises as `check_fit` does.
     """
     check_fit(source, local, target, remote)
-    full = local.num_tokens // source.block_size
+    full = local.num_full(source.block_size)
     copy = _copy_bytes if source.has_all_heads and target.has_all_heads else _copy_heads
     copy(source, local.block_ids[:full], target, remote.block_ids[:full], digest)
     for read, written in zip(source.tails(local), target.tails(remote), strict=True):

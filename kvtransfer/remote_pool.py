@@ -65,6 +65,7 @@ class Put:
     blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
     num_tokens: int
+    num_tails: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Receive:
     timeout_s: float
     blocks: tuple[int, ...]
     num_tokens: int
+    num_tails: int
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class _RemoteEnd(SendingEnd, ReceivingEnd):
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
         assert isinstance(digest, RemoteDigest)
         blocks = local.block_ids, remote.block_ids
-        command = Put(digest.key, timeout_s, *blocks, local.num_tokens)
+        command = Put(digest.key, timeout_s, *blocks, local.num_tokens, local.num_tails)
         digest.num_bytes, digest.value = self._call(timeout_s, command)
 
     def accept(self, timeout_s: float) -> None:
@@ -170,7 +172,8 @@ class _RemoteEnd(SendingEnd, ReceivingEnd):
         self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
     ) -> None:
         assert isinstance(digest, RemoteDigest)
-        command = Receive(digest.key, timeout_s, slots.block_ids, slots.num_tokens)
+        of_slots = slots.block_ids, slots.num_tokens, slots.num_tails
+        command = Receive(digest.key, timeout_s, *of_slots)
         digest.num_bytes, digest.value = self._call(timeout_s, command, posted)
 
     def abort(self) -> None:
@@ -267,12 +270,13 @@ class _ServedEnd:
             case Accept(timeout_s):
                 self._end.accept(timeout_s)
                 return None
-            case Put(key, timeout_s, blocks, remote, num_tokens):
-                digest, to_slots = self._digest(key), Slots(tuple(remote), num_tokens)
-                self._end.put(Slots(tuple(blocks), num_tokens), to_slots, digest, timeout_s)
+            case Put(key, timeout_s, blocks, remote, num_tokens, num_tails):
+                sizes, digest = (num_tokens, num_tails), self._digest(key)
+                to_slots = Slots(tuple(remote), *sizes)
+                self._end.put(Slots(tuple(blocks), *sizes), to_slots, digest, timeout_s)
                 return digest.num_bytes, digest.value
-            case Receive(key, timeout_s, blocks, num_tokens):
-                digest, slots = self._digest(key), Slots(tuple(blocks), num_tokens)
+            case Receive(key, timeout_s, blocks, num_tokens, num_tails):
+                digest, slots = self._digest(key), Slots(tuple(blocks), num_tokens, num_tails)
                 self._end.receive(slots, digest, timeout_s, lambda: self._send(Posted()))
                 return digest.num_bytes, digest.value
 

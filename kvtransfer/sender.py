@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +18,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, TransferFailed
+from baton.kv_groups import KvGroups
 from baton.log_format import about
 from baton.telemetry import tracing
 from baton.v1 import handoff_pb2, prefill_pb2
@@ -57,12 +58,12 @@ class TransferStats:
 class HandoffSender:
     """The transfer of one sequence's KV: an async context that aborts unless it was committed.
 
-    The blocks must be held until it is left. `num_tokens`: token slots of the sequence's blocks,
-    including cached ones; where it has a state, those of whole blocks, its state's last ·
-    `timeout_s`: the request's remaining time · `step_timeout_s`: limit of every single wait ·
-    `parent`: the parent of the span `kv.transfer` · `token_digest`: of the tokens whose KV is
-    sent; Commit fails if other tokens were reserved · `abort_wait_s`: time that leaving waits for
-    the first try of an Abort; others follow in the background.
+    The blocks must be held until it is left. `num_tokens`: token slots of the handoff
+    (`KvGroups.handoff_end`), including cached ones · `timeout_s`: the request's remaining time ·
+    `step_timeout_s`: limit of every single wait · `parent`: the parent of the span `kv.transfer` ·
+    `token_digest`: of the tokens whose KV is sent; Commit fails if other tokens were reserved ·
+    `groups`: groups of layers that share the pool; None: one without a window · `abort_wait_s`:
+    time that leaving waits for the first try of an Abort; others follow in the background.
     """
 
     links: OutgoingLinks
@@ -75,10 +76,12 @@ class HandoffSender:
     step_timeout_s: float
     parent: Context | None = None
     token_digest: bytes = b""
+    groups: KvGroups | None = None
     abort_wait_s: float = 0.5
 
     def __post_init__(self) -> None:
         self._deadline = Deadline(self.timeout_s)
+        self._groups = self.groups or KvGroups((0,), self.links.pool.block_size)
         self._names: dict[str, Any] = {  # fields of every message
             "handoff_id": self.handoff_id,
             "reservation_token": self.target.reservation_token,
@@ -86,8 +89,8 @@ class HandoffSender:
         }
         trace_id = tracing.trace_id_in(self.parent)
         self._about = about(trace_id=trace_id, handoff_id=self.handoff_id)
-        # Kept for resends; each has at least one token.
-        self._chunks: list[Slots] = []
+        # Kept for resends; slots and tokens, at least one.
+        self._chunks: list[tuple[Slots, int]] = []
         self._first_token_id: int | None = None  # set when no more chunks come
         self._queued = asyncio.Event()
         self._link: OutgoingLink | None = None  # set when decode may have received a message
@@ -119,11 +122,12 @@ class HandoffSender:
             if self._link is not None:
                 self.links.release(self._link)
 
-    def send(self, local: Slots) -> None:
-        """Queues the next complete blocks, beginning after the cached ones; returns at once.
+    def send(self, local: Slots, num_tokens: int | None = None) -> None:
+        """Queues the slots (`handoff_slots`) of the next tokens; returns at once.
 
-        All but the last chunk end at a block's end. Raises InvalidRequest, and the transfer's error
-        once it has failed.
+        The first token is that of `KvGroups.handoff_start`; all but the last chunk end at a block's
+        end. num_tokens: by default as many as slots, as of one group. Raises InvalidRequest, and
+        the transfer's error once it has failed.
         """
         local.check(self.links.pool.block_size, self.links.pool.num_blocks)
         if self._task.done():
@@ -131,7 +135,7 @@ class HandoffSender:
                 raise Cancelled("the handoff was aborted")
             self._task.result()
             raise InvalidRequest("the handoff was committed already")
-        self._chunks.append(local)
+        self._chunks.append((local, local.num_tokens if num_tokens is None else num_tokens))
         self._queued.set()
 
     def conclude(self, first_token_id: int) -> None:
@@ -195,17 +199,18 @@ class HandoffSender:
     async def _attempt(self, link: OutgoingLink) -> None:
         """Sends everything up to Commit, and returns when Commit was answered."""
         self._digest, self._put, self._sent = link.new_digest(), None, 0
+        self._blocks_sent = 0
         self._stats = stats = TransferStats(link.transport.name, link.transport.kind)
-        cached, sent = self.target.cached_tokens, 0
-        granted: tuple[int, ...] = ()
-        if link.transport.one_sided and self.num_tokens > cached:
-            granted = await self._ready(link, cached, self.num_tokens - cached)
+        self._first = self._groups.handoff_start(self.target.cached_tokens, self.num_tokens)
+        sent, granted = 0, tuple[int, ...]()
+        if link.transport.one_sided and self.num_tokens > self._first:
+            granted = await self._ready(link, self._first, self.num_tokens - self._first)
         while sent < len(self._chunks) or self._first_token_id is None:
             if sent == len(self._chunks):
                 self._queued.clear()
                 await self._queued.wait()
                 continue
-            await self._send_chunk(link, self._chunks[sent], granted)
+            await self._send_chunk(link, *self._chunks[sent], granted)
             if self._first_token_id is None:
                 stats.hidden_s = stats.wire_s
             sent += 1
@@ -222,7 +227,9 @@ class HandoffSender:
         await self._call(link, request)
         stats.wait_s += time.perf_counter() - start
 
-    async def _send_chunk(self, link: OutgoingLink, slots: Slots, granted: tuple[int, ...]) -> None:
+    async def _send_chunk(
+        self, link: OutgoingLink, slots: Slots, num_tokens: int, granted: tuple[int, ...]
+    ) -> None:
         start, timeout_s = time.perf_counter(), self._time_left_s()
         try:
             async with asyncio.timeout(timeout_s):
@@ -231,19 +238,21 @@ class HandoffSender:
             raise TransferFailed(f"the link to decode {link.peer} was not free in time") from error
         try:
             if link.transport.one_sided:
-                first = self._sent // self.links.pool.block_size
-                ids = granted[first : first + len(slots.block_ids)]
+                ids = granted[self._blocks_sent :][: len(slots.block_ids)]
                 # Begun in this turn of the event loop: the next ones may come late.
                 work = self._end_put(link, slots, *self._begin_put(link, slots, ids, start))
             else:
-                work = self._ready_and_put(link, slots, start)
+                work = self._ready_and_put(link, slots, num_tokens, start)
             # The receiver relies on this between Ready and the end of the put: no cancelling.
             await uninterrupted(work)
+            self._sent += num_tokens
         finally:
             link.turn.release()
 
-    async def _ready_and_put(self, link: OutgoingLink, slots: Slots, start: float) -> None:
-        ids = await self._ready(link, self.target.cached_tokens + self._sent, slots.num_tokens)
+    async def _ready_and_put(
+        self, link: OutgoingLink, slots: Slots, num_tokens: int, start: float
+    ) -> None:
+        ids = await self._ready(link, self._first + self._sent, num_tokens)
         await self._end_put(link, slots, *self._begin_put(link, slots, ids, start))
 
     def _begin_put(
@@ -253,7 +262,7 @@ class HandoffSender:
         self._stats.wait_s += time.perf_counter() - start
         self._start_ns = self._start_ns or time.time_ns()
         with self.links.closing_on_failure(link, self._deadline):
-            timeout_s, remote = self._time_left_s(), Slots(ids, slots.num_tokens)
+            timeout_s, remote = self._time_left_s(), replace(slots, block_ids=ids)
             self._put = link.put(slots, remote, self._digest, timeout_s)
         return self._put, timeout_s
 
@@ -267,7 +276,7 @@ class HandoffSender:
                 raise TransferFailed(f"a put to decode {link.peer} does not end")
             self._stats.wire_s += put.result()
         self._stats.chunks += 1
-        self._sent += slots.num_tokens
+        self._blocks_sent += len(slots.block_ids)
 
     async def _prepare_resend(self, link: OutgoingLink, failure: TransferFailed) -> OutgoingLink:
         """The link over which everything can be sent again. Raises `failure` if that is impossible.
@@ -326,6 +335,10 @@ class HandoffSender:
             "gb_per_s": stats.num_bytes / 1e9 / stats.wire_s if stats.wire_s else 0.0,
             "chunks": stats.chunks,
         }
+        if self._groups.slide and (slots := sum(slots.num_tokens for slots, _ in self._chunks)):
+            # As much as it would be if all layers attended to all tokens.
+            tokens = (self.num_tokens - self.target.cached_tokens) * len(self._groups)
+            attributes["full_bytes"] = stats.num_bytes // slots * tokens
         parent = self.parent or Context()
         tracing.record(self.tracer, "kv.transfer", parent, start_ns, end_ns, attributes)
         return stats

@@ -44,7 +44,7 @@ from baton.worker.messages import (
 from baton.worker.node import Node, Part
 from kvtransfer.interface import Transport
 from kvtransfer.outgoing import OutgoingLinks
-from kvtransfer.pool import Slots
+from kvtransfer.pool import handoff_slots
 from kvtransfer.rank_ends import RankPool
 from kvtransfer.sender import HandoffSender
 
@@ -64,7 +64,7 @@ class Prompt:
     sequence: Sequence
     num_tokens: int  # tokens of the handoff; the sequence gets one more, sampled here
     trace: Context
-    sent: int  # token slots whose blocks were sent, or are cached at the decode worker
+    sent: int  # token slots whose blocks were sent, or are not needed by the decode worker
     arrived_ns: int = field(default_factory=time.time_ns)
     computed: int | None = None  # tokens; None before the first chunk
     pooled: Vector | None = None  # for an embedding: the sum of hidden states so far
@@ -189,7 +189,7 @@ class PrefillPart(Part):
             raise InvalidRequest(f"handoff {sequence.seq_id} runs here", _HANDOFF_ID)
         if request.HasField("target") is not (sequence.params.max_tokens > 0):
             raise InvalidRequest("only a request that generates tokens has a target", "target")
-        size = self.limits.block_size
+        size = self.limits.groups.block_size
         if cached_tokens % size or cached_tokens >= sequence.num_tokens:
             raise InvalidRequest(
                 f"{cached_tokens} of {sequence.num_tokens} tokens cannot be cached in whole blocks "
@@ -199,7 +199,8 @@ class PrefillPart(Part):
         attributes = {"baton.prompt_tokens": len(spec.token_ids)}
         with tracing.span(self.tracer, "prefill", trace, attributes) as span:
             context = tracing.context_of(span)
-            prompt = Prompt(sequence, sequence.num_tokens, context, cached_tokens)
+            first_token = self.limits.groups.handoff_start(cached_tokens, sequence.num_tokens)
+            prompt = Prompt(sequence, sequence.num_tokens, context, first_token)
             try:
                 async with asyncio.timeout(spec.time_left_ms / 1000 or None):
                     await self._run(prompt, request, send)
@@ -252,10 +253,11 @@ class PrefillPart(Part):
             self.tracer,
             request.target,
             sequence.seq_id,
-            self.limits.handoff_slots(prompt.num_tokens),
+            self.limits.groups.handoff_end(prompt.num_tokens),
             request.sequence.time_left_ms / 1000 or self.config.lease_s,
             parent=prompt.trace,
             token_digest=token_digest(sequence.tokens, sequence.cache_salt),
+            groups=self.limits.groups,
             step_timeout_s=self.config.transfer_timeout_s,
         )
 
@@ -307,20 +309,21 @@ class PrefillPart(Part):
 
     def _send_blocks(self, prompt: Prompt, handoff: HandoffSender) -> None:
         """Queues newly complete blocks for sending: full ones, and at the end the partial one."""
-        size, end = self.limits.block_size, prompt.computed or 0
-        # Block ids of a prompt do not change while it runs, so reading them here is safe.
-        blocks = prompt.sequence.handoff_blocks(prompt.num_tokens, size)
+        groups, end = self.limits.groups, prompt.computed or 0
+        size = groups.block_size
         if end < prompt.num_tokens:
             end -= end % size
-        elif prompt.sequence.state_blocks:  # behind those of tokens, all of which are sent whole
-            end = len(blocks) * size
+        else:
+            end = groups.handoff_end(end)
         if end <= prompt.sent:
             return
-        blocks = blocks[prompt.sent // size : -(-end // size)]
-        if not blocks:  # the prompt has ended; the report of that is already queued
+        # Block ids of a prompt do not change while it runs, so reading them here is safe.
+        block_ids = prompt.sequence.handoff_blocks(prompt.num_tokens, size)
+        if not block_ids:  # the prompt has ended; the report of that is already queued
             return
+        slots = handoff_slots(groups, block_ids, prompt.sent, end, prompt.num_tokens)
         with self.metrics.transferring():
-            handoff.send(Slots(tuple(blocks), end - prompt.sent))
+            handoff.send(slots, end - prompt.sent)
         prompt.sent = end
 
     def _started(self, prompt: Prompt, report: StepReport) -> prefill_pb2.PrefillStarted:

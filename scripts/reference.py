@@ -1,7 +1,7 @@
 """Writes what is generated in docs/; `--check`, as in `make lint`, only compares it.
 
-In each page it is what lies between two marks: metrics, models and tool formats from their tables, options from
-the command line's parser, gRPC's services and messages from protos/.
+In each page it is what lies between two marks: metrics, models and tool formats from their tables,
+options from the command line's parser, gRPC's services and messages from protos/.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.cli.options import HelpFormatter
 from baton.config import TOOL_PARSERS
 from baton.engine.backends import unsupported
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY, refused
-from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS, Architecture
+from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS, Architecture, ExpertNames
 from baton.engine.models.model_config import ModelConfig
 from baton.telemetry.metrics import table
 from baton.text.tool_formats import FORMATS
@@ -124,6 +124,7 @@ def models() -> Iterator[str]:
         file = Path(folder) / "config.json"
         for name, one in ARCHITECTURES.items():
             usual = getattr(transformers, name).config_class().to_dict()
+            usual = {key: value for key, value in usual.items() if value is not None}
             file.write_text(json.dumps({**usual, "architectures": [name]}))
             config, block_size = ModelConfig.load(file), 16
             reasons = (
@@ -160,12 +161,22 @@ def _differences(one: Architecture) -> Iterator[str]:
         yield "scaled embeddings"
     if one.sinks:
         yield "sinks"
-    if one.delta_rule:
-        period = one.defaults["full_attention_interval"]
-        yield f"gated attention in each {period}th layer, linear (gated delta rule) in others"
+    if one.latent or one.delta_rule:
+        yield "latent KV (MLA)" if one.latent else "gated attention in each 4th layer, else linear"
     if one.experts:
-        shared = "shared_expert_intermediate_size" in one.defaults
-        yield f"mixture of experts{', one of them for all tokens' if shared else ''}"
+        yield from _moe_differences(one.experts)
+
+
+def _moe_differences(experts: ExpertNames) -> Iterator[str]:
+    yield "mixture of experts"
+    if experts.shared_size:
+        yield "one of them for all tokens"
+    if experts.sigmoid:
+        yield "sigmoid scores"
+    if experts.correction:
+        yield "corrected scores"
+    if experts.group_top:
+        yield "groups of experts"
 
 
 def tool_formats() -> Iterator[str]:

@@ -86,6 +86,13 @@ class RouterLimits:
     max_prompt_tokens: int = option(
         0, "--max-prompt-tokens TOKENS", "longest prompt (default: the context length)"
     )
+    unknown_tools: str = option(
+        "drop",
+        "--unknown-tools",
+        "tools of /v1/responses and /v1/messages that are no functions: drop names them in a "
+        "header of the answer, refuse answers 400",
+        choices=("drop", "refuse"),
+    )
     tool_parser: str = option(
         "auto",
         "--tool-parser",
@@ -242,6 +249,7 @@ class RouterConfig(TlsConfig, ServiceConfig):
         options.check(self)
         for flag, value in (
             ("--batch-dir", self.api.batch_dir),
+            ("--response-dir", self.api.response_dir),
             ("--cors-origins", self.api.cors_origins),
             ("--allowed-hosts", self.api.allowed_hosts),
         ):

@@ -26,8 +26,9 @@ class StepBatch:
 
     token_ids: `[rows]` · context_lens: `[sequences]`, tokens before a sequence's first row, whose
     KV is in the pool · query_lens: `[sequences]`, rows of each, which attend causally to the
-    context and to each other · block_tables: `[sequences, width]`, the blocks of each sequence, at
-    least those of context and rows, padded with 0 · logit_rows: `[n]`, rows whose logits are
+    context and to each other · block_tables: `[sequences, width]`, the blocks of each sequence, one
+    of each group of layers in turn (`Sequence.block_ids`), at least those of context and rows;
+    padded with 0, also where a group has none · logit_rows: `[n]`, rows whose logits are
     wanted, ascending · num_decodes: number of sequences with one
     row (known to the host) · wants_hidden: whether `StepModel.hidden` is to be written ·
     lora_slots: `[rows]`, the slot of each row's adapter or -1; None if no row has one ·
@@ -51,11 +52,13 @@ class StepModel(Protocol):
 
     expert_tokens: int64 `[layers with experts, experts]`, tokens that took each expert so far; None
     without experts. May be read by any thread · hidden: `[logit_rows, hidden_size]` of the last
-    step, behind the last norm, if it wanted them; valid until the next step.
+    step, behind the last norm, if it wanted them; valid until the next step · num_groups: groups of
+    layers, each with blocks of its own.
     """
 
     expert_tokens: Tensor | None
     hidden: Tensor | None
+    num_groups: int
 
     def write_lora(self, slot: int, adapter: LoraAdapter) -> None:
         """Writes an adapter to a slot that no sequence uses."""
@@ -71,14 +74,15 @@ class StepModel(Protocol):
 
 
 Ints = npt.NDArray[np.int32]
-_SPARE_BLOCKS = 4  # columns of a block table that sequences can grow into
+_SPARE_BLOCKS = 4  # of each group: columns of a block table that sequences can grow into
 
 
 class BatchBuilder:
     """Builds the batch of each step of one engine. Used by the engine thread only."""
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, device: torch.device, num_groups: int = 1) -> None:
         self._block_size = block_size
+        self._num_groups = num_groups
         self._device = device
         self._last: _DecodeBatch | None = None
 
@@ -95,7 +99,7 @@ class BatchBuilder:
         if not on_cpu or scheduled[-1].count > 1 or not all(map(_decodes, scheduled)):
             return self.new_batch(scheduled)
         if self._last is None or not self._last.continues(scheduled):
-            self._last = _DecodeBatch(scheduled)
+            self._last = _DecodeBatch(scheduled, self._num_groups)
         return self._last.batch(scheduled)
 
     def new_batch(self, scheduled: list[ScheduledSequence]) -> StepBatch:
@@ -113,10 +117,12 @@ class BatchBuilder:
         num_decodes = query_lens.count(1)
         assert query_lens[:num_decodes] == [1] * num_decodes, "single-token rows come first"
         spans = zip(context_lens, query_lens, strict=True)
-        needed = [-(-(start + count) // self._block_size) for start, count in spans]
+        size, groups = self._block_size, self._num_groups
+        needed = [-(-(start + count) // size) * groups for start, count in spans]
         block_tables = np.zeros((len(scheduled), max(needed)), np.int32)
         for row, item, used in zip(block_tables, scheduled, needed, strict=True):
             row[:used] = item.sequence.block_ids[:used]
+        np.maximum(block_tables, 0, out=block_tables)
         return StepBatch(
             token_ids=self._tensor(np.array(token_ids, np.int32)),
             context_lens=self._tensor(np.array(context_lens, np.int32)),
@@ -163,17 +169,18 @@ def _decodes(item: ScheduledSequence) -> bool:
 class _DecodeBatch:
     """A decode batch on a CPU, whose tensors are written again for each step."""
 
-    def __init__(self, scheduled: list[ScheduledSequence]) -> None:
+    def __init__(self, scheduled: list[ScheduledSequence], num_groups: int) -> None:
         count = len(scheduled)
         self._sequences = [item.sequence for item in scheduled]
         self._blocks = [sequence.block_ids for sequence in self._sequences]
         self._num_blocks = [len(blocks) for blocks in self._blocks]
         self._states = [sequence.state_blocks for sequence in self._sequences]
-        width = max(self._num_blocks) + _SPARE_BLOCKS
+        width = max(self._num_blocks) + _SPARE_BLOCKS * num_groups
         self._rows = np.zeros((2, count), np.int32)  # token ids, context_lens
         self._tables = np.zeros((count, width), np.int32)
         for row, blocks in zip(self._tables, self._blocks, strict=True):
             row[: len(blocks)] = blocks
+        np.maximum(self._tables, 0, out=self._tables)
         token_ids, context_lens = torch.from_numpy(self._rows).unbind()
         query_lens = torch.ones(count, dtype=torch.int32)
         logit_rows = torch.arange(count, dtype=torch.int32)
@@ -210,5 +217,6 @@ class _DecodeBatch:
             return False
         self._tables[at, : len(blocks)] = blocks
         self._tables[at, len(blocks) :] = 0
+        np.maximum(self._tables[at], 0, out=self._tables[at])
         self._blocks[at], self._num_blocks[at] = blocks, len(blocks)
         return True

@@ -7,6 +7,11 @@ four states, which `check()` proves:
     cached       not held, with content of the prefix cache, until it is evicted
     held         one or more sequences hold it; it may be in the prefix cache too
     quarantined  not to be allocated: a remote writer may still write into it
+
+Groups of layers (`baton.kv_groups`) take their blocks from one pool; a cached block belongs to the
+group that filled it. A prefix is cached if the groups without a window have all of its blocks, and
+those with one have the blocks that the next token attends to. Cache changes are about the first
+group, which has no window if any has none.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.block_hash import block_hash, root_hash
+from baton.kv_groups import NO_BLOCK, KvGroups
 
 
 class _CacheEntry(NamedTuple):
@@ -25,6 +31,7 @@ class _CacheEntry(NamedTuple):
     hash: int
     parent: int
     tokens: tuple[int, ...]
+    group: int = 0
 
 
 @dataclass
@@ -46,19 +53,21 @@ class BlockManager:
         num_blocks: int,
         block_size: int,
         prefix_cache: bool = True,
+        windows: tuple[int, ...] = (0,),
         zero: Callable[[list[int]], object] = list,
     ) -> None:
-        """zero: zeroes the memory of blocks."""
+        """windows: of each group of layers, as of `KvGroups` · zero: zeroes blocks' memory."""
         self._zero = zero
         self._not_kv: set[int] = set()  # blocks whose last content was a state
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.groups = KvGroups(windows, block_size)
         self._prefix_cache = prefix_cache
         self._refs = [0] * num_blocks
         self._free: deque[int] = deque(range(num_blocks))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._quarantined: set[int] = set()
-        self._by_hash: dict[int, int] = {}
+        self._by_hash: list[dict[int, int]] = [{} for _ in windows]  # of each group
         self._entries: dict[int, _CacheEntry] = {}  # by block
         self._changes = CacheChanges()
 
@@ -111,34 +120,53 @@ class BlockManager:
         of the leading blocks; those that are computed here are appended.
         """
         hashes = [] if hashes is None else hashes
-        found: list[int] = []
+        found = list[int]()
         parent, size = root_hash(salt), self.block_size
         for index in range((len(tokens) - 1) // size if self._prefix_cache else 0):
             chunk = tuple(tokens[index * size : (index + 1) * size])
             if index == len(hashes):
                 hashes.append(block_hash(parent, chunk))
-            block = self._by_hash.get(hashes[index])
-            if block is None or self._entries[block][1:] != (parent, chunk):
+            blocks = self._cached(hashes[index], parent, chunk)
+            if blocks is None:
                 break
             parent = hashes[index]
-            found.append(block)
+            found += blocks
+        if self.groups.slide:
+            found = self.groups.cached_prefix(found)
         for block in found:
-            self._evictable.pop(block, None)
-            self._refs[block] += 1
+            if block != NO_BLOCK:
+                self._evictable.pop(block, None)
+                self._refs[block] += 1
         return found
 
-    def cache_block(self, block: int, block_hash_: int, parent: int, tokens: Sequence[int]) -> None:
-        """Adds a held, full block, whose content is verified, to the prefix cache.
+    def _cached(self, hash_: int, parent: int, tokens: tuple[int, ...]) -> list[int] | None:
+        """The blocks of all groups with this content; None if one without a window has none."""
+        blocks = []
+        for by_hash, window in zip(self._by_hash, self.groups.windows, strict=True):
+            block = by_hash.get(hash_, NO_BLOCK)
+            if block == NO_BLOCK or self._entries[block][1:3] != (parent, tokens):
+                if not window:
+                    return None
+                block = NO_BLOCK
+            blocks.append(block)
+        return blocks
+
+    def cache_block(
+        self, block: int, block_hash_: int, parent: int, tokens: Sequence[int], group: int = 0
+    ) -> None:
+        """Adds a held, full block of a group, whose content is verified, to the prefix cache.
 
         If the same content is cached already, this block stays private.
         """
         assert self._refs[block] > 0, "only held blocks are cached"
         assert len(tokens) == self.block_size, "only full blocks are cached"
-        if not self._prefix_cache or block in self._entries or block_hash_ in self._by_hash:
+        by_hash = self._by_hash[group]
+        if not self._prefix_cache or block in self._entries or block_hash_ in by_hash:
             return
-        self._by_hash[block_hash_] = block
-        self._entries[block] = _CacheEntry(block_hash_, parent, tuple(tokens))
-        self._changes.stored.add(block_hash_)
+        by_hash[block_hash_] = block
+        self._entries[block] = _CacheEntry(block_hash_, parent, tuple(tokens), group)
+        if not group:
+            self._changes.stored.add(block_hash_)
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Adds one holder to each of these blocks, which are held."""
@@ -147,8 +175,11 @@ class BlockManager:
             self._refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Removes one holder of each block. Deeper blocks of a prefix are evicted first."""
+        """Removes one holder of each block, if it is one. Deeper blocks of a prefix are evicted
+        first."""
         for block in reversed(list(blocks)):
+            if block == NO_BLOCK:
+                continue
             assert self._refs[block] > 0, f"block {block} released more often than held"
             self._refs[block] -= 1
             if self._refs[block]:
@@ -199,9 +230,10 @@ class BlockManager:
         assert not groups[0] & self._entries.keys(), "a free block caches nothing"
         assert not self._quarantined & self._entries.keys(), "a quarantined block caches nothing"
         assert groups[1] <= self._entries.keys(), "an evictable block caches something"
-        assert {entry.hash: block for block, entry in self._entries.items()} == self._by_hash, (
-            "index is exact"
-        )
+        for group, by_hash in enumerate(self._by_hash):
+            assert by_hash == {
+                entry.hash: block for block, entry in self._entries.items() if entry.group == group
+            }, "index is exact"
 
     def _evict(self) -> int:
         block, _ = self._evictable.popitem(last=False)
@@ -209,8 +241,10 @@ class BlockManager:
         return block
 
     def _remove_entry(self, block: int) -> None:
-        evicted = self._entries.pop(block).hash
-        del self._by_hash[evicted]
+        evicted, _, _, group = self._entries.pop(block)
+        del self._by_hash[group][evicted]
+        if group:
+            return
         if evicted in self._changes.stored:
             self._changes.stored.remove(evicted)
         else:

@@ -23,6 +23,7 @@ from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.block_manager import BlockManager
 from baton.engine.checkpoint.tensors import fingerprint
+from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.cpu_affinity import pin_thread
 from baton.engine.engine import Engine
 from baton.engine.kernels.torch.row_quantization import FP8
@@ -33,7 +34,7 @@ from baton.engine.models.weight_loader import random_seed
 from baton.engine.rank_executor import RemoteRanks
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.scheduler import ChunkBudget, ScheduledSequence, ScheduledStep, Scheduler
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
 from baton.engine.step_report import StepReport
@@ -89,14 +90,15 @@ class Loaded:
     def engine(self, publish: Callable[[StepReport], None]) -> Engine:
         """A new engine, not started, over this model and pool."""
         settings, runner, most = self.settings, self.runner, self.max_context
-        layout, state_blocks = self.layout, self.layout.state_blocks
-        cache = settings.prefix_cache and not state_blocks
-        blocks = BlockManager(layout.num_blocks, layout.block_size, cache, runner.zero_blocks)
+        layout = self.layout
+        sizes = layout.num_blocks, layout.block_size
+        cache = settings.prefix_cache and not layout.state_blocks
+        blocks = BlockManager(*sizes, cache, layout.windows, runner.zero_blocks)
         proposer = NgramProposer(settings.speculate, most) if settings.speculate else None
         usual = _CHUNKS[runner.pool.device.type]
         alone_s = 0.0 if settings.chunk_ms else usual.alone_s
         chunk = ChunkBudget(settings.chunk_tokens, self.chunk_s, usual.min_tokens, alone_s)
-        scheduler = Scheduler(blocks, chunk, settings.max_batch, proposer, state_blocks)
+        scheduler = Scheduler(blocks, chunk, settings.max_batch, proposer, layout.state_blocks)
         eos = frozenset(self.model_config.eos_token_ids)
         overlap = settings.overlap and not proposer  # proposals need known tokens
         engine = Engine(runner, scheduler, eos, most, publish, overlap, settings.lora_slots)
@@ -134,13 +136,19 @@ def load(
         torch.set_num_threads(settings.threads)
     dtype = choose_dtype(settings.dtype, config.dtype, backend.device)
     kv_dtype = kv_dtype_of(settings, dtype)
+    if config.latent is not None and settings.kv_dtype != "auto":
+        raise ConfigError(
+            f"--kv-dtype {settings.kv_dtype}: {config.architecture} has latent KV, whose rows are "
+            "not quantised: leave it out"
+        )
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
     longest = longest_context(settings, config)
     kv_bytes, layout = settings.kv_cache_bytes or backend.kv_bytes, None
     if settings.kv_blocks or kv_bytes:
-        layout = plan_layout(config, kv_dtype, settings.block_size, settings.kv_blocks, kv_bytes)
+        size = settings.block_size, settings.kv_blocks, kv_bytes, settings.chunk_tokens
+        layout = plan_layout(config, kv_dtype, *size)
         _check_context(settings, layout)
-        longest = min(longest, layout.max_sequence)
+        longest = min(longest, layout.num_tokens)
     # Tables by position cover only the positions that are possible here.
     limited = replace(config, max_context=longest)
     try:
@@ -152,7 +160,7 @@ def load(
             f"{memory.advice(settings, None)}"
         ) from error
     _check_context(settings, layout)
-    max_context = min(longest, layout.max_sequence - 1)
+    max_context = min(longest, layout.num_tokens - 1)
     if max_context < 2:
         raise ConfigError(
             "the KV cache is too small for any request: raise --kv-blocks or --kv-cache"
@@ -190,24 +198,23 @@ def longest_context(settings: EngineConfig, config: ModelConfig) -> int:
 
 def _check_context(settings: EngineConfig, layout: KvLayout) -> None:
     """Raises ConfigError if the pool is smaller than a state, or than the requested context."""
-    if layout.max_sequence < 1:
+    if layout.num_tokens < 1:
         raise ConfigError(
             f"the state of a sequence takes {layout.state_blocks} KV blocks, and there are "
             f"{layout.num_blocks}: give the KV cache {_kv_for(layout, layout.block_size)}"
         )
-    if settings.max_context >= layout.max_sequence:
+    if settings.max_context >= layout.num_tokens:
         raise ConfigError(
             f"--max-context {settings.max_context} does not fit the KV cache, which holds "
-            f"{layout.max_sequence} tokens, one more than a context: give it "
+            f"{layout.num_tokens} tokens, one more than a context: give it "
             f"{_kv_for(layout, settings.max_context)}, or lower --max-context to "
-            f"{layout.max_sequence - 1}"
+            f"{layout.num_tokens - 1}"
         )
 
 
 def _kv_for(layout: KvLayout, context: int) -> str:
     """The option for a pool of this context length."""
-    tokens = (context + layout.block_size) * layout.bytes_per_token
-    needed = math.ceil((tokens + layout.state_bytes) / 2**20)
+    needed = math.ceil(layout.bytes_of(context + layout.block_size) / 2**20)
     return f"--kv-cache {needed}MiB"
 
 
@@ -219,15 +226,15 @@ def warm_up(loaded: Loaded) -> None:
     """
     loaded.prepare()
     chunk = min(512, loaded.settings.chunk_tokens, loaded.max_context)
-    blocks = list(range(-(-chunk // loaded.layout.block_size)))
-    num_blocks = loaded.layout.num_blocks
+    groups, num_blocks = len(loaded.layout.windows), loaded.layout.num_blocks
+    blocks = list(range(-(-chunk // loaded.layout.block_size) * groups))
     states = list(range(num_blocks - loaded.layout.state_blocks, num_blocks))
     params = SamplingParams()
     sequence = Sequence(
         "warm-up", [1] * chunk, chunk, params, block_ids=blocks, state_blocks=states
     )
     single = ScheduledSequence(
-        Sequence("warm-up", [1], 1, params, block_ids=blocks[:1], state_blocks=states), 0, 1
+        Sequence("warm-up", [1], 1, params, block_ids=blocks[:groups], state_blocks=states), 0, 1
     )
     loaded.runner.run(
         ScheduledStep(

@@ -13,6 +13,7 @@ from baton.engine.loop import EngineLoop
 from baton.engine.sequence import Sequence
 from baton.engine.step_report import Load
 from baton.errors import Overloaded, Stale
+from baton.kv_groups import NO_BLOCK, held
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,7 +26,7 @@ RETRY_S = 0.2  # advised when there is no room: room comes whenever a sequence e
 
 @dataclass(frozen=True)
 class Reserved:
-    """Blocks held for a sequence, as `Sequence.handoff_blocks`; those of its first `num_cached`
+    """Blocks held for a sequence (`Sequence.handoff_blocks`); those of its first `num_cached`
     tokens are filled.
 
     started: it runs already, and needs no `resume`.
@@ -40,13 +41,15 @@ class Reserved:
 class UnverifiedKv:
     """KV of `num_tokens` on which a sequence runs before it is verified.
 
-    Its blocks, the sequence's from index `first` on, are held until then.
+    Its blocks, the sequence's `block_ids` from entry `first` on, are held until then. start: its
+    first position.
     """
 
     sequence: Sequence
     num_tokens: int
+    start: int
     first: int
-    blocks: list[int]
+    block_ids: list[int]
 
 
 def _command(
@@ -83,6 +86,9 @@ class Engine(EngineLoop):
         if self._scheduler.waiting:  # preempted ones; newcomers must not take the blocks they need
             raise Overloaded("sequences that run here wait for KV blocks", RETRY_S)
         self._register(sequence)
+        self._scheduler.use_cache(sequence)
+        starts = sequence.num_pending <= start_tokens
+        sequence.awaits_kv = not starts
         if not self._scheduler.reserve(sequence, extra_tokens=1):
             self._unregister(sequence)
             raise Overloaded(
@@ -90,15 +96,13 @@ class Engine(EngineLoop):
                 f"{self._blocks.num_blocks} KV blocks are available",
                 RETRY_S,
             )
-        starts = sequence.num_tokens - sequence.num_computed <= start_tokens
         blocks = sequence.handoff_blocks(sequence.num_tokens, self._blocks.block_size)
         reserved = Reserved(sequence.num_computed, tuple(blocks), starts)
         if starts:
             self._scheduler.add(sequence)
         else:
             # The writers are other processes, which are not ordered with steps that run here.
-            self._runner.wait_for_writes(blocks)
-            sequence.awaits_kv = True
+            self._runner.wait_for_writes(held(blocks))
         return reserved
 
     @_command
@@ -111,12 +115,12 @@ class Engine(EngineLoop):
         """
         sequence = self._find(seq_id)
         assert num_computed == sequence.num_tokens, "a handoff covers every known token"
-        first = sequence.num_computed // self._blocks.block_size
-        kv = UnverifiedKv(sequence, num_computed, first, sequence.block_ids[first:])
+        start, first = sequence.num_computed, self._entry(sequence.num_computed)
+        kv = UnverifiedKv(sequence, num_computed, start, first, sequence.block_ids[first:])
         if verified:
-            self._scheduler.cache_blocks(sequence, sequence.num_computed, num_computed)
+            self._scheduler.cache_blocks(sequence, start, num_computed)
         else:
-            self._blocks.hold(kv.blocks)
+            self._blocks.hold(held(kv.block_ids))
             sequence.unverified = True
         sequence.num_computed = num_computed
         sequence.awaits_kv = False
@@ -130,27 +134,27 @@ class Engine(EngineLoop):
     def accept(self, kv: UnverifiedKv) -> None:
         """The KV is verified: its blocks, and those computed meanwhile, can be cached."""
         sequence = kv.sequence
-        sequence.unverified, start = False, kv.first * self._blocks.block_size
+        sequence.unverified = False
         if not sequence.dropped:
             end = sequence.num_computed - sequence.awaits_token  # without a step in flight
-            self._scheduler.cache_blocks(sequence, start, end)
+            self._scheduler.cache_blocks(sequence, kv.start, end)
         else:
-            sequence.block_ids = [-1] * kv.first + kv.blocks
-            self._scheduler.cache_blocks(sequence, start, kv.num_tokens)
+            sequence.block_ids = [NO_BLOCK] * kv.first + kv.block_ids
+            self._scheduler.cache_blocks(sequence, kv.start, kv.num_tokens)
             sequence.block_ids = []
-        self._blocks.release(kv.blocks)
+        self._blocks.release(kv.block_ids)
 
     @_command
     def discard(self, kv: UnverifiedKv) -> None:
         """The KV is not what was sent: zeroes its blocks and ends its sequence."""
-        sequence, wrong = kv.sequence, kv.blocks
+        sequence, wrong = kv.sequence, kv.block_ids
         if not sequence.dropped:
             later = sequence.block_ids[kv.first :]
             if later[: len(wrong)] == wrong:  # it was not preempted
                 wrong = later  # what was computed from wrong KV is wrong, too
             self._drop(sequence)
-        self._runner.zero_blocks(wrong)
-        self._blocks.release(kv.blocks)
+        self._runner.zero_blocks(held(wrong))
+        self._blocks.release(kv.block_ids)
 
     @_command
     def pause(self, seq_id: str) -> None:
@@ -165,7 +169,7 @@ class Engine(EngineLoop):
     def release(self, seq_id: str, quarantine_from: int | None = None) -> list[int]:
         """Ends a sequence in any state and frees its blocks; unknown ids are ignored.
 
-        Blocks from index `quarantine_from` on are quarantined instead, and returned for
+        Blocks of positions from `quarantine_from` on are quarantined instead, and returned for
         `end_quarantine`.
         """
         sequence = self._sequences.get(seq_id)
@@ -173,13 +177,13 @@ class Engine(EngineLoop):
             return []
         quarantined: list[int] = []
         if quarantine_from is not None:
-            quarantined = sequence.block_ids[quarantine_from:] + sequence.state_blocks
-            sequence.block_ids = sequence.block_ids[:quarantine_from]
-            sequence.state_blocks = []
+            first = self._entry(quarantine_from)
+            quarantined = held(sequence.block_ids[first:]) + sequence.state_blocks
+            sequence.block_ids, sequence.state_blocks = sequence.block_ids[:first], []
             self._blocks.quarantine(quarantined)
         if sequence.awaits_kv:
-            first = sequence.num_computed // self._blocks.block_size
-            self._runner.zero_blocks(sequence.block_ids[first:])
+            first = self._entry(sequence.num_computed)
+            self._runner.zero_blocks(held(sequence.block_ids[first:]))
         self._drop(sequence)
         return quarantined
 
@@ -220,8 +224,8 @@ class Engine(EngineLoop):
 
     def _register(self, sequence: Sequence) -> None:
         assert sequence.seq_id not in self._sequences, "sequence ids are unique"
-        needed = -(-(sequence.num_tokens + 1) // self._blocks.block_size)
-        needed += self._scheduler.state_blocks
+        step_tokens = self._scheduler.chunk.max_tokens
+        needed = self._blocks.groups.most_blocks(sequence.num_tokens + 1, step_tokens)
         if needed > self._blocks.num_blocks:
             raise Overloaded(
                 f"the sequence needs {needed} KV blocks and the pool has {self._blocks.num_blocks}"
@@ -234,6 +238,10 @@ class Engine(EngineLoop):
         eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         sequence.ends = eos | params.stop_token_ids if params.stop_token_ids else eos
         sequence.limit = sequence.num_tokens + sequence.tokens_left(self._max_context)
+
+    def _entry(self, position: int) -> int:
+        """Where blocks of a position that begins a block are in `Sequence.block_ids`."""
+        return position // self._blocks.block_size * len(self._blocks.groups)
 
     def _find(self, seq_id: str) -> Sequence:
         sequence = self._sequences.get(seq_id)

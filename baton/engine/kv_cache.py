@@ -12,6 +12,7 @@ from baton.engine.kernels.delta_rule import StateLayout
 from baton.engine.kernels.torch.row_quantization import SCALE_BYTES, is_quantized
 from baton.engine.models.model_config import ModelConfig
 from baton.errors import ConfigError
+from baton.kv_groups import KvGroups
 from baton.v1 import common_pb2
 
 
@@ -35,6 +36,9 @@ class KvLayout:
     queries share. In int8 and fp8, the elements of all rows of a block and head come first, and
     their float32 scales last (`row_quantization.split_rows`): so a row is aligned to 16 bytes where
     head_size is a multiple of 16, as wide loads of GPUs need it.
+
+    num_layers: of a block, which belongs to one group of layers · windows: of each group
+    (`baton.kv_groups`) · step_tokens: most tokens that a step computes of one sequence.
     """
 
     num_blocks: int
@@ -44,6 +48,8 @@ class KvLayout:
     head_size: int
     dtype: torch.dtype
     parts: int = 2
+    windows: tuple[int, ...] = (0,)
+    step_tokens: int = 0
     state_blocks: int = 0  # of each sequence's state; 0 in models without states
 
     @property
@@ -59,29 +65,38 @@ class KvLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the pool holds."""
-        return self.num_blocks * self.block_size
+        """Tokens of the longest sequence that the pool holds."""
+        return self.groups.longest(self.num_blocks, self.step_tokens)
 
     @property
-    def max_sequence(self) -> int:
-        """Tokens of the longest sequence that the pool holds."""
-        return (self.num_blocks - self.state_blocks) * self.block_size
+    def groups(self) -> KvGroups:
+        """The groups of layers that share the pool."""
+        return KvGroups(self.windows, self.block_size, self.state_blocks)
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a block."""
+        rows = self.num_layers * self.parts * self.num_kv_heads * self.block_size
+        return rows * self.row_size * self.dtype.itemsize
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the blocks of a sequence's state."""
-        return self.state_blocks * self.block_size * self.bytes_per_token
+        return self.state_blocks * self.block_bytes
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes of one token over all layers."""
-        rows = self.num_layers * self.parts * self.num_kv_heads
-        return rows * self.row_size * self.dtype.itemsize
+        """KV bytes of one token over all layers, while it is within all windows."""
+        return len(self.windows) * self.block_bytes // self.block_size
 
     @property
     def num_bytes(self) -> int:
         """Size of the pool."""
-        return self.num_tokens * self.bytes_per_token
+        return self.num_blocks * self.block_bytes
+
+    def bytes_of(self, num_tokens: int) -> int:
+        """KV bytes of a sequence, at most."""
+        return self.groups.most_blocks(num_tokens, self.step_tokens) * self.block_bytes
 
     def descriptor(
         self, model_fingerprint: str, compute_dtype: torch.dtype, quantization: str = "none"
@@ -100,6 +115,7 @@ class KvLayout:
             quantization=quantization if quantization != "none" else "",
             num_layers=self.num_layers,
             parts=self.parts,
+            group_windows=self.windows if self.groups.slide else (),
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             block_size=self.block_size,
@@ -125,14 +141,16 @@ def _state_blocks(config: ModelConfig, layout: KvLayout) -> int:
 
 
 def plan_layout(
-    config: ModelConfig, dtype: torch.dtype, block_size: int, num_blocks: int, budget_bytes: int
-) -> KvLayout:
+    config: ModelConfig, dtype: torch.dtype, block_size: int, num_blocks: int, budget_bytes: int,
+    step_tokens: int = 0,
+) -> KvLayout:  # fmt: skip
     """The layout of `num_blocks` blocks, or if 0 of as many as fit into `budget_bytes`.
 
-    Raises ConfigError when not even one block fits.
+    step_tokens: as of `KvLayout`. Raises ConfigError when not even one block fits.
     """
-    layers, heads = config.num_kv_layers, config.num_kv_heads
-    one = KvLayout(1, layers, heads, block_size, config.head_size, dtype)
+    groups, heads = config.layer_groups, (config.num_kv_heads, block_size, config.head_size)
+    of_groups = config.kv_parts, groups.windows, step_tokens
+    one = KvLayout(1, groups.size, *heads, dtype, *of_groups)
     one = replace(one, state_blocks=_state_blocks(config, one))
     count = num_blocks or budget_bytes // one.num_bytes
     if count < 1:

@@ -89,7 +89,7 @@ class RunnerFailed(InternalError):
 
 
 class StepRunner:
-    """Computes steps over a KV pool `[blocks, layers, 2, kv_heads, block_size, row_size]`.
+    """Computes steps over a KV pool of the shape that `KvLayout` has.
 
     `launch` starts a step, `sample` samples, `land` waits for it; an engine may launch the next
     step before it lands this one. Here `launch` does everything, by `run`.
@@ -97,12 +97,13 @@ class StepRunner:
     decode_rows: rows of decode steps so far, where more are computed than plans ask for: "wanted",
     "padding", or "wasted" (the sequence was gone) · waited_s: total seconds that `land` waited for
     the device · expert_tokens: as of `StepModel`; any thread may read these · pools: of all ranks,
-    this one's first · ranks: of a tensor-parallel model.
+    this one's first · ranks: of a tensor-parallel model · num_groups: as of `StepModel`.
     """
 
     expert_tokens: torch.Tensor | None = None
     waited_s: float | None = None
     ranks: Ranks | None = None
+    num_groups: int = 1
 
     def __init__(self, pool: torch.Tensor, sampler: Sampler) -> None:
         self.pool = pool
@@ -175,7 +176,8 @@ class Runner(StepRunner):
         super().__init__(pool, sampler)
         self.model = model
         self.expert_tokens = model.expert_tokens
-        self._batches = BatchBuilder(pool.shape[4], pool.device)
+        self.num_groups = model.num_groups
+        self._batches = BatchBuilder(pool.shape[4], pool.device, self.num_groups)
 
     def run(self, step: ScheduledStep) -> dict[str, SampledTokens]:
         launch = self.launch(step)

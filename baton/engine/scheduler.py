@@ -19,11 +19,12 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Protocol
 
 from baton.engine.block_manager import BlockManager
+from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.sequence import UNKNOWN, Sequence
 from baton.engine.speculative import Proposer
+from baton.kv_groups import NO_BLOCK
 
 SCORED_ROWS = 128  # a step: their logits are 80 MB with a vocabulary of 150,000
 _SEQUENCE_OF = itemgetter(2)
@@ -133,70 +134,6 @@ class ScheduledStep:
         return sum(item.count for item in self.sequences if item.count > 1 + len(item.proposed))
 
 
-class StepSize(Protocol):
-    """How much a step computes."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_chunk_tokens(self) -> int: ...
-
-
-class ChunkBudget:
-    """How many prompt tokens a step may compute: about as many as take `seconds`, or `alone_s` in a
-    step that no running sequence waits for.
-
-    max_tokens: upper limit, which memory is planned for · min_tokens: lower limit, also used before
-    anything is measured; fewer tokens would take as long. The rate is tokens over seconds, both
-    summed with weights that decay from step to step: a long step weighs more than a short one, and
-    chunks after a long context, which take longer, get smaller at once.
-    """
-
-    _DECAY = 0.8  # of earlier steps' weight, with each step
-    _MIN_MEASURED = 32  # prompt tokens of a step that is measured
-
-    def __init__(
-        self, max_tokens: int, seconds: float = 0.060, min_tokens: int = 64, alone_s: float = 0.0
-    ) -> None:
-        """alone_s: 0 stands for `seconds`."""
-        self.max_tokens = max_tokens
-        self._seconds, self._min_tokens = seconds, min_tokens
-        self._alone_s = alone_s or seconds
-        self._sum_tokens = self._sum_s = 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Measured tokens a second; 0 before any measurement."""
-        return self._sum_tokens / self._sum_s if self._sum_s else 0.0
-
-    @property
-    def tokens(self) -> int:
-        """Beside running sequences."""
-        return self._tokens(self._seconds)
-
-    @property
-    def alone_tokens(self) -> int:
-        """Without running sequences."""
-        return self._tokens(self._alone_s)
-
-    def _tokens(self, seconds: float) -> int:
-        return min(self.max_tokens, max(self._min_tokens, int(self.tokens_per_s * seconds)))
-
-    def estimate_s(self, step: ScheduledStep) -> float:
-        """Estimated seconds of a step with chunks; 0 for one without, or before any measurement."""
-        return (
-            step.num_tokens / self.tokens_per_s
-            if step.num_chunk_tokens and self.tokens_per_s
-            else 0.0
-        )
-
-    def record_step(self, step: StepSize, seconds: float) -> None:
-        """Records the duration of a step."""
-        if step.num_chunk_tokens >= self._MIN_MEASURED:
-            self._sum_tokens = self._sum_tokens * self._DECAY + step.num_tokens
-            self._sum_s = self._sum_s * self._DECAY + seconds
-
-
 class Scheduler:
     """Owns the queues and the batch. Used by the engine thread only."""
 
@@ -254,21 +191,27 @@ class Scheduler:
             if group.discard(sequence):
                 return
 
+    def use_cache(self, sequence: Sequence) -> None:
+        """Gives a sequence without blocks those of its cached prefix."""
+        if sequence.block_ids or sequence.scores:
+            return
+        blocks = self.blocks
+        sequence.block_ids = blocks.get_computed_blocks(
+            sequence.tokens, sequence.cache_salt, sequence.block_hashes
+        )
+        sequence.num_computed = len(sequence.block_ids) // len(blocks.groups) * blocks.block_size
+        if not sequence.preemptions:
+            sequence.num_cached = sequence.num_computed
+
     def reserve(self, sequence: Sequence, extra_tokens: int = 0) -> bool:
         """Gives a sequence blocks for its known tokens and `extra_tokens`, cached ones first.
 
+        With windows, only as many as the next chunk needs; all if its KV comes from elsewhere.
         Returns False, with no block held, when there are not enough.
         """
-        blocks = self.blocks
-        if not (sequence.block_ids or sequence.scores):
-            sequence.block_ids = blocks.get_computed_blocks(
-                sequence.tokens, sequence.cache_salt, sequence.block_hashes
-            )
-            sequence.num_computed = len(sequence.block_ids) * blocks.block_size
-            if not sequence.preemptions:
-                sequence.num_cached = sequence.num_computed
+        self.use_cache(sequence)
         if not sequence.state_blocks and self.state_blocks:
-            sequence.state_blocks = blocks.allocate(self.state_blocks, states=True) or []
+            sequence.state_blocks = self.blocks.allocate(self.state_blocks, states=True) or []
         has_state = len(sequence.state_blocks) == self.state_blocks
         if has_state and self._grow(sequence, extra_tokens):
             return True
@@ -279,7 +222,7 @@ class Scheduler:
         """Releases a sequence's blocks, so that none of its tokens is computed any more."""
         self.blocks.release([*sequence.block_ids, *sequence.state_blocks])
         sequence.block_ids, sequence.state_blocks = [], []
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_slots = 0
 
     def schedule(self) -> ScheduledStep:
         """The next step: all decoding sequences, then chunks of prompts, then proposed tokens."""
@@ -287,7 +230,7 @@ class Scheduler:
         self._decode(step)
         num_decodes = len(step.sequences)
         self._catch_up(step, self.chunk.tokens if num_decodes else self.chunk.alone_tokens)
-        if len(step.sequences) > num_decodes:
+        if len(step.sequences) != num_decodes or self.blocks.groups.slide:
             step.sort()
         if self._proposer is not None:
             self._propose(step, self.chunk.max_tokens - step.num_chunk_tokens, self._proposer)
@@ -360,12 +303,15 @@ class Scheduler:
         """Caches the full blocks that verified KV of positions [start, end) completes."""
         if sequence.unverified:
             return
-        size = self.blocks.block_size
+        size, count = self.blocks.block_size, len(self.blocks.groups)
         for index in range(start // size, end // size):
             tokens = sequence.tokens[index * size : (index + 1) * size]
             block_hash = sequence.hash_of(index, size)
             parent = sequence.parent_hash(index)
-            self.blocks.cache_block(sequence.block_ids[index], block_hash, parent, tokens)
+            blocks = sequence.block_ids[index * count : (index + 1) * count]
+            for group, block in enumerate(blocks):
+                if block != NO_BLOCK:
+                    self.blocks.cache_block(block, block_hash, parent, tokens, group)
 
     def _separate_exclusive(self, step: ScheduledStep) -> None:
         """Leaves either one exclusive sequence in the step, or all others, in turns."""
@@ -390,14 +336,13 @@ class Scheduler:
 
         A sequence that is preempted here comes after all that are scheduled already.
         """
-        size = self.blocks.block_size
         for sequence in list(self.running):
             known, start = len(sequence.tokens), sequence.num_computed
             if known - start != 1:
                 continue
             # A sequence without blocks was preempted in this loop.
-            blocks = sequence.block_ids
-            if known > len(blocks) * size and not (blocks and self._make_room(sequence)):
+            is_short = known > sequence.num_slots
+            if is_short and not (sequence.block_ids and self._make_room(sequence)):
                 continue
             scheduled = ScheduledSequence(sequence, start, 1)
             step.sequences.append(scheduled)
@@ -426,6 +371,8 @@ class Scheduler:
             group.discard(sequence)
             if group is not behind:
                 self.running.add(sequence)
+            if not self._has_slots(step, sequence, room, behind):
+                continue
             count = _append(step, sequence, room)
             budget -= 0 if group is self.ready else count
             scored -= count if sequence.scores else 0
@@ -458,8 +405,8 @@ class Scheduler:
         causes a preemption.
         """
         blocks = self.blocks
-        room = len(sequence.block_ids) * blocks.block_size - sequence.num_tokens
-        missing = -(-(count - room) // blocks.block_size)
+        room = sequence.num_slots - sequence.num_tokens
+        missing = -(-(count - room) // blocks.block_size) * len(blocks.groups)
         if missing > 0 and blocks.num_available >= missing + len(self.running):
             self._grow(sequence, count)
             return count
@@ -467,15 +414,57 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, extra_tokens: int = 0) -> bool:
         """Allocates blocks until all known tokens and `extra_tokens` have slots."""
-        slots = sequence.num_tokens + extra_tokens
-        missing = -(-slots // self.blocks.block_size) - len(sequence.block_ids)
-        if missing <= 0:
-            return True
-        blocks = self.blocks.allocate(missing)
+        size = self.blocks.block_size
+        needed = -(-(sequence.num_tokens + extra_tokens) // size)
+        if self.blocks.groups.slide:
+            return self._slide(sequence, needed)
+        missing = needed - len(sequence.block_ids)
+        if missing > 0:
+            blocks = self.blocks.allocate(missing)
+            if blocks is None:
+                return False
+            sequence.block_ids += blocks
+        sequence.num_slots = len(sequence.block_ids) * size
+        return True
+
+    def _slide(self, sequence: Sequence, needed: int) -> bool:
+        """Releases blocks behind windows, and allocates those of the next tokens: in groups with a
+        window as many as a step can compute, or all of those whose KV comes from elsewhere."""
+        groups, size = self.blocks.groups, self.blocks.block_size
+        ids, ahead, position = list(sequence.block_ids), needed, sequence.num_tokens
+        if not sequence.awaits_kv:
+            position = sequence.num_computed
+            ahead = min(needed, -(-(position + self.chunk.max_tokens + 1) // size))
+        behind = [] if sequence.unverified else groups.behind(ids, position)
+        self.blocks.release([ids[at] for at in behind])
+        for at in behind:
+            ids[at] = NO_BLOCK
+        sequence.block_ids = ids
+        missing = groups.missing(ids, position, ahead, needed)
+        blocks = self.blocks.allocate(len(missing))
         if blocks is None:
             return False
-        sequence.block_ids += blocks
+        ids += [NO_BLOCK] * (needed * len(groups) - len(ids))
+        for at, block in zip(missing, blocks, strict=True):
+            ids[at] = block
+        sequence.num_slots = max(ahead * size, sequence.num_slots)
         return True
+
+    def _has_slots(
+        self, step: ScheduledStep, sequence: Sequence, tokens: int, behind: SequenceQueue
+    ) -> bool:
+        """Makes slots for the next tokens of a running sequence, where windows need some.
+
+        Sequences that are preempted for it leave the step. Returns False if it is one of them.
+        """
+        if min(sequence.num_computed + tokens, sequence.num_tokens) <= sequence.num_slots:
+            return True
+        made = self._make_room(sequence)
+        step.sequences = [one for one in step.sequences if one.sequence.block_ids]
+        step.prompts = [one for one in step.prompts if one.sequence.block_ids]
+        for preempted in [one for one in behind if not one.block_ids]:
+            behind.discard(preempted)
+        return made
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Grows a running sequence by preempting the last ones; False if it was one of them."""

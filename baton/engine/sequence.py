@@ -2,88 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from baton.block_hash import block_hash, root_hash
+from baton.engine.token_counts import TokenCounts
 from baton.generation.sampling_params import SamplingParams
 from baton.generation.structured_output import GrammarMatcher
 
-Ints = npt.NDArray[np.int64]
 UNKNOWN = 0  # stands for a token that is being sampled
 _ENDLESS = 1 << 62
-
-
-class TokenCounts:
-    """How often each token occurs in one sequence, for its penalties; updated from step to step.
-
-    Tokens are only ever appended, and counts depend on them alone: on every worker and after every
-    preemption they are equal, up to their order. Engine thread only.
-    """
-
-    def __init__(self) -> None:
-        self._counted = 0  # tokens
-        self._places: dict[int, int] = {}  # token -> its index in the two arrays below
-        self._ids = np.empty(0, np.int64)
-        self._times = np.empty(0, np.int64)  # counts in the output; 0: in the prompt only
-
-    def count(self, token_ids: Tokens[int], prompt_tokens: int, proposed: int) -> tuple[Ints, Ints]:
-        """(distinct tokens, count of each in the output), valid until the next call.
-
-        proposed: how many of the last `token_ids` are proposals, which may be rejected.
-        """
-        known = len(token_ids) - proposed
-        assert self._counted <= known and prompt_tokens <= known, "tokens only grow"
-        if not self._counted:
-            self._count_all(np.asarray(token_ids[:known], np.int64), prompt_tokens)
-        for at in range(self._counted, known):
-            self._add(token_ids[at])
-        self._counted = known
-        ids, times = self._ids[: len(self._places)], self._times[: len(self._places)]
-        return (
-            self._with_proposed(ids, times, token_ids[known:][:proposed])
-            if proposed
-            else (ids, times)
-        )
-
-    def _count_all(self, token_ids: Ints, prompt_tokens: int) -> None:
-        ids = np.unique(token_ids)
-        output, times = np.unique(token_ids[prompt_tokens:], return_counts=True)
-        self._places = dict(zip(ids.tolist(), range(len(ids)), strict=True))
-        self._ids, self._times = ids, np.zeros(len(ids), np.int64)
-        self._times[ids.searchsorted(output)] = times
-        self._counted = len(token_ids)
-
-    def _add(self, token_id: int) -> None:
-        place = self._places.setdefault(token_id, len(self._places))
-        if place == len(self._ids):  # room for more, so that growing is rare
-            room = np.zeros(len(self._ids) + 64, np.int64)
-            self._ids = np.concatenate([self._ids, room])
-            self._times = np.concatenate([self._times, room])
-        self._ids[place] = token_id
-        self._times[place] += 1
-
-    def _with_proposed(self, ids: Ints, times: Ints, proposed: Tokens[int]) -> tuple[Ints, Ints]:
-        times, new = times.copy(), dict[int, int]()
-        for token_id in proposed:
-            place = self._places.get(token_id)
-            if place is None:
-                new[token_id] = new.get(token_id, 0) + 1
-            else:
-                times[place] += 1
-        new_ids, new_times = (np.array(list(part), np.int64) for part in (new, new.values()))
-        return np.concatenate([ids, new_ids]), np.concatenate([times, new_times])
 
 
 @dataclass(eq=False)
 class Sequence:
     """One request on one engine. Owned by the engine thread once it is added.
 
-    `block_ids` is only ever appended to or replaced by another list: the same list of the same
-    length has the same blocks.
+    `block_ids` (`baton.kv_groups`) is only ever appended to or replaced by another list: the same
+    list of the same length has the same blocks. Where blocks were given up, it is another list.
     """
 
     seq_id: str
@@ -114,10 +49,9 @@ class Sequence:
     preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
     state_blocks: list[int] = field(default_factory=list)  # of its state, in models with states
+    num_slots: int = 0  # tokens that all groups of layers have blocks for, set by the scheduler
     block_hashes: list[int] = field(default_factory=list)
-    token_counts: TokenCounts = field(
-        default_factory=TokenCounts
-    )  # computed on demand of penalties
+    token_counts: TokenCounts = field(default_factory=TokenCounts)  # on demand of penalties
     grammar: GrammarMatcher | None = None  # of structured output
 
     def __post_init__(self) -> None:
@@ -129,8 +63,10 @@ class Sequence:
         return len(self.tokens)
 
     def handoff_blocks(self, num_tokens: int, block_size: int) -> list[int]:
-        """The blocks that a handoff of the first `num_tokens` tokens consists of: theirs, then
-        those of the state."""
+        """The blocks of a handoff of `num_tokens`: of at least those, or exactly of those and then
+        of the state."""
+        if not self.state_blocks:
+            return self.block_ids
         return self.block_ids[: -(-num_tokens // block_size)] + self.state_blocks
 
     @property

@@ -37,6 +37,7 @@ from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogp
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError
+from baton.kv_groups import KvGroups
 
 Words = npt.NDArray[np.uint64]
 
@@ -45,12 +46,19 @@ _BEST_LOGIT = 12.0
 
 
 class SimulatedRunner(StepRunner):
-    """Runs steps over a pool `[blocks, layers, 2, kv_heads, block_size, head_size]` in memory."""
+    """Runs steps over a pool in memory, of the shape that `KvLayout` has."""
 
-    def __init__(self, speed: SimulatedSpeed, pool: torch.Tensor, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        speed: SimulatedSpeed,
+        pool: torch.Tensor,
+        sampler: Sampler,
+        windows: tuple[int, ...] = (0,),
+    ) -> None:
+        """windows: of each group of layers, as of `KvGroups`."""
         super().__init__(pool, sampler)
         self._speed = speed
-        self._slots = _Slots(pool)
+        self._slots = _Slots(pool, KvGroups(windows, pool.shape[4]))
         self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
         self._steps = 0
 
@@ -105,17 +113,22 @@ class SimulatedRunner(StepRunner):
         scheduled, history = rows[at]
         first = turn % max(1, -(-scheduled.start // size)) * size
         end = min(first + size, scheduled.start)
-        self._check(scheduled.sequence, history, first, end)
+        self._check(scheduled, history, first, end)
         starts = [row.scheduled.start for row in rows]
         tokens = [row.scheduled.sequence.tokens[row.scheduled.start] for row in rows]
-        blocks = [row.scheduled.sequence.block_ids[row.scheduled.start // size] for row in rows]
         before, roots = (
             np.array(words, np.uint64)
             for words in zip(*[(row.history.last, row.history.root) for row in rows], strict=True)
         )
         positions = np.array(starts)
         sums = before + _terms(np.array(tokens, np.uint64), positions)
-        self._slots.write(np.array(blocks), positions % size, splitmix64(sums ^ roots))
+        kv, count = splitmix64(sums ^ roots), self._slots.num_groups
+        for group in range(count):
+            blocks = [
+                row.scheduled.sequence.block_ids[start // size * count + group]
+                for row, start in zip(rows, starts, strict=True)
+            ]
+            self._slots.write(np.array(blocks), positions % size, kv, group)
         for row, total in zip(rows, sums.tolist(), strict=True):
             row.history.append(total)
 
@@ -128,22 +141,30 @@ class SimulatedRunner(StepRunner):
             # What was written here is checked one block a step in turn.
             here = start == history.computed_here
             first = self._steps % max(1, -(-start // size)) * size if here else 0
-            self._check(sequence, history, first, min(first + size, start) if here else start)
+            self._check(scheduled, history, first, min(first + size, start) if here else start)
             # Unless proposed tokens are accepted:
             history.computed_here = end - len(scheduled.proposed)
         tokens = [*sequence.tokens, *scheduled.proposed] if scheduled.proposed else sequence.tokens
         kv = history.kv(tokens, start, end)
-        self._slots.write(*self._slots.of(sequence.block_ids, start, len(kv)), kv)
+        for group in range(self._slots.num_groups):
+            self._slots.write(*self._slots.of(sequence.block_ids, start, len(kv), group), kv, group)
 
-    def _check(self, sequence: Sequence, history: _History, start: int, end: int) -> None:
-        """Compares the slots of positions [start, end). Raises InternalError."""
-        kv = history.kv(sequence.tokens, start, end)
-        wrong = self._slots.first_wrong(sequence.block_ids, start, kv)
-        if wrong is not None:
-            block = sequence.block_ids[wrong // self._slots.block_size]
-            raise InternalError(
-                f"sequence {sequence.seq_id}: block {block} does not hold the KV of token {wrong}"
-            )
+    def _check(self, scheduled: ScheduledSequence, history: _History, start: int, end: int) -> None:
+        """Compares the slots of positions [start, end), as far as windows reach. Raises
+        InternalError."""
+        sequence, slots = scheduled.sequence, self._slots
+        for group, first in enumerate(slots.groups.first_blocks(scheduled.start)):
+            begin = max(start, first * slots.block_size)
+            if begin >= end:
+                continue
+            kv = history.kv(sequence.tokens, begin, end)
+            wrong = slots.first_wrong(sequence.block_ids, begin, kv, group)
+            if wrong is not None:
+                block = slots.of(sequence.block_ids, wrong, 1, group)[0][0]
+                raise InternalError(
+                    f"sequence {sequence.seq_id}: block {block} does not hold the KV of token "
+                    f"{wrong}"
+                )
 
     def _sample_step(self, step: ScheduledStep, computed: list[_Row]) -> StepOutput:
         scheduled = step.sequences
@@ -278,7 +299,8 @@ class _Slots:
     Their type does not matter, and scales are not written.
     """
 
-    def __init__(self, pool: torch.Tensor) -> None:
+    def __init__(self, pool: torch.Tensor, groups: KvGroups) -> None:
+        self.groups, self.num_groups = groups, len(groups)
         elements = split_rows(pool)[0] if is_quantized(pool.dtype) else pool
         halves = elements.view(torch.int16).numpy()
         word = np.dtype(np.uint16 if halves.shape[-1] % 4 else np.uint64)
@@ -287,33 +309,37 @@ class _Slots:
         self.block_size = size
         self._hash_words = 8 // word.itemsize  # of each hash
         self._repeated = np.arange(width) % self._hash_words
-        # K and V, heads and layers differ, so that a mix-up is noticed.
-        places = np.arange(1, layers * sides * heads + 1, dtype=np.uint16)
+        # Groups, K and V, heads and layers differ, so that a mix-up is noticed.
+        places = np.arange(1, self.num_groups * layers * sides * heads + 1, dtype=np.uint16)
         self._places = np.repeat(places, word.itemsize // 2).view(word)
-        self._places = self._places.reshape(layers, sides, heads, 1)
+        self._places = self._places.reshape(self.num_groups, layers, sides, heads, 1)
 
-    def write(self, blocks: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], kv: Words) -> None:
-        """Writes a slot of each of these blocks."""
-        self._words[blocks, :, :, :, slots] = self._content(kv)
+    def write(
+        self, blocks: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], kv: Words, group: int
+    ) -> None:
+        """Writes a slot of each of these blocks of a group."""
+        self._words[blocks, :, :, :, slots] = self._content(kv, group)
 
-    def first_wrong(self, blocks: list[int], start: int, kv: Words) -> int | None:
+    def first_wrong(self, blocks: list[int], start: int, kv: Words, group: int) -> int | None:
         """The first position from `start` on whose slot has other content, or None."""
-        rows, slots = self.of(blocks, start, len(kv))
-        differs = self._words[rows, :, :, :, slots] != self._content(kv)
+        rows, slots = self.of(blocks, start, len(kv), group)
+        differs = self._words[rows, :, :, :, slots] != self._content(kv, group)
         if not differs.any():
             return None
         return start + int(differs.any((1, 2, 3, 4)).argmax())
 
     def of(
-        self, blocks: list[int], start: int, count: int
+        self, blocks: list[int], start: int, count: int, group: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Block and slot of each position of a sequence, from `start` on."""
+        """A group's block and slot of each position of a sequence, from `start` on."""
         at = np.arange(start, start + count)
-        first = start // self.block_size
-        needed = np.array(blocks[first : -(-(start + count) // self.block_size)], np.int64)
+        first, groups = start // self.block_size, self.num_groups
+        end = -(-(start + count) // self.block_size)
+        needed = np.array(blocks[first * groups + group : end * groups : groups], np.int64)
         return needed[at // self.block_size - first], at % self.block_size
 
-    def _content(self, kv: Words) -> npt.NDArray[Any]:
+    def _content(self, kv: Words, group: int) -> npt.NDArray[Any]:
         """`[tokens, layers, 2, kv_heads, words]`."""
         words = kv.view(self._words.dtype).reshape(len(kv), self._hash_words)[:, self._repeated]
-        return words[:, None, None, None, :] ^ self._places
+        content: npt.NDArray[Any] = words[:, None, None, None, :] ^ self._places[group]
+        return content

@@ -66,7 +66,7 @@ class TensorParallelModel:
         has loaded another checkpoint.
         """
         settings, remote = backend.settings, backend.remote_ranks
-        self._config = config
+        self._config, self.num_groups = config, len(config.layer_groups.windows)
         self._shards = [
             Shard(number, settings.tp, settings.expert_parallel) for number in range(settings.tp)
         ]

@@ -43,6 +43,7 @@ TokenIds = Annotated[list[Count], Meta(min_length=1)]
 Positive = Annotated[int, Meta(ge=1, le=_UINT32)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_N)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+ToolType = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 TokenKey = Annotated[int, Meta(ge=0, lt=10**9)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 LogitBias = Annotated[dict[TokenKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
@@ -160,6 +161,11 @@ class GenerateOptions(Struct, kw_only=True):
     guided_regex: Text | None = None
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None
+
+    @property
+    def dropped_tools(self) -> list[str]:
+        """Types of the tools that are no functions, of which the model is not told."""
+        return []
 
 
 class CompletionRequest(GenerateOptions, kw_only=True):

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
+import operator
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, quoted
+from baton.gateway.database import Database
 from baton.net.http_errors import HttpError
 
 MAX_FILE_BYTES = 200 << 20  # OpenAI's, as are the next two
@@ -34,7 +35,6 @@ MAX_BATCHES = 1000  # of a tenant; beyond, the oldest finished one is forgotten
 MAX_UNFINISHED = 100  # of those
 _RETRY_S = 60.0  # before another batch may be created
 _READ_BYTES = 256 << 10
-_BUSY_S = 10.0  # longest wait for another process's transaction
 _VERSION = 1  # of the tables
 _SCHEMA = """
 CREATE TABLE files (
@@ -150,20 +150,22 @@ class Batch(Struct, kw_only=True):
         return {"completed": f"file-{number}-output", "failed": f"file-{number}-errors"}
 
 
-class _Page(Struct, kw_only=True):
+class Page(Struct, kw_only=True):
+    """A page of a list."""
+
     has_more: bool
     first_id: str | None
     last_id: str | None
     object: Literal["list"] = "list"
 
 
-class Files(_Page, kw_only=True):
+class Files(Page, kw_only=True):
     """A page of a tenant's files."""
 
     data: list[File]
 
 
-class Batches(_Page, kw_only=True):
+class Batches(Page, kw_only=True):
     """A page of a tenant's batches, newest first."""
 
     data: list[Batch]
@@ -231,52 +233,13 @@ def new_id(after: str = "") -> str:
     return f"{now:012x}{secrets.token_hex(6)}"
 
 
-class BatchStore:
+class BatchStore(Database):
     """The database, for one thread. Raises HttpError 404 for what is not the tenant's."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """`max_bytes`: each tenant's share of the disk. Raises ConfigError for unknown tables."""
-        path = folder / "batches.sqlite3"
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        super().__init__(folder / "batches.sqlite3", _SCHEMA, _VERSION, "--batch-dir")
         self._max_bytes = max_bytes
-        self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
-        self._db.row_factory = sqlite3.Row
-        self.close = self._db.close
-        for pragma in (
-            "synchronous = FULL", "foreign_keys = ON", f"journal_size_limit = {16 << 20}"
-        ):  # fmt: skip
-            self._db.execute(f"PRAGMA {pragma}")
-        if self._version == 0:
-            self._db.execute("PRAGMA auto_vacuum = FULL")
-            self._db.execute("PRAGMA journal_mode = WAL")
-            with self._transaction():
-                if self._version == 0:  # no other process was first
-                    for statement in _SCHEMA.split(";\n")[:-1]:
-                        self._db.execute(statement)
-                    self._db.execute(f"PRAGMA user_version = {_VERSION}")
-        if self._version != _VERSION:
-            raise ConfigError(
-                f"{path} has version {self._version}, and this is for version {_VERSION}: run the "
-                "Baton that made it, or give another --batch-dir"
-            )
-
-    @property
-    def _version(self) -> int:
-        return int(self._row("PRAGMA user_version")[0])
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Everything within is written at its end, or nothing is."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        finally:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-
-    def _row(self, statement: str, *values: Any) -> Any:
-        return self._db.execute(statement, values).fetchone()
 
     # Files.
 
@@ -312,7 +275,7 @@ class BatchStore:
         """A page of the tenant's files."""
         select, values = f"{_FILES} AND ? IN ('', purpose)", (tenant, query.purpose)
         rows = self._page(select, values, query, query.order)
-        return Files(**_page([msgspec.convert(dict(row), File) for row in rows], query.limit))
+        return Files(**page_of([msgspec.convert(dict(row), File) for row in rows], query.limit))
 
     def read(self, file_id: str, after: int = -1) -> tuple[bytes, int]:
         """Some of a file's content, from behind chunk `after` on, and the last chunk's number.
@@ -389,7 +352,7 @@ class BatchStore:
     def batches(self, tenant: str, query: BatchesQuery) -> Batches:
         """A page of the tenant's batches, newest first."""
         rows = self._page(_BATCHES, (tenant,), query, "desc")
-        return Batches(**_page([_batch(row) for row in rows], query.limit))
+        return Batches(**page_of([_batch(row) for row in rows], query.limit))
 
     def cancel(self, tenant: str, batch_id: str) -> Batch:
         """Asks the runner to cancel a batch. Raises HttpError 409 where it has finished."""
@@ -504,8 +467,10 @@ def _json(batch: Batch) -> str:
     return msgspec.json.encode(batch).decode()
 
 
-def _page(items: list[Any], limit: int) -> dict[str, Any]:
+def page_of(
+    items: list[Any], limit: int, id_of: Callable[[Any], str] = operator.attrgetter("id")
+) -> dict[str, Any]:
     """The members of a page, from its items and perhaps one more."""
     page = items[:limit]
-    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    first, last = (id_of(page[0]), id_of(page[-1])) if page else (None, None)
     return {"data": page, "has_more": len(items) > limit, "first_id": first, "last_id": last}

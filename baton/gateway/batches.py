@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sqlite3
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +21,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 
 from baton.config import ApiConfig
-from baton.errors import InvalidRequest, Overloaded, Unavailable
+from baton.errors import InvalidRequest, Overloaded
 from baton.gateway import api, batch_process
 from baton.gateway.batch_store import (
     MAX_FILE_BYTES,
@@ -37,6 +35,7 @@ from baton.gateway.batch_store import (
     Files,
     FilesQuery,
 )
+from baton.gateway.database import DatabaseThread
 from baton.gateway.endpoint import Endpoint
 from baton.gateway.headers import caller_of
 from baton.gateway.openapi import BYTES, ERRORS, Handler, Operation, Routes
@@ -56,7 +55,7 @@ _RETRY_S = 1.0
 _CONTENT: tuple[Header, ...] = ((b"content-type", b"application/octet-stream"),)
 
 T = TypeVar("T")
-Query = TypeVar("Query", FilesQuery, BatchesQuery)
+Query = TypeVar("Query")
 
 
 class BatchApi:
@@ -73,14 +72,14 @@ class BatchApi:
         self.endpoints = endpoints
         self._config = config
         self._num_uploads: Counter[str] = Counter()  # under way, by tenant
-        self._thread = ThreadPoolExecutor(1, "batches")  # it alone uses the store
-        self._store: BatchStore | None = None
+        folder, disk = config.batch_dir or Path(), config.batch_disk
+        self._database = DatabaseThread(lambda: BatchStore(folder, disk), folder, "--batch-dir")
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Batches run while inside, where `--batch-dir` is given."""
         async with contextlib.AsyncExitStack() as stack:
-            stack.callback(self._thread.shutdown, cancel_futures=True)
+            stack.callback(self._database.close)
             if (folder := self._config.batch_dir) is not None:
                 await stack.enter_async_context(
                     batch_process.running(folder, self._config, self.service, self.endpoints)
@@ -96,30 +95,8 @@ class BatchApi:
         return self.service.tenant_of(caller_of(exchange))
 
     async def in_store(self, work: Callable[..., T], *args: Any) -> T:
-        """Calls `work(store, *args)` in the store's thread.
-
-        Raises HttpError 507 where the database cannot be read or written, and Unavailable where
-        another process writes to it for too long.
-        """
-        folder = self._config.batch_dir
-        assert folder is not None
-
-        def call() -> T:
-            if self._store is None:
-                self._store = BatchStore(folder, self._config.batch_disk)
-            return work(self._store, *args)
-
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-        except (OSError, sqlite3.Error) as error:
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
-                raise Unavailable(f"{folder} is busy: try again", _RETRY_S) from error
-            log.error("%s cannot be read or written: %s (--batch-dir)", folder, error)
-            raise HttpError(
-                507,
-                f"{folder} cannot be read or written: {error}: its operator must free or mount its "
-                "disk",
-            ) from error
+        """Calls `work(store, *args)`; see `DatabaseThread.call`."""
+        return await self._database.call(work, *args)
 
     async def create_file(self, exchange: HttpExchange) -> None:
         """Stores an upload."""
@@ -206,14 +183,15 @@ def _check_size(size: int) -> None:
 
 
 def _files(store: BatchStore, tenant: str, exchange: HttpExchange) -> Files:
-    return store.files(tenant, _query(FilesQuery, exchange))
+    return store.files(tenant, query_of(FilesQuery, exchange))
 
 
 def _batches(store: BatchStore, tenant: str, exchange: HttpExchange) -> Batches:
-    return store.batches(tenant, _query(BatchesQuery, exchange))
+    return store.batches(tenant, query_of(BatchesQuery, exchange))
 
 
-def _query(kind: type[Query], exchange: HttpExchange) -> Query:
+def query_of(kind: type[Query], exchange: HttpExchange) -> Query:
+    """Decodes the query of a path. Raises InvalidRequest."""
     given = dict(parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True))
     try:
         return msgspec.convert(given, kind, strict=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ from router.output.sink import Piece, Sink, UnreadLimit
 
 log = logging.getLogger(__name__)
 _ROUTE_HEADER = b"x-baton-route"  # its presence asks for `usage.baton`
+DROPPED_HEADER = b"x-baton-dropped-tools"
+_MAX_DROPPED_SHOWN = 16
 _MANY_LOGPROBS = 4096  # of prompts; more are encoded in a thread
 _LOGPROB_BYTES = 64  # approximate size of a log-probability in a chunk
 KEEP_ALIVE_S = 10.0  # after which an idle stream is sent something: proxies would cut it
@@ -76,6 +79,9 @@ class Generation(ABC):
         self.admission = self.target.version.admission
         self.model = base.model or self.target.version.name
         self.started = inference_pb2.Started()  # of the first choice that started
+        if self.parsed.options.dropped_tools and self.service.limits.unknown_tools == "refuse":
+            dropped = ", ".join(self.parsed.options.dropped_tools[:_MAX_DROPPED_SHOWN])
+            raise InvalidRequest(f"tools that are no functions: {dropped}: leave them out", "tools")
 
     @property
     @abstractmethod
@@ -149,6 +155,11 @@ class Generation(ABC):
         if not self.started.request_id:
             self.started = started
             ids = id_headers(self.exchange, started.request_id, started.trace_id)
+            if dropped := self.parsed.options.dropped_tools:
+                types = [re.sub(r"[^\w.-]", "?", one) for one in dropped[:_MAX_DROPPED_SHOWN]]
+                ids[DROPPED_HEADER] = ", ".join(types).encode("ascii", "replace")
+                text = "request %s: tools that are no functions were dropped: %s"
+                log.info(text, started.request_id, ", ".join(types))
             self.exchange.answer_headers = {**self.exchange.answer_headers, **ids}
 
     def send(self, event: bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from baton.gateway.generation import Generation, generate
 from baton.gateway.messages import MessagesRequest
 from baton.gateway.output import ItemSink
 from baton.gateway.parsed_request import ParsedRequest
+from baton.gateway.tokenize import count_chat
 from baton.generation.tool_call import ToolCallDelta
 from baton.net.http_errors import Failure
 from baton.net.http_server import HttpExchange
@@ -24,12 +24,9 @@ from baton.text.json_repair import repaired
 from baton.v1 import common_pb2, inference_pb2
 from router.generation_service import Caller, GenerationService
 
-log = logging.getLogger(__name__)
 VERSION_HEADER = b"anthropic-version"
 FIRST_VERSION = b"2023-06-01"  # with these events; clients of later ones understand the answers
 REQUEST_ID_HEADER = b"request-id"  # Anthropic's clients read it
-DROPPED_HEADER = b"x-baton-dropped-tools"
-_MAX_DROPPED_SHOWN = 16
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _encode = msgspec.json.Encoder().encode
 StopReason = Literal[
@@ -120,14 +117,7 @@ async def count_tokens(
 ) -> None:
     """Answers with the number of the conversation's tokens."""
     _check_version(exchange)
-    base = parsed.base
-    request = inference_pb2.TokenizeRequest(model=base.model, chat=base.chat)
-    try:
-        target = service.resolve(base.model, base.session, caller)
-        found = await service.tokenize(request, caller, target)
-    except InvalidRequest as error:
-        raise parsed.renamed(error) from error
-    exchange.answer(200, _encode(TokenCount(len(found.token_ids))))
+    exchange.answer(200, _encode(TokenCount(await count_chat(service, parsed, caller))))
 
 
 def _check_version(exchange: HttpExchange) -> None:
@@ -186,14 +176,8 @@ class MessageGeneration(Generation):
 
     def on_start(self, started: inference_pb2.Started) -> None:
         super().on_start(started)
-        headers = {REQUEST_ID_HEADER: started.request_id.encode()}
-        if dropped := self._body.dropped_tools:
-            shown = ", ".join(dropped[:_MAX_DROPPED_SHOWN])
-            headers[DROPPED_HEADER] = shown.encode()
-            log.info(
-                "request %s: tools that are not here were dropped: %s", started.request_id, shown
-            )
-        self.exchange.answer_headers = {**self.exchange.answer_headers, **headers}
+        request_id = {REQUEST_ID_HEADER: started.request_id.encode()}
+        self.exchange.answer_headers = {**self.exchange.answer_headers, **request_id}
 
     def _emit(self, kind: str, **members: Any) -> None:
         self.send(self._begin() + self._event(kind, **members))

@@ -1,10 +1,12 @@
-"""Requests of OpenAI's Responses API, translated to chats. Nothing is stored."""
+"""Requests of OpenAI's Responses API, translated to chats."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 from baton.errors import InvalidRequest
@@ -12,6 +14,7 @@ from baton.gateway import api
 from baton.gateway.batch_store import Metadata
 from baton.gateway.chat import parsed_chat
 from baton.gateway.parsed_request import ParsedRequest
+from baton.gateway.response_store import StoredResponse
 from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
 
 
@@ -37,10 +40,14 @@ class InputItem(Struct, kw_only=True):
     output: Content | None = None
 
 
-class FunctionTool(api.FunctionDefinition, kw_only=True):
-    """A function that the model may call; tools that run on the server are not supported."""
+class FunctionTool(Struct, kw_only=True):
+    """A function that the model may call; tools of other types are dropped."""
 
-    type: Literal["function"]
+    type: api.ToolType
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class FunctionChoice(api.NamedFunction, kw_only=True):
@@ -78,7 +85,6 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
 
     unsupported: ClassVar[api.Unsupported] = {
         **api.ChatOptions.unsupported,
-        "background": (False,),
         "conversation": (),
         "prompt": (),
         "moderation": (),
@@ -99,6 +105,8 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
     # Reasoning is returned as text, so nothing is encrypted.
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     previous_response_id: str | None = None
+    store: bool | None = None
+    background: bool | None = None
     # Fields of chats that have other names here.
     n: None = None
     max_tokens: None = None
@@ -107,18 +115,60 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
     return_tokens_as_token_ids: None = None
     prompt_logprobs: None = None
 
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools that are functions."""
+        return [tool for tool in self.tools or () if tool.type == "function"]
+
+    @property
+    def dropped_tools(self) -> list[str]:
+        return [tool.type for tool in self.tools or () if tool.type != "function"]
+
+
+class CountedRequest(ResponsesRequest, kw_only=True):
+    """A conversation whose tokens are counted."""
+
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] = msgspec.field(
+        default_factory=list
+    )
+
+
+class _Output(Struct):
+    """Of a stored response: what it adds to a conversation."""
+
+    output: list[InputItem]
+
 
 def parse_response(text: bytes) -> ParsedRequest:
     """Parses a body of /v1/responses. Raises InvalidRequest naming the field."""
-    body = api.decode(ResponsesRequest, text)
-    if body.previous_response_id is not None:
-        raise InvalidRequest(
-            "responses are not stored: send the whole conversation in input, without "
-            "previous_response_id",
-            "previous_response_id",
-        )
-    messages, item_fields = _messages(body)
-    tools = [api.Tool(type="function", function=tool) for tool in body.tools or ()]
+    return parsed_response(api.decode(ResponsesRequest, text))
+
+
+def parse_counted(text: bytes) -> ParsedRequest:
+    """Parses a body of /v1/responses/input_tokens. Raises InvalidRequest naming the field."""
+    return parsed_response(api.decode(CountedRequest, text))
+
+
+def parsed_response(
+    body: ResponsesRequest, history: Sequence[StoredResponse] = ()
+) -> ParsedRequest:
+    """Translates a request behind stored responses. Raises InvalidRequest naming the field."""
+    before = list[InputItem]()
+    for response in history:
+        before += msgspec.json.decode(response.input, type=list[InputItem])
+        before += msgspec.json.decode(response.body, type=_Output).output
+    messages, item_fields = _messages(body, before)
+    tools, tool_fields = list[api.Tool](), dict[str, str]()
+    for at, tool in enumerate(body.tools or ()):
+        if tool.type == "function":
+            for name in ("name", "parameters"):
+                tool_fields[f"tools[{len(tools)}].function.{name}"] = f"tools[{at}].{name}"
+            function = api.FunctionDefinition(
+                name=_required(tool.name, f"tools[{at}].name"),
+                description=tool.description,
+                parameters=tool.parameters,
+            )
+            tools.append(api.Tool(type="function", function=function))
     choice = body.tool_choice
     same = {name: getattr(body, name) for name in api.ChatOptions.__struct_fields__}
     chat = api.ChatRequest(
@@ -141,10 +191,8 @@ def parse_response(text: bytes) -> ParsedRequest:
         "max_tokens": "max_output_tokens",
         "structured_output": "text.format" if restriction == "response_format" else restriction,
         **item_fields,
+        **tool_fields,
     }
-    for i in range(len(tools)):
-        for name in ("name", "parameters"):
-            fields[f"tools[{i}].function.{name}"] = f"tools[{i}].{name}"
     return replace(parsed, options=body, fields=fields)
 
 
@@ -155,21 +203,42 @@ def _response_format(text: TextOptions | None) -> api.ResponseFormat | None:
     return api.ResponseFormat(type="json_object") if isinstance(asked, JsonObject) else None
 
 
+_ID_PREFIXES = {
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"
+}  # fmt: skip
 # Items of one output in their order, of which calls may repeat: one turn of a chat.
 _ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
 
 
-def _messages(body: ResponsesRequest) -> tuple[list[api.Message], dict[str, str]]:
+def input_items(body: ResponsesRequest, request_id: str) -> list[dict[str, Any]]:
+    """The items of a body's input, with ids, as the API lists them."""
+    items = body.input
+    if isinstance(items, str):
+        items = [InputItem(role="user", content=items)]
+    found = []
+    for at, item in enumerate(items):
+        fields = {k: v for k, v in msgspec.to_builtins(item).items() if v is not None}
+        if isinstance(text := fields.get("content"), str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            fields["content"] = [{"type": kind, "text": text}]
+        place = f"{_ID_PREFIXES[item.type]}_{request_id}_input_{at}"
+        found.append({"id": place, "status": "completed", **fields})
+    return found
+
+
+def _messages(
+    body: ResponsesRequest, history: Sequence[InputItem]
+) -> tuple[list[api.Message], dict[str, str]]:
     """The messages of the chat, and the input's field for each of their fields."""
     messages, fields = list[api.Message](), dict[str, str]()
     if body.instructions:
         messages.append(api.Message(role="system", content=body.instructions))
     items = body.input
     if isinstance(items, str):
-        return [*messages, api.Message(role="user", content=items)], fields
+        items = [InputItem(role="user", content=items)]
     before = ""  # type of the previous item of an assistant's turn
-    for at, item in enumerate(items):
-        place = f"input[{at}]"
+    for at, item in enumerate((*history, *items), -len(history)):
+        place = f"input[{at}]" if at >= 0 else "previous_response_id"
         is_call = item.type == "function_call"
         if item.type in _ORDER and (item.type != "message" or item.role == "assistant"):
             if not before or not (is_call or _ORDER[item.type] > _ORDER[before]):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from baton.errors import BatonError
 from baton.gateway import api
 from baton.gateway.generation import Generation
 from baton.gateway.output import ItemSink
@@ -22,7 +24,7 @@ from baton.gateway.responses import (
     TextOptions,
 )
 from baton.generation.tool_call import ToolCallDelta
-from baton.net.http_errors import CONTEXT_OVERFLOW, Failure
+from baton.net.http_errors import CONTEXT_OVERFLOW, Failure, failure_of
 from baton.v1 import common_pb2, inference_pb2
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -123,7 +125,7 @@ class Response(Struct, kw_only=True):
     object: Literal["response"] = "response"
     created_at: api.Count
     completed_at: api.Count | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"] = "in_progress"
     model: str
     output: list[Item] = []
     usage: ResponseUsage | None = None
@@ -139,9 +141,9 @@ class Response(Struct, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice
     tools: list[FunctionTool]
     top_p: float
-    background: Literal[False] = False
-    previous_response_id: None = None
-    store: Literal[False] = False
+    background: bool
+    previous_response_id: str | None
+    store: bool
     truncation: Literal["disabled"] = "disabled"
 
 
@@ -165,10 +167,12 @@ _encode = msgspec.json.Encoder().encode
 class ResponseGeneration(Generation):
     """A request to /v1/responses."""
 
+    keep: Callable[[Response], Awaitable[None]] | None = None  # stores what has ended
     _num_events: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.admitted = asyncio.Event()
         emit = self._emit if self.parsed.options.stream else _ignore
         self._output = ItemsOutput(self.on_start, emit)
 
@@ -176,8 +180,32 @@ class ResponseGeneration(Generation):
     def sinks(self) -> Sequence[ItemsOutput]:
         return [self._output]
 
+    def on_start(self, started: inference_pb2.Started) -> None:
+        super().on_start(started)
+        self.admitted.set()
+
+    async def _run_choices(self) -> None:
+        await super()._run_choices()
+        if self.keep is not None:
+            await self.keep(self._ended())
+
     async def answer(self) -> bytes:
         return _encode(self._ended())
+
+    async def run_in_background(self) -> Response:
+        """Runs the request without an answer; returns how it ended.
+
+        Raises BatonError if it was not admitted.
+        """
+        try:
+            await super()._run_choices()
+            return self._ended()
+        except BatonError as error:
+            if not self.admitted.is_set():
+                raise
+            return self._failed(failure_of(error))
+        finally:
+            self.release()
 
     def release(self) -> None:
         del self._output
@@ -186,16 +214,21 @@ class ResponseGeneration(Generation):
         if failure is None:
             response = self._ended()
             return self._events(f"response.{response.status}", response=response)
+        response = self._failed(failure)
+        if not self._num_events:  # nothing but comments was sent
+            error = response.error
+            assert error is not None
+            return self._event("error", code=error.code, message=error.message, param=error.param)
+        return self._event("response.failed", response=response)
+
+    def _failed(self, failure: Failure) -> Response:
         error = msgspec.json.decode(failure.body, type=api.Error).error
         code: FailureCode = _CODES.get(failure.status, "server_error")
         if error.code == CONTEXT_OVERFLOW:
             code = "context_length_exceeded"
-        if not self._num_events:  # nothing but comments was sent
-            return self._event("error", code=code, message=error.message, param=error.param)
         failed = ResponseError(code, error.message, error.type, error.param)
         done = [item for item in self._output.items if item.status == "completed"]
-        response = self._response(status="failed", output=done, error=failed)
-        return self._event("response.failed", response=response)
+        return self.response(status="failed", output=done, error=failed)
 
     def _emit(self, kind: str, **members: Any) -> None:
         events = self._events(kind, **members)
@@ -208,7 +241,7 @@ class ResponseGeneration(Generation):
         begin = b""
         if not self._num_events:
             for first in ("response.created", "response.in_progress"):
-                begin += self._event(first, response=self._response())
+                begin += self._event(first, response=self.response())
         return begin + self._event(kind, **members)
 
     def _event(self, kind: str, **members: Any) -> bytes:
@@ -221,7 +254,7 @@ class ResponseGeneration(Generation):
         usage = self.usage_of([end])
         reasoning = end.usage.reasoning_tokens
         cut = end.reason == common_pb2.FINISH_REASON_LENGTH
-        return self._response(
+        return self.response(
             status="incomplete" if cut else "completed",
             completed_at=None if cut else int(time.time()),
             incomplete_details=IncompleteDetails() if cut else None,
@@ -236,7 +269,8 @@ class ResponseGeneration(Generation):
             ),
         )
 
-    def _response(self, **members: Any) -> Response:
+    def response(self, **members: Any) -> Response:
+        """The response as it is now, with the settings of its request."""
         body, defaults = self.parsed.options, self.admission.sampling_defaults
         assert isinstance(body, ResponsesRequest)
         return Response(
@@ -251,7 +285,10 @@ class ResponseGeneration(Generation):
             temperature=defaults["temperature"] if body.temperature is None else body.temperature,
             text=TextOptions((body.text and body.text.format) or PlainText()),
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
+            tools=body.functions,
+            background=bool(body.background),
+            previous_response_id=body.previous_response_id,
+            store=self.keep is not None,
             top_p=defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
             **members,
         )

@@ -21,7 +21,7 @@ from msgspec import Raw
 
 from baton.config import ApiConfig, RouterConfig
 from baton.errors import ModelNotFound, Unavailable, quoted
-from baton.gateway import adapters, api, batch_store, batches
+from baton.gateway import adapters, api, batch_store, batches, response_api, response_store
 from baton.gateway.batches import BatchApi
 from baton.gateway.chat import ChatOutput, parse_chat
 from baton.gateway.completions import CompletionOutput, parse_completion
@@ -51,8 +51,7 @@ from baton.gateway.openapi import (
     Routes,
     document,
 )
-from baton.gateway.responses import ResponsesRequest, parse_response
-from baton.gateway.responses_output import Response, ResponseGeneration
+from baton.gateway.response_api import ResponseApi
 from baton.gateway.tokenize import detokenize, parse_detokenize, parse_tokenize, tokenize
 from baton.net import http_server
 from baton.net.http_errors import Header, HttpError
@@ -74,6 +73,8 @@ def frontend(config: RouterConfig) -> ProtocolServer:
     where = config.host, config.http_port
     if config.api.batch_dir:
         batch_store.prepare(config.api.batch_dir)
+    if config.api.response_dir:
+        response_store.prepare(config.api.response_dir)
     listener = http_server.listen(*where, "HTTP", "--http-port")
     return lambda service: serving(service, listener, config.api)
 
@@ -93,6 +94,7 @@ async def serving(
             failure_at=failure_at,
         ) as port,
         app.batches.running(),
+        app.responses.running(),
     ):
         log.info("HTTP at %s", port.url)
         service.on_leave.append(port.hand_over)
@@ -136,8 +138,15 @@ class App:
             for path, methods in ROUTES.items()
             if path.startswith("/v1/") and "POST" in methods
         }
+        self.responses = ResponseApi(service, config)
+        for_batches["/v1/responses"] = self.responses.create
         self.batches = BatchApi(service, config, for_batches)
-        owners = (service, ROUTES), (service, adapters.ROUTES), (self.batches, batches.ROUTES)
+        owners = (
+            (service, ROUTES),
+            (service, adapters.ROUTES),
+            (self.batches, batches.ROUTES),
+            (self.responses, response_api.ROUTES),
+        )
         self._handlers: dict[str, dict[str, Handler]] = {
             path: {method: partial(route.handler, owner) for method, route in methods.items()}
             for owner, routes in owners
@@ -180,7 +189,7 @@ def _pattern(path: str) -> str:
     if path.startswith(_MODEL):
         return f"{_MODEL}{{model}}"
     parts = path.split("/")
-    if path.startswith(("/v1/files/", "/v1/batches/")) and parts[3]:
+    if path.startswith(("/v1/files/", "/v1/batches/", "/v1/responses/")) and parts[3]:
         parts[3] = "{id}"
     return "/".join(parts)
 
@@ -249,7 +258,7 @@ def _get_and_head(route: Operation) -> dict[str, Operation]:
 
 @functools.cache
 def _described() -> Raw:
-    return Raw(msgspec.json.encode(document({**ROUTES, **adapters.ROUTES, **batches.ROUTES})))
+    return Raw(msgspec.json.encode(document(ALL_ROUTES)))
 
 
 _completion = partial(CompletionGeneration, kind=CompletionOutput)
@@ -263,10 +272,6 @@ ROUTES: Routes = {
     "/v1/chat/completions": {"POST": Operation(
         Endpoint(parse_chat, partial(generate, _chat)),
         "Answer a chat.", api.ChatCompletion, ERRORS, api.ChatRequest, streams=True,
-    )},
-    "/v1/responses": {"POST": Operation(
-        Endpoint(parse_response, partial(generate, ResponseGeneration)),
-        "Answer a conversation.", Response, ERRORS, ResponsesRequest, streams=True,
     )},
     MESSAGES_PATH: {"POST": Operation(
         Endpoint(parse_message, answer_message),
@@ -298,3 +303,4 @@ ROUTES: Routes = {
     "/openapi.json": _get(lambda *_: _described()),
     "/metrics": _get_and_head(Operation(_metrics)),
 }  # fmt: skip
+ALL_ROUTES: Routes = {**ROUTES, **adapters.ROUTES, **batches.ROUTES, **response_api.ROUTES}

@@ -8,6 +8,7 @@ from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.gateway.chat import chat_message
 from baton.gateway.output import token_text
+from baton.gateway.parsed_request import ParsedRequest
 from baton.net.http_server import HttpExchange
 from baton.v1 import inference_pb2
 from router.generation_service import Caller, GenerationService
@@ -47,6 +48,17 @@ async def tokenize(
     strings = [token_text(tokenizer, token)[0] for token in tokens] if with_strings else None
     answer = api.Tokens(len(tokens), found.max_context, tokens, strings)
     exchange.answer(200, msgspec.json.encode(answer))
+
+
+async def count_chat(service: GenerationService, parsed: ParsedRequest, caller: Caller) -> int:
+    """The number of tokens of a chat's prompt. Raises InvalidRequest naming the body's field."""
+    base = parsed.base
+    request = inference_pb2.TokenizeRequest(model=base.model, chat=base.chat)
+    try:
+        target = service.resolve(base.model, base.session, caller)
+        return len((await service.tokenize(request, caller, target)).token_ids)
+    except InvalidRequest as error:
+        raise parsed.renamed(error) from error
 
 
 def parse_detokenize(text: bytes) -> api.DetokenizeRequest:

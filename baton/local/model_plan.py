@@ -77,8 +77,9 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
     kv_bytes = settings.kv_cache_bytes or (0 if gpu else CPU_KV_CACHE_BYTES)
     layout = None
     if settings.kv_blocks or kv_bytes:
-        layout = plan_layout(config, kv_dtype, settings.block_size, settings.kv_blocks, kv_bytes)
-    longest = min(context, layout.max_sequence) if layout else context
+        size = settings.block_size, settings.kv_blocks, kv_bytes, settings.chunk_tokens
+        layout = plan_layout(config, kv_dtype, *size)
+    longest = min(context, layout.num_tokens) if layout else context
     held = weight_format(settings, config.quantization)
     weights = weight_bytes(settings, config, dtype, gpu is not None)
     form = str(dtype).removeprefix("torch.") if held == "none" else held
@@ -106,20 +107,18 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
 
 
 def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
-    block_size, states = layout.block_size, layout.state_blocks
-    state = f" and {layout.state_bytes / 2**20:,.3g} MiB a sequence" if states else ""
-    tokens = layout.num_tokens - states * block_size * settings.max_batch  # beside full states
-    each = f"of {tokens // settings.max_batch:,}" if tokens > 0 else "does not fit"
+    tokens, groups, batch = layout.num_tokens, layout.groups, settings.max_batch
+    state = f" and {layout.state_bytes / 2**20:,.3g} MiB a sequence" if layout.state_blocks else ""
+    count = layout.num_blocks // groups.most_blocks(_SHORT, layout.step_tokens)
+    each = groups.longest(layout.num_blocks // batch, layout.step_tokens)
     text = (
         f"{layout.bytes_per_token / 1024:,.3g} KiB a token{state}; {layout.num_bytes / _GIB:.2f} "
-        f"GiB hold {layout.num_tokens:,} tokens: "
-        f"{layout.num_blocks // (-(-_SHORT // block_size) + states):,} sequences of {_SHORT:,}, or "
-        f"--max-batch {settings.max_batch} {each}"
+        f"GiB hold {tokens:,} tokens: {count:,} sequences of {_SHORT:,}, or --max-batch {batch} of "
+        f"{each:,}"
     )
-    tokens = layout.max_sequence
     if tokens > context:
         return ok("KV", text)
-    needed = math.ceil(((context + 1) * layout.bytes_per_token + layout.state_bytes) / _GIB)
+    needed = math.ceil(layout.bytes_of(context + 1) / _GIB)
     found = fail if settings.max_context else warn  # an explicit --max-context is never lowered
     return found(
         "KV",
@@ -187,8 +186,8 @@ def step_bytes(
     attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size
     inner, taken = config.intermediate_size, 0
     if experts is not None:
-        inner, taken = max(experts.size, experts.shared_size), experts.per_token
+        inner, taken = max(experts.size, experts.shared_size), experts.routing.per_token
     row = (4 + taken) * config.hidden_size + attention + 3 * inner * max(taken, 1)
     logits = 3 * settings.max_batch * config.vocab_size * 4  # with the sampler's copies
-    tables = len(set(config.ropes)) * 2 * context * config.head_size * 4
+    tables = len(set(config.ropes)) * 2 * context * config.rope_size * 4
     return rows * row * dtype.itemsize + logits + tables

@@ -48,7 +48,7 @@ def measure(settings: EngineConfig, show: Show) -> Measured:
         loaded = build.load(settings)
     build.warm_up(loaded)
     layout = loaded.layout
-    longest = min(loaded.max_context, layout.max_sequence) - _WARM_UP - _STEPS - 4
+    longest = min(loaded.max_context, layout.num_tokens) - _WARM_UP - _STEPS - 4
     if longest < _PROMPTS[0]:
         raise ConfigError(
             f"contexts of {longest} tokens are too short to measure: raise --max-context or "

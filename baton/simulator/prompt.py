@@ -9,6 +9,7 @@ from baton.bench.request import Demand
 from baton.block_hash import block_hash, root_hash
 
 _WORD = (1 << 32) - 1  # a token of a hash has four bytes
+_ROOT = root_hash("")
 
 
 class Prompt(Sequence[int]):
@@ -54,7 +55,7 @@ class Prompt(Sequence[int]):
         return self.hashes[index]
 
     def parent_of(self, index: int) -> int:
-        return self.hashes[index - 1] if index else root_hash("")
+        return self.hashes[index - 1] if index else _ROOT
 
 
 def _blocks(parts: tuple[tuple[int, int], ...], size: int) -> Iterator[int]:

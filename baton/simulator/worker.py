@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from baton.config import SimulatedSpeed
 from baton.engine.block_manager import BlockManager
 from baton.engine.busy_share import BusyShare
+from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.engine import SEQUENCES_PER_PLACE
-from baton.engine.scheduler import ChunkBudget
 from baton.simulator.prompt import Prompt
 from baton.v1 import worker_pb2
 

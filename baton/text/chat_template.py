@@ -65,24 +65,26 @@ class ChatTemplate:
         return "tools" in self.source
 
     @cached_property
-    def text_arguments(self) -> bool:
-        """Whether the template expects the arguments of earlier calls as JSON in a text."""
-        return not self._shows_call({"a": 1}) and self._shows_call('{"a": 1}')
+    def shown_arguments(self) -> set[type]:
+        """The types of arguments, dict and str (JSON), with which the template shows a call."""
+        tried: tuple[dict[str, Any] | str, ...] = ({"a": 1}, '{"a": 1}')
+        return {type(arguments) for arguments in tried if self._shows_call(arguments)}
 
     def _shows_call(self, arguments: Mapping[str, Any] | str) -> bool:
-        called = {"name": "f", "arguments": arguments}
-        call: dict[str, Any] = {"id": "functions.f:0", "type": "function", "function": called}
-        turns = [
+        called = {"name": "trial_of_calls", "arguments": arguments}
+        call: dict[str, Any] = {"id": "abcdefghi", "type": "function", "function": called}
+        turns: list[Message] = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "y", "tool_call_id": "abcdefghi", "name": "f"},
         ]
         function = {"name": "f", "description": "f", "parameters": {"type": "object"}}
         tools = [{"type": "function", "function": function}]
+        given = {"messages": self._turns(turns), "tools": tools}
         try:
-            self._render({"messages": turns, "tools": tools}, MAX_TRIAL)
+            return "trial_of_calls" in self._render(given, MAX_TRIAL)
         except Exception:  # of a template, which is a program
             return False
-        return True
 
     def render(
         self,
@@ -99,14 +101,8 @@ class ChatTemplate:
         """
         if not messages:
             raise InvalidRequest("chat needs at least one message", "chat")
-        turns = [dict(message) for message in messages]
-        final = str(turns[-1].get("content", "")).strip()
-        for turn in turns:
-            if turn["role"] == "developer":
-                turn["role"] = self._developer_role
-            if self._expects_parts and isinstance(turn.get("content"), str):
-                turn["content"] = _parts(turn["content"])
-        given = {**(variables or {}), "messages": turns}
+        final = str(messages[-1].get("content", "")).strip()
+        given = {**(variables or {}), "messages": self._turns(messages)}
         if continue_final_message:
             given["add_generation_prompt"] = False
         try:
@@ -130,6 +126,16 @@ class ChatTemplate:
                 "the last message cannot be continued: the chat template does not show it", "chat"
             )
         return text[: at + len(final)]
+
+    def _turns(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages in the form that the template expects."""
+        turns = [dict(message) for message in messages]
+        for turn in turns:
+            if turn["role"] == "developer":
+                turn["role"] = self._developer_role
+            if self._expects_parts and isinstance(turn.get("content"), str):
+                turn["content"] = _parts(turn["content"])
+        return turns
 
     def _shows(self, content: str | list[dict[str, str]], origin: str) -> bool:
         """Whether a chat of one message shows its content. Raises CheckpointError as `__init__`."""

@@ -306,14 +306,20 @@ class ToolParser:
 
         `missing`: for a value without text.
         """
-        repair, given = JsonRepair(), 0
+        repair, given = JsonRepair(), False
+
+        def add(text: str) -> None:
+            nonlocal given
+            self.add_arguments(text)
+            given = given or bool(text.strip())
+
         while (end := scan.end_in(self._text)) is None and not self._ended:
-            given += self.add_arguments(repair.push(self.take(len(self._text))))
+            add(repair.push(self.take(len(self._text))))
             yield
-        end_or_all = len(self._text) if end is None else end
-        given += self.add_arguments(repair.push(self.take(end_or_all)))
+        add(repair.push(self.take(len(self._text) if end is None else end)))
         if end is not None or not self._cut:
-            self.add_arguments(repair.close() or ("" if given else missing))
+            add(repair.close())
+            self.add_arguments("" if given else missing)
         return end is not None
 
     def put(self, text: str) -> None:
@@ -346,15 +352,13 @@ class ToolParser:
         self.num_calls += 1
         self._add(ToolCallDelta(self.num_calls - 1, call_id or self._new_id(), name, ""))
 
-    def add_arguments(self, text: str) -> int:
-        """Adds to the arguments of the last call; returns the number of characters."""
-        count = len(text)
+    def add_arguments(self, text: str) -> None:
+        """Adds to the arguments of the last call."""
         index, last = self.num_calls - 1, self._deltas[-1] if self._deltas else None
         if last and last.index == index and not last.id:
             text = self._deltas.pop().arguments + text
         if text:
             self._add(ToolCallDelta(index, "", "", text))
-        return count
 
     def take(self, count: int) -> str:
         """Takes characters from the beginning of the text."""
@@ -473,9 +477,12 @@ class ToolFormat:
         """A call in this format, with NAME and marks of its arguments, for documentation."""
         return self.around[0] + "{\u2026}".join(self.call) + self.around[2]
 
-    def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A conversation in the form that the chat templates of these models expect."""
-        return messages
+    def history(self, messages: list[dict[str, Any]], *, shown: bool) -> list[dict[str, Any]]:
+        """A conversation in the form that a chat template of these models expects.
+
+        `shown`: whether the template shows calls.
+        """
+        return messages if self.parallel else _one_call_each(messages)
 
     def grammar(
         self,
@@ -524,6 +531,29 @@ class ToolFormat:
         """The rules of a tool's arguments, the first of which is `arguments_` and its number."""
         arguments = NO_ARGUMENTS if schema is None else schema
         return [f"arguments_{number}: %json {json.dumps({**arguments, **options})}"]
+
+
+def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parts messages with several calls, each of which is followed by its result."""
+    turns = list[dict[str, Any]]()
+    at = 0
+    while at < len(messages):
+        turn, at = messages[at], at + 1
+        if len(calls := turn.get("tool_calls", ())) < 2:
+            turns.append(turn)
+            continue
+        results = list[dict[str, Any]]()
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.append(messages[at])
+            at += 1
+        for call in calls:
+            own = [one for one in results if one.get("tool_call_id") == call["id"]]
+            own = own or [one for one in results if "tool_call_id" not in one][:1]
+            results = [one for one in results if one not in own]
+            turns += [{**turn, "tool_calls": [call]}, *own]
+            turn = {"role": turn["role"], "content": ""}
+        turns += results
+    return turns
 
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -15,6 +15,7 @@ from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest
 from baton.generation.sampling_params import SamplingParams
 from baton.generation.structured_output import GrammarCompiler, GrammarMatcher
+from baton.kv_groups import KvGroups
 from baton.v1 import common_pb2
 
 FINISH_REASONS = {
@@ -28,26 +29,16 @@ FINISH_REASONS = {
 class ModelLimits:
     """A worker model's limits; beyond them a sequence would fail the step of a whole batch.
 
-    block_size: tokens of a KV block, for the hashes of prompts · state_blocks: blocks of the state
-    that each sequence has besides; 0 in models without.
+    groups: groups of layers, with the tokens of a KV block, for the hashes of prompts.
     """
 
     vocab_size: int
     max_context: int
-    block_size: int
-    state_blocks: int = 0
+    groups: KvGroups
 
     @classmethod
     def from_loaded(cls, loaded: Loaded) -> ModelLimits:
-        layout, vocab_size = loaded.layout, loaded.model_config.vocab_size
-        return cls(vocab_size, loaded.max_context, layout.block_size, layout.state_blocks)
-
-    def handoff_slots(self, num_tokens: int) -> int:
-        """Token slots that a handoff of that many tokens fills: with a state whole blocks, of which
-        the state's are the last."""
-        if not self.state_blocks:
-            return num_tokens
-        return (-(-num_tokens // self.block_size) + self.state_blocks) * self.block_size
+        return cls(loaded.model_config.vocab_size, loaded.max_context, loaded.layout.groups)
 
     def check_token(self, token_id: int, field: str) -> None:
         """Raises InvalidRequest when the model knows no such token."""
@@ -91,7 +82,7 @@ def sequence_of(
         prompt_s=spec.prompt_us / 1e6,
         exclusive_tokens=PROVING_TOKENS if spec.alone else 0,
         pause_after=pause_after,
-        block_hashes=hash_chain(tokens, limits.block_size, salt),
+        block_hashes=hash_chain(tokens, limits.groups.block_size, salt),
     )
 
 

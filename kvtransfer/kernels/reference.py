@@ -31,7 +31,7 @@ def copy(
 ) -> None:
     """Copies slots of one pool to the same number of slots of another."""
     checksum(source, local, sums, first_word)
-    full = local.num_tokens // source.block_size
+    full = local.num_full(source.block_size)
     for _, here, there, count in runs(local.block_ids[:full], remote.block_ids[:full]):
         target.blocks[there : there + count].copy_(source.blocks[here : here + count])
     for read, written in zip(source.tails(local), target.tails(remote), strict=True):

@@ -51,7 +51,8 @@ class ChatFormats:
     markers: Mapping[str, int] | None = None  # token ids of the markers that are tokens
     reasoning: Reasoning | None = None
     always_reasons: bool = False
-    text_arguments: bool = False  # whether the template takes arguments as JSON in a text
+    shows_calls: bool = True  # whether the template shows earlier calls
+    text_arguments: bool = False  # whether it takes their arguments as JSON in a text
 
     @classmethod
     def from_tokenizer(
@@ -63,6 +64,7 @@ class ChatFormats:
         tools = tool_format(tool_parser, template)
         texts = tools.markers if tools else ()
         markers = {text: tokenizer.added_token(text) for text in texts}
+        shown = tokenizer.tool_template.shown_arguments if tokenizer.tool_template else {dict}
         reasoning = None
         if form := reasoning_format(reasoning_parser, plain + template):
             begin, end = map(tokenizer.added_token, (form.begin, form.end))
@@ -82,7 +84,8 @@ class ChatFormats:
             {text: token for text, token in markers.items() if token is not None},
             reasoning,
             always_reasons=bool(form and form.always),
-            text_arguments=bool(tokenizer.tool_template and tokenizer.tool_template.text_arguments),
+            shows_calls=not shown.isdisjoint((dict, str)),
+            text_arguments=shown == {str},
         )
 
     def __str__(self) -> str:
@@ -112,7 +115,7 @@ class ChatFormats:
         if self.text_arguments:
             _write_arguments(messages)
         return self.tokenizer.encode_chat(
-            self.tools.history(messages) if self.tools else messages,
+            self.tools.history(messages, shown=self.shows_calls) if self.tools else messages,
             max_tokens,
             self._variables(chat),
             chat.continue_final_message,

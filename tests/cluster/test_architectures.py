@@ -5,6 +5,7 @@ architecture and format are `tests.unit.engine.test_model_oracle` and `test_quan
 """
 
 import asyncio
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from tests.unit.engine.test_quantized_checkpoints import FORMATS, PARTS
 
 FORMS = (
     *("demo", "LlamaForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Glm4ForCausalLM"),
-    *("MixtralForCausalLM", "Qwen3MoeForCausalLM"),
+    *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
     *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"),
 )
 OF_EACH = dict(reversed(VARIANTS.values()))  # the first variant of each
@@ -63,6 +64,28 @@ async def test_greedy_tokens_are_those_of_transformers_also_when_a_decode_worker
         texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, done, strict=True)]
         expected = reference(torch.tensor(texts)).logits.argmax(dim=-1)
     assert [text[75:] for text in texts] == expected[:, 74:-1].tolist()
+
+
+async def test_latent_kv_is_handed_over_between_halves_of_unlike_tensor_parallelism(
+    tmp_path, clusters
+):
+    """Every rank has all of it, from one rank of the other half."""
+    reference = make_checkpoint(tmp_path, "DeepseekV3ForCausalLM", tokenizer=True)
+    settings = {"model": str(tmp_path), "kv_cache_bytes": 0, "kv_blocks": 128}
+    engine = replace(ENGINE, tp=2, tp_backend="gloo", **settings)
+    other = {name: ["--tp", "1"] for name in ("prefill-1", "decode-1")}
+    _, client = await clusters(alone=True, engine=engine, prefill=2, decode=2, extra_args=other)
+    workers = (await client.status())["workers"]
+    roles = [[w["incarnation"] for w in workers if w["role"] == r] for r in ("prefill", "decode")]
+    for number, pair in enumerate(itertools.product(*roles)):
+        done = await client.generate(
+            PROMPTS[number], max_tokens=40, temperature=0.0, ignore_eos=True, workers=pair
+        )
+        assert (done.route.prefill, done.route.decode) == pair
+        text = [*PROMPTS[number], *done.token_ids]
+        with torch.inference_mode():
+            expected = reference(torch.tensor([text])).logits[0].argmax(dim=-1)
+        assert text[75:] == expected[74:-1].tolist()
 
 
 # A multimodal model's text part with weights of two formats; fp8 with static scales.

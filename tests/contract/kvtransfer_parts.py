@@ -18,6 +18,7 @@ from baton.cuda import CudaArea
 from baton.engine.engine import Reserved
 from baton.engine.kernels.torch.row_quantization import is_quantized, split_rows
 from baton.errors import TransferFailed
+from baton.kv_groups import KvGroups
 from baton.net import rpc
 from baton.net.object_connection import ObjectConnection
 from baton.v1 import common_pb2, decode_pb2, handoff_pb2_grpc, prefill_pb2
@@ -296,7 +297,7 @@ class Decode:
         seen = see(self.pools, transport) if see else self.pools
         self.router = SimpleNamespace(outgoing=WorkerMessage(), failed=lambda *_: None)
         self.engine, self.reasons = Engine(), {}
-        limits = ModelLimits(1000, 64, BLOCK_SIZE)
+        limits = ModelLimits(1000, 64, KvGroups((0,), BLOCK_SIZE))
         self.handoffs = Handoffs(self.engine, limits, None, 600.0, timeout_s)
         self.links = IncomingLinks(
             seen, self.record, kinds, find, self.handoffs, timeout_s=timeout_s

@@ -29,11 +29,13 @@ from opentelemetry.trace import NoOpTracer
 
 from baton.block_hash import token_digest
 from baton.engine.block_manager import BlockManager
+from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.engine import Engine
 from baton.engine.runner import SampledTokens, StepRunner
-from baton.engine.scheduler import ChunkBudget, Scheduler
+from baton.engine.scheduler import Scheduler
 from baton.errors import DeadlineExceeded, KvCorrupted, Overloaded, Stale, Unavailable
 from baton.generation.structured_output import GrammarCompiler
+from baton.kv_groups import KvGroups
 from baton.v1 import common_pb2, decode_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.v1.dispatch_pb2 import WorkerMessage
@@ -262,7 +264,10 @@ class DecodeWorker(RuleBasedStateMachine):
         scheduler = Scheduler(self.blocks, ChunkBudget(8), max_batch=4)
         publish = lambda report: self.loop.call_soon(self.table.on_step, report)  # noqa: E731
         self.engine = Engine(self.runner, scheduler, frozenset(), 64, publish)
-        limits, grammars = ModelLimits(1000, 64, BLOCK_SIZE), GrammarCompiler(Path(), 1000, ())
+        limits, grammars = (
+            ModelLimits(1000, 64, KvGroups((0,), BLOCK_SIZE)),
+            GrammarCompiler(Path(), 1000, ()),
+        )
         self.table = Handoffs(self.engine, limits, grammars, LEASE_S, 10.0)
         record = common_pb2.WorkerRecord(incarnation="d", host_id="host", kv=DESCRIPTOR)
         transports = [MemoryTransport()]

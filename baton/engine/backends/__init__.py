@@ -27,9 +27,12 @@ MAX_QUERIES = 128  # heads that share a KV head
 def unsupported(config: ModelConfig, block_size: int, kernels: str) -> str:
     """Why the attention kernels do not support a model; empty if they do."""
     need = f"{kernels} kernels need a multiple of {MULTIPLE}"
-    if config.head_size % MULTIPLE or config.head_size > MAX_HEAD_SIZE:
+    if config.latent is not None and kernels == "native":
+        return "latent KV, and native attention has K and V of each head"
+    if config.latent is None and (config.head_size % MULTIPLE or config.head_size > MAX_HEAD_SIZE):
         return f"heads of {config.head_size} elements, and {need} up to {MAX_HEAD_SIZE}"
-    if (queries := config.num_heads // config.num_kv_heads) > MAX_QUERIES:
+    queries = config.num_heads // config.num_kv_heads
+    if config.latent is None and queries > MAX_QUERIES:
         return f"{queries} heads share a KV head, and {kernels} kernels take up to {MAX_QUERIES}"
     return f"blocks of {block_size} tokens, and {need}" if block_size % MULTIPLE else ""
 

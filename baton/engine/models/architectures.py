@@ -44,6 +44,15 @@ class ExpertNames:
     router: str = "gate"
     biased: bool = False
     stacked: StackedExperts | None = None  # if a layer's experts are stored in one tensor
+    taken: str = "num_experts_per_tok"
+    normed: bool | None = None  # see `Routing`; None: as `norm_topk_prob` says
+    sigmoid: bool = False  # see `Routing`
+    group_top: int = 0  # see `Routing`; 0: there are no groups
+    correction: str = ""  # the tensor of a layer that corrects scores; empty: none
+    float32_router: bool = False
+    shared: str = "shared_expert"  # the module of the expert that all tokens take
+    shared_size: str = ""  # the key of its size, or of the number of experts that it stands for
+    shared_gate: bool = False  # whether a gate weighs it
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,7 @@ class Architecture:
     sinks: bool = False  # each head's softmax has a further score, whose value is 0
     gated_attention: bool = False  # outputs are multiplied by a gate, projected beside each query
     delta_rule: tuple[str, ...] = ()
+    latent: bool = False  # attention is over latent KV (MLA)
     experts: ExpertNames | None = None  # if layers have a mixture of experts
     models: str = ""
 
@@ -157,7 +167,28 @@ _QWEN_NEXT: dict[str, Any] = {
     "norm_rounds_once": True,
     "gated_attention": True,
 }
+_QWEN_EXPERTS = ExpertNames(shared_size="shared_expert_intermediate_size", shared_gate=True)
 _BY_PART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+}
+_PARTLY_ROTATED = {"partial_rotary_factor": 1.0, "rotary_dim": None}
+_CORRECTED: dict[str, Any] = {
+    "count": "n_routed_experts",
+    "sigmoid": True,
+    "group_top": 2,
+    "correction": "gate.e_score_correction_bias",
+    "float32_router": True,
+    "shared": "shared_experts",
+    "shared_size": "n_shared_experts",
+}
 _GRANITE_DEFAULTS = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
@@ -332,7 +363,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         qkv_bias="qkv_bias",
         windows="alternate",
-        experts=ExpertNames(),
+        experts=ExpertNames(shared_size="shared_expert_intermediate_size", shared_gate=True),
         models="Qwen2-MoE",
     ),
     "Qwen3MoeForCausalLM": Architecture(
@@ -347,7 +378,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {**_QWEN_NEXT_DEFAULTS, **_QWEN_NEXT_MOE},
         **_QWEN_NEXT,
         delta_rule=("in_proj_qkvz", "in_proj_ba"),
-        experts=ExpertNames(),
+        experts=_QWEN_EXPERTS,
         models="Qwen3-Next",
     ),
     "Qwen3_5ForCausalLM": Architecture(
@@ -366,7 +397,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         **_QWEN_NEXT,
         delta_rule=_BY_PART,
-        experts=ExpertNames(),
+        experts=_QWEN_EXPERTS,
         models="Qwen3.5-MoE (text)",
     ),
     "Qwen3VLMoeForConditionalGeneration": Architecture(
@@ -418,6 +449,125 @@ ARCHITECTURES: dict[str, Architecture] = {
             router="router",
             biased=True,
             stacked=StackedExperts(interleaved=True),
+        ),
+    ),
+    "DeepseekV2ForCausalLM": Architecture(
+        {
+            **_LATENT,
+            "first_k_dense_replace": 0,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.0,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "rms_norm_eps": 1e-6,
+        },
+        latent=True,
+        interleaved_rope=True,
+        models="DeepSeek-V2",
+        experts=ExpertNames(
+            "n_routed_experts",
+            normed=False,
+            group_top=1,
+            float32_router=True,
+            shared="shared_experts",
+            shared_size="n_shared_experts",
+        ),
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        {
+            **_LATENT,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+        },
+        latent=True,
+        interleaved_rope=True,
+        models="DeepSeek-V3 and R1, Kimi K2",
+        experts=ExpertNames(**_CORRECTED),
+    ),
+    "Glm4MoeLiteForCausalLM": Architecture(
+        {
+            **_LATENT,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "mlp_layer_types": None,
+            "routed_scaling_factor": 1.8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+            "rope_interleave": True,
+        },
+        latent=True,
+        interleaved_rope=True,
+        models="GLM-4.7-Flash",
+        experts=ExpertNames(**_CORRECTED),
+    ),
+    "Glm4MoeForCausalLM": Architecture(
+        {
+            "head_dim": 128,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            "num_nextn_predict_layers": 0,
+        },
+        qkv_bias="attention_bias",
+        qk_norm="head",
+        models="GLM-4.5, GLM-4.6, GLM-4.7",
+        experts=ExpertNames(**_CORRECTED),
+    ),
+    "Ernie4_5_MoeForCausalLM": Architecture(
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+            "use_bias": False,
+        },
+        interleaved_rope=True,
+        models="ERNIE 4.5 (MoE)",
+        experts=ExpertNames(
+            "moe_num_experts",
+            taken="moe_k",
+            normed=True,
+            correction="moe_statics.e_score_correction_bias",
+            float32_router=True,
+            shared="shared_experts",
+            shared_size="moe_num_shared_experts",
+        ),
+    ),
+    "MiniMaxM2ForCausalLM": Architecture(
+        {"head_dim": 128, "rope_theta": 5e6, "num_experts_per_tok": 8, **_PARTLY_ROTATED},
+        qk_norm="row",
+        models="MiniMax-M2",
+        experts=ExpertNames(
+            "num_local_experts",
+            "intermediate_size",
+            "block_sparse_moe",
+            ("w1", "w3"),
+            "w2",
+            normed=True,
+            sigmoid=True,
+            correction="e_score_correction_bias",
         ),
     ),
     "GraniteForCausalLM": Architecture(_GRANITE_DEFAULTS, **_ALL_BIASES, models="Granite"),
@@ -487,5 +637,8 @@ REFUSED: dict[str, str] = {
     "Cohere2ForCausalLM": "layer norms, and attention beside the MLP",
     "ArceeForCausalLM": "an MLP without gate",
     "NanoChatForCausalLM": "an MLP without gate",
+    "DeepseekV32ForCausalLM": "sparse attention, whose indexer stores keys beside latent KV",
+    "GlmMoeDsaForCausalLM": "sparse attention, whose indexer stores keys beside latent KV",
+    "DeepseekV4ForCausalLM": "sparse attention over compressed KV, and hyper-connections",
 }
 """Well-known architectures that are not supported, and what the decoder lacks for them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,10 @@ from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.models.weights import LayerWeights, ModelWeights, MoeWeights
+from baton.engine.models.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights
 from baton.engine.quantization.linear_weight import LinearWeight, ResidualStream
+
+Placed = TypeVar("Placed")
 
 
 class DecoderModel:
@@ -63,6 +65,8 @@ class DecoderModel:
         tables, self._table_of = rope_tables(config)
         # [ropes, 2, max_context, head_size]
         self._tables = tables.to(device, tables_dtype or dtype)
+        self._groups = config.layer_groups
+        self.num_groups = len(self._groups.windows)
         self._scoring = [
             Scoring(config.score_scale, window, config.attention_softcap, layer.sinks)
             for window, layer in zip(config.windows, weights.layers, strict=True)
@@ -75,7 +79,6 @@ class DecoderModel:
             self.expert_tokens = torch.zeros(counts, dtype=torch.int64, device=device)
             moe_layers = [index for index, has in enumerate(config.experts.layers) if has]
             self._tokens_of = dict(zip(moe_layers, self.expert_tokens, strict=True))
-        self._kv_layers = config.kv_layers
         self._linear = self.linear_attention(config, weights.layers)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
@@ -149,8 +152,7 @@ class DecoderModel:
         if self.config.arch.gated_attention:
             size = self.config.num_heads * self.config.head_size
             gates, qkv = qkv[:, -size:], qkv[:, :-size].contiguous()
-        q = self._rope_and_write(qkv, placed, index, layer, pool)
-        attended = self._attend(q, placed, index, pool)
+        attended = self._attention(qkv, placed, index, layer, pool)
         if gates is not None:
             attended = attended * rowwise(torch.sigmoid, gates)
         norm = layer.attention_norm
@@ -209,10 +211,14 @@ class DecoderModel:
     ) -> Tensor:
         """The weighted sum of the outputs of the experts that rows take."""
         mixed = self._mix(x, experts, placed, self._tokens_of[index])
+        if layer.gate_up is None:
+            return mixed
+        shared = self._shared_expert(x, layer)
         if experts.shared_gate is not None:
             # Not contiguous: torch's last bits would depend on the number of rows.
             gates = x.new_empty(len(x), 2)[:, :1].copy_(experts.shared_gate.apply(x))
-            mixed += torch.sigmoid(gates) * self._shared_expert(x, layer)
+            shared = torch.sigmoid(gates) * shared
+        mixed += shared
         return mixed
 
     def _mix(self, x: Tensor, experts: MoeWeights, placed: Any, tokens: Tensor) -> Tensor:
@@ -223,8 +229,8 @@ class DecoderModel:
         """
         config, own = self.config.experts, self._own_experts
         assert config is not None
-        scores = experts.router.apply(x, experts.router_bias)
-        shares, taken = route(scores, config.per_token, config.normed)
+        logits = experts.router.apply(self._router_input(x), experts.router_bias)
+        shares, taken = route(logits, config.routing, experts.correction)
         tokens += taken.flatten().bincount(minlength=len(tokens))
         outputs = x.new_zeros(*taken.shape, x.shape[1])
         for number in set(taken.unique().tolist()).intersection(own):
@@ -237,6 +243,11 @@ class DecoderModel:
         for at in range(1, taken.shape[1]):
             mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)
         return mixed
+
+    def _router_input(self, x: Tensor) -> Tensor:
+        """x in the type of the router's weight."""
+        names = self.config.arch.experts
+        return x.float() if names is not None and names.float32_router else x
 
     def _normed_product(
         self, hidden: ResidualStream, norm: Tensor | None, weight: LinearWeight,
@@ -309,24 +320,79 @@ class DecoderModel:
 
     def _place(self, batch: StepBatch, pool: Tensor) -> Any:
         """Where a step's rows read and write KV, for all layers."""
-        positions, attention = place(batch, pool.shape[4])
+        positions, attention = place(batch, pool.shape[4], self.num_groups)
         return attention, self._tables[:, :, positions, None]
+
+    def _attention(
+        self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
+    ) -> Tensor:
+        """Writes KV and attends: `[rows, heads * value_size]`."""
+        if layer.latent is not None:
+            return self._latent_attention(qkv, placed, index, layer.latent, pool)
+        q = self._rope_and_write(qkv, placed, index, layer, pool)
+        return self._attend(q, placed, index, pool)
+
+    def _latent_attention(
+        self, projected: Tensor, placed: Any, index: int, weights: LatentWeights, pool: Tensor
+    ) -> Tensor:
+        """Attention over latent rows, of which each head's keys and values are projections.
+
+        The projections are absorbed: a query is projected to where rows are, and the sum of rows to
+        a value, so that one row serves all heads, and rows of the context are never expanded.
+        Prompts are computed so, too: a token's result is then the same to the bit, whether a prompt
+        or a decode step computed it.
+        """
+        latent, size = self.config.latent, self.config.head_size
+        assert latent is not None
+        q, row = projected.split([projected.shape[1] - size, size], dim=1)
+        if weights.q_b is not None:
+            assert weights.q_a_norm is not None
+            norm = Norm(weights.q_a_norm, self.config.rms_eps)
+            q = weights.q_b.apply(self.ops.add_rms_norm(q.contiguous(), None, norm)[0])
+        q, q_end = q.view(len(q), -1, latent.query_size).split(
+            [latent.nope_size, latent.rope_size], dim=2
+        )
+        norm = Norm(weights.kv_a_norm, self.config.rms_eps)
+        sums = self._attend_latent(weights.keys.apply(q), q_end, row, norm, placed, index, pool)
+        return weights.values.apply(sums).flatten(1)
+
+    def _attend_latent(
+        self, q: Tensor, q_end: Tensor, row: Tensor, norm: Norm, placed: Any, index: int,
+        pool: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Norms, rotates and writes latent rows, and attends: `[rows, heads, kv_rank]`.
+
+        q: `[rows, heads, kv_rank]` · q_end: `[rows, heads, rope_size]` · row: `[rows, head_size]`.
+        """
+        rank, (cos, sin) = q.shape[2], placed[1][self._table_of[index]]
+        queries = torch.cat((q, rotate(q_end, cos, sin)), dim=2)
+        row_end = rotate(row[:, None, rank:], cos, sin)
+        rows = torch.cat((rms_norm(row[:, :rank], *norm)[:, None], row_end), dim=2)
+        attention, at = self._in_pool(placed[0], index)
+        write_kv(pool, at, attention.slots, rows)
+        attended = attend(queries, pool, at, attention, self._scoring[index])
+        return attended.view(queries.shape)[..., :rank]
 
     def _rope_and_write(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
         """Norms and rotates queries and keys, and writes K and V: `[rows, heads, head_size]`."""
-        attention, tables = placed
+        (attention, at), tables = self._in_pool(placed[0], index), placed[1]
         q, k, v = self._split(qkv)
         q_norm, k_norm = layer.q_norm, layer.k_norm
-        if self.config.arch.qk_norm == "row":
+        if self.config.qk_norm == "row":
             q, k = self._rows_normed(q, k, layer)
             q_norm = k_norm = None
         q, k = self._head_norm(q, q_norm), self._head_norm(k, k_norm)
         cos, sin = tables[self._table_of[index]]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        write_kv(pool, self._kv_layer(index), attention.slots, k, self._by_head(v))
+        write_kv(pool, at, attention.slots, k, self._by_head(v))
         return q
+
+    def _in_pool(self, by_group: Sequence[Placed], index: int) -> tuple[Placed, int]:
+        """What a layer's group has, and the layer's index in the blocks of the group."""
+        group, at = self._groups.places[index]
+        return by_group[group], at
 
     def _by_head(self, x: Tensor) -> Tensor:
         return x.reshape(len(x), -1, self.config.head_size)
@@ -354,10 +420,5 @@ class DecoderModel:
 
     def _attend(self, q: Tensor, placed: Any, index: int, pool: Tensor) -> Tensor:
         """Attention of all rows: `[rows, heads * head_size]`."""
-        return attend(q, pool, self._kv_layer(index), placed[0], self._scoring[index])
-
-    def _kv_layer(self, index: int) -> int:
-        """The index in the pool of a layer that keeps KV."""
-        layer = self._kv_layers[index]
-        assert layer is not None, "only layers that keep KV attend to it"
-        return layer
+        attention, at = self._in_pool(placed[0], index)
+        return attend(q, pool, at, attention, self._scoring[index])

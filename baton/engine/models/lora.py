@@ -183,7 +183,8 @@ def identity_of(path: Path) -> str:
 def _fields(config: ModelConfig, layer: int) -> list[str]:
     """The fields of a layer that adapters may change: not those of experts."""
     has_experts = config.experts is not None and config.experts.layers[layer]
-    return ["qkv", "o"] if has_experts else list(FIELDS)
+    fields = ["qkv", "o"] if has_experts else list(FIELDS)
+    return fields if config.latent is None else [field for field in fields if field != "qkv"]
 
 
 def _places(config: ModelConfig) -> dict[str, _Place]:

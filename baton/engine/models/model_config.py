@@ -7,7 +7,8 @@ name. Torch-free.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from baton.engine.checkpoint.fields import (
 from baton.engine.checkpoint.tensors import read_json
 from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.kernels.delta_rule import DeltaRuleShape
+from baton.engine.kernels.routing import Routing
 from baton.engine.models.architectures import (
     ARCHITECTURES,
     FULL,
@@ -36,11 +38,14 @@ from baton.engine.models.architectures import (
     SLIDING,
     WRAPPERS,
     Architecture,
+    ExpertNames,
+    QkNorm,
 )
 from baton.engine.models.rope_config import Rope, parse_ropes
 from baton.engine.quantization.checkpoint_configs import parse_quantization_config
 from baton.engine.quantization.config import QuantizationConfig
 from baton.errors import CheckpointError, ConfigError
+from baton.kv_groups import LayerGroups
 
 MAX_LAYERS = 1024
 MAX_EXPERTS, MAX_PER_TOKEN = 4096, 64
@@ -62,16 +67,15 @@ _MROPE = ("mrope_section", "mrope_interleaved")
 class ExpertsConfig:
     """A mixture of experts in place of the MLP.
 
-    count: number of experts · per_token: number that a token takes · size: intermediate size of an
-    expert · normed: whether shares of the taken experts add up to 1 · layers: whether each layer
-    has experts, or an MLP · shared_size: intermediate size of the expert that all tokens take; 0:
-    none · mxfp4: whether the checkpoint has experts in MXFP4.
+    count: number of experts · size: intermediate size of an expert · routing: how a token's experts
+    are selected · layers: whether each layer has experts, or an MLP · shared_size: intermediate
+    size of the expert that all tokens take; 0: none · mxfp4: whether the checkpoint has experts in
+    MXFP4.
     """
 
     count: int
-    per_token: int
     size: int
-    normed: bool
+    routing: Routing
     layers: tuple[bool, ...]
     shared_size: int = 0
     mxfp4: bool = False
@@ -97,12 +101,38 @@ class DeltaRuleConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (MLA; DeepSeek-V2, https://arxiv.org/abs/2405.04434).
+
+    Keys and values of all heads are made of one row a token: `kv_rank` elements, from which each
+    head's key and value are projected, and `rope_size` rotated ones, which end all heads' keys.
+
+    q_rank: size of the row that queries are projected from; 0: they are projected from the hidden
+    state · nope_size: elements of a head's query and key that are not rotated · value_size: of a
+    head's value.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_size: int
+    rope_size: int
+    value_size: int
+
+    @property
+    def query_size(self) -> int:
+        """Elements of a head's query."""
+        return self.nope_size + self.rope_size
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer; sizes count elements, contexts and windows count tokens.
 
+    With latent attention, num_kv_heads is 1 and head_size that of a latent row.
+
     windows: for each layer, the number of tokens that a token attends to, itself included, or None
-    for all · ropes: the rotary embedding of each layer, or None · wrapper: the multimodal
-    architecture whose text part this is, or empty.
+    for all of the longest context · ropes: the rotary embedding of each layer, or None · wrapper:
+    the multimodal architecture whose text part this is, or empty.
     """
 
     architecture: str
@@ -132,6 +162,9 @@ class ModelConfig:
     residual_scale: float = 1.0  # of the outputs of attention and MLP
     experts: ExpertsConfig | None = None
     delta_rule: DeltaRuleConfig | None = None
+    latent: LatentConfig | None = None
+    has_qk_norm: bool = True  # whether there are norms that the architecture may have
+    predicting_layers: int = 0  # layers of the checkpoint that predict further tokens; not used
     quantization: QuantizationConfig | None = None
     wrapper: str = ""
 
@@ -161,16 +194,21 @@ class ModelConfig:
         def bias(key: bool | str) -> bool:
             return bool(fields.read(key, BOOLEAN, False)) if isinstance(key, str) else key
 
-        num_heads, num_kv_heads, head_size = _heads(fields, arch)
+        latent = _latent(fields) if arch.latent else None
+        num_heads, num_kv_heads, head_size = _heads(fields, arch, latent)
+        query_size = latent.query_size if latent else head_size
         hidden_size = fields.read("hidden_size", COUNT)
         num_layers = fields.read("num_hidden_layers", whole(1, MAX_LAYERS))
         rotated = _rotated(fields, arch, num_layers)
         windows = _windows(fields, arch, rotated)
         if arch.rotates == "sliding" and any(windows):
             rotated = tuple(map(bool, windows))
-        rope, sliding_rope, max_context = parse_ropes(fields, arch, head_size)
-        layer_ropes = (sliding_rope if window else rope for window in windows)
-        query_scalar = read_if_known("query_pre_attn_scalar", NUMBER, head_size)
+        rope_size = latent.rope_size if latent else head_size
+        rope, sliding_rope, max_context = parse_ropes(fields, arch, rope_size)
+        layer_ropes = [sliding_rope if window else rope for window in windows]
+        windows = tuple(one if one and one < max_context else None for one in windows)
+        query_scalar = read_if_known("query_pre_attn_scalar", NUMBER, query_size)
+        score_scale = read_if_known("attention_multiplier", NUMBER, query_scalar**-0.5)
         dtype_key = "torch_dtype" if fields.values.get("dtype") is None else "dtype"
         embedding_scale = read_if_known("embedding_multiplier", NUMBER, 1.0)
         experts = _experts(fields, arch, num_layers)
@@ -197,7 +235,7 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(fields),
             dtype=fields.read(dtype_key, one_of("bfloat16", "float32", "float16"), "float32"),
             activation=_activation(fields, arch),
-            score_scale=float(read_if_known("attention_multiplier", NUMBER, query_scalar**-0.5)),
+            score_scale=float(score_scale) * (rope.latent_score_scale if latent else 1.0),
             attention_softcap=float(read_if_known("attn_logit_softcapping", NOT_NEGATIVE, 0.0)),
             logit_softcap=float(read_if_known("final_logit_softcapping", NOT_NEGATIVE, 0.0)),
             logit_scale=1 / float(read_if_known("logits_scaling", NUMBER, 1.0)),
@@ -205,6 +243,9 @@ class ModelConfig:
             residual_scale=float(read_if_known("residual_multiplier", NUMBER, 1.0)),
             experts=experts,
             delta_rule=_delta_rule(fields, arch, num_layers, num_kv_heads),
+            latent=latent,
+            has_qk_norm=read_if_known("use_qk_norm", BOOLEAN, True),
+            predicting_layers=read_if_known("num_nextn_predict_layers", whole(0, MAX_LAYERS), 0),
             quantization=None
             if experts is not None and experts.mxfp4
             else parse_quantization_config(whole_model),
@@ -231,17 +272,39 @@ class ModelConfig:
         """The architecture's differences from Llama."""
         return ARCHITECTURES[self.architecture]
 
-    @property
-    def kv_layers(self) -> tuple[int | None, ...]:
-        """Each layer's index in the KV pool; None for those that keep a state instead."""
+    @cached_property
+    def layer_groups(self) -> LayerGroups:
+        """The groups of layers, each with a block table."""
         if self.delta_rule is None:
-            return tuple(range(self.num_layers))
-        return _numbered(tuple(not linear for linear in self.delta_rule.layers))
+            return LayerGroups.from_windows(self.windows)
+        linear = self.delta_rule.layers
+        kept = [at for at in range(self.num_layers) if not linear[at]]
+        groups = LayerGroups.from_windows([self.windows[at] for at in kept])
+        places = dict(zip(kept, groups.places, strict=True))
+        # Layers with linear attention have no KV, and no place.
+        return replace(
+            groups, places=tuple(places.get(at, (0, 0)) for at in range(self.num_layers))
+        )
 
     @property
-    def num_kv_layers(self) -> int:
-        """Number of layers that keep KV."""
-        return sum(index is not None for index in self.kv_layers)
+    def qk_norm(self) -> QkNorm:
+        """The norms of queries and keys."""
+        return self.arch.qk_norm if self.has_qk_norm else "none"
+
+    @property
+    def kv_parts(self) -> int:
+        """Rows that a token stores for each KV head of a layer: K and V, or a latent row."""
+        return 1 if self.latent else 2
+
+    @property
+    def rope_size(self) -> int:
+        """Size of the tables of sines and cosines: of a head, or of its rotated end."""
+        return self.latent.rope_size if self.latent else self.head_size
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a head's value."""
+        return self.latent.value_size if self.latent else self.head_size
 
     @property
     def head_order(self) -> list[int] | None:
@@ -250,6 +313,8 @@ class ModelConfig:
         The decoder has a rotated pair half a head apart, and in each half the elements that are not
         rotated last.
         """
+        if self.latent is not None:
+            return None
         rope = next((rope for rope in self.ropes if rope is not None), None)
         size = self.head_size if rope is None else rope.size or self.head_size
         if size == self.head_size and not self.arch.interleaved_rope:
@@ -314,14 +379,40 @@ def _check_unsupported(fields: Fields, arch: Architecture) -> None:
     fields.read("use_bidirectional_attention", one_of(False), False)
     fields.read("is_causal", one_of(True), True)  # false in models made for embeddings
     fields.read("clip_qkv", Check(lambda value: value is None, "null"))
+    fields.read("use_bias", one_of(False), False)
+    if arch.latent:
+        fields.read("attention_bias", one_of(False), False)
+        fields.read("rope_interleave", one_of(True), True)
+    if arch.experts is not None:
+        scores = "sigmoid" if arch.experts.sigmoid else "softmax"
+        fields.read("scoring_func", one_of(scores), scores)
+        fields.read("moe_layer_freq", one_of(1), 1)
     if "attn_logit_softcapping" not in arch.defaults:  # nor does transformers in Gemma 3
         fields.read("attn_logit_softcapping", Check(lambda value: not value, "null"))
 
 
-def _heads(fields: Fields, arch: Architecture) -> tuple[int, int, int]:
+def _latent(fields: Fields) -> LatentConfig:
+    q_rank = fields.values["q_lora_rank"]  # null: no such row
+    config = LatentConfig(
+        q_rank=0 if q_rank is None else fields.read("q_lora_rank", COUNT),
+        kv_rank=fields.read("kv_lora_rank", COUNT),
+        nope_size=fields.read("qk_nope_head_dim", COUNT),
+        rope_size=fields.read("qk_rope_head_dim", COUNT),
+        value_size=fields.read("v_head_dim", COUNT),
+    )
+    if config.rope_size % 2:
+        raise fields.error("qk_rope_head_dim", config.rope_size, "an even number")
+    return config
+
+
+def _heads(fields: Fields, arch: Architecture, latent: LatentConfig | None) -> tuple[int, int, int]:
     """Numbers of query and KV heads, and the size of a head."""
     num_heads = fields.read("num_attention_heads", COUNT)
     num_kv_heads = fields.read("num_key_value_heads", COUNT, num_heads)
+    if latent is not None:
+        if num_kv_heads != num_heads:
+            raise fields.error("num_key_value_heads", num_kv_heads, f"{num_heads}, the heads")
+        return num_heads, 1, latent.kv_rank + latent.rope_size
     default_size = fields.read("hidden_size", COUNT) // num_heads
     head_size = fields.read("head_dim", COUNT, arch.defaults.get("head_dim", default_size))
     if num_heads % num_kv_heads:
@@ -426,29 +517,74 @@ def _numbered(chosen: tuple[bool, ...]) -> tuple[int | None, ...]:
 
 
 def _experts(fields: Fields, arch: Architecture, num_layers: int) -> ExpertsConfig | None:
-    if arch.experts is None:
+    names = arch.experts
+    if names is None:
         return None
     # transformers 5 writes one name of their number for all.
-    given = [key for key in (arch.experts.count, "num_local_experts") if key in fields.values]
-    count = fields.read(given[0] if given else arch.experts.count, whole(1, MAX_EXPERTS))
-    layers = [True] * num_layers
-    if "decoder_sparse_step" in arch.defaults:
-        step = fields.read("decoder_sparse_step", COUNT)
-        dense = fields.read("mlp_only_layers", NUMBERS, [])
-        layers = [(index + 1) % step == 0 and index not in dense for index in range(num_layers)]
-    shared = "shared_expert_intermediate_size"
-    stored = fields.values.get("quantization_config") if arch.experts.stacked else None
+    given = [key for key in (names.count, "num_local_experts") if key in fields.values]
+    count = fields.read(given[0] if given else names.count, whole(1, MAX_EXPERTS))
+    stored = fields.values.get("quantization_config") if names.stacked else None
     if stored is not None:
         fields.inside("quantization_config").read("quant_method", one_of("mxfp4"))
+    size, shared = fields.read(names.size, COUNT), 0
+    if names.shared_size:
+        shared = fields.read(names.shared_size, whole(0, MAX_SIZE))
+        if not names.shared_size.endswith("_size"):  # a number of experts
+            shared *= size
     return ExpertsConfig(
         count=count,
-        per_token=fields.read("num_experts_per_tok", whole(1, min(count, MAX_PER_TOKEN))),
-        size=fields.read(arch.experts.size, COUNT),
-        normed=fields.read("norm_topk_prob", BOOLEAN, False),
-        layers=tuple(layers),
-        shared_size=fields.read(shared, COUNT) if shared in arch.defaults else 0,
+        size=size,
+        routing=_routing(fields, names, count),
+        layers=tuple(_has_experts(fields, arch, index, num_layers) for index in range(num_layers)),
+        shared_size=shared,
         mxfp4=stored is not None,
     )
+
+
+def _routing(fields: Fields, names: ExpertNames, count: int) -> Routing:
+    per_token = fields.read(names.taken, whole(1, min(count, MAX_PER_TOKEN)))
+    check = BOOLEAN if names.normed is None else one_of(names.normed)
+    routing = Routing(
+        per_token,
+        normed=fields.read("norm_topk_prob", check, bool(names.normed)),
+        sigmoid=names.sigmoid,
+        scale=float(fields.read("routed_scaling_factor", NUMBER, 1.0)),
+    )
+    methods = ("noaux_tc",) if names.sigmoid else ("greedy", "group_limited_greedy")
+    method = fields.read("topk_method", one_of(*methods), methods[-1])
+    if not names.group_top or method == "greedy":
+        return routing
+    groups = fields.read("n_group", whole(1, count), 1)
+    if count % groups or count // groups < names.group_top:
+        supported = f"a divisor of {count} experts that leaves {names.group_top} or more to a group"
+        raise fields.error("n_group", groups, supported)
+    taken = fields.read("topk_group", whole(1, groups), 1)
+    if taken * (count // groups) < per_token:
+        raise fields.error("topk_group", taken, f"groups of {per_token} experts together")
+    return replace(routing, groups=groups, taken_groups=taken, group_top=names.group_top)
+
+
+def _has_experts(fields: Fields, arch: Architecture, index: int, num_layers: int) -> bool:
+    """Whether a layer has experts, by the keys that the architecture has for it."""
+    if "decoder_sparse_step" in arch.defaults:
+        step = fields.read("decoder_sparse_step", COUNT)
+        return (index + 1) % step == 0 and index not in fields.read("mlp_only_layers", NUMBERS, [])
+    if "first_k_dense_replace" in arch.defaults:
+        return bool(index >= fields.read("first_k_dense_replace", whole(0, MAX_SIZE)))
+    if "mlp_layer_types" in arch.defaults:
+        kinds = fields.values["mlp_layer_types"]
+        if kinds is None:
+            return index > 0
+        if not isinstance(kinds, list) or len(kinds) != num_layers:
+            raise fields.error("mlp_layer_types", kinds, f"{num_layers} times dense or sparse")
+        return bool(kinds[index] == "sparse")
+    if "moe_layer_interval" in arch.defaults:
+        first = fields.read("moe_layer_start_index", whole(0, MAX_SIZE))
+        last = fields.read("moe_layer_end_index", whole(-1, MAX_SIZE))
+        interval = fields.read("moe_layer_interval", COUNT)
+        is_within = first <= index <= (num_layers - 1 if last == -1 else last)
+        return bool(is_within and (index + 1) % interval == 0)
+    return True
 
 
 def _eos_token_ids(fields: Fields) -> tuple[int, ...]:

@@ -89,5 +89,5 @@ def rope_table(rope: Rope | None, head_size: int, max_context: int) -> Tensor:
 def rope_tables(config: ModelConfig) -> tuple[Tensor, list[int]]:
     """The tables of distinct ropes `[ropes, 2, max_context, head_size]`, and each layer's index."""
     distinct = list(dict.fromkeys(config.ropes))
-    tables = [rope_table(rope, config.head_size, config.max_context) for rope in distinct]
+    tables = [rope_table(rope, config.rope_size, config.max_context) for rope in distinct]
     return torch.stack(tables), [distinct.index(rope) for rope in config.ropes]

@@ -59,6 +59,7 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     factors: tuple[float, ...] = ()
+    latent_score_scale: float = 1.0  # multiplies scores of latent attention
 
 
 def parse_ropes(fields: Fields, arch: Architecture, head_size: int) -> tuple[Rope, Rope, int]:
@@ -143,6 +144,7 @@ def _yarn(rope: Rope, inside: Fields) -> Rope:
         beta_fast=float(inside.read("beta_fast", NUMBER, 32)),
         beta_slow=float(inside.read("beta_slow", NUMBER, 1)),
         truncate=inside.read("truncate", BOOLEAN, True),
+        latent_score_scale=magnitude(scales[1]) ** 2,
     )
 
 
@@ -172,5 +174,8 @@ def _rotated_size(fields: Fields, arch: Architecture, inside: Fields, head_size:
             lambda value: NUMBER.holds(value) and value <= 1 and int(head_size * value) % 2 == 0,
             f"a number up to 1, by which an even number of {head_size} dimensions is rotated",
         )
-    share = inside.read(key, check, fields.read(key, check, 1))
+    default = 1
+    if "rotary_dim" in arch.defaults and fields.values["rotary_dim"] is not None:
+        default = fields.read("rotary_dim", COUNT) / head_size
+    share = inside.read(key, check, fields.read(key, check, default))
     return 0 if share == 1 else int(head_size * share)

@@ -108,7 +108,7 @@ class Shard:
     def tensor(self, config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
         """This rank's part of a norm or bias; a bias that all ranks add is zero but on rank 0."""
         is_of_heads = field == "sinks" or (
-            field in ("q_norm", "k_norm") and config.arch.qk_norm == "row"
+            field in ("q_norm", "k_norm") and config.qk_norm == "row"
         )
         if self.count == 1 or (field.endswith("norm") and not is_of_heads):
             return tensor
@@ -127,13 +127,21 @@ class Shard:
         return tensor[self._outputs(config, name, len(tensor))]
 
     def _outputs(self, config: ModelConfig, field: str, outputs: int) -> Tensor:
+        latent, heads = config.latent, self._part(config.num_heads)
         match field:
+            case "qkv" if latent is not None:
+                queries = range(heads.start * latent.query_size, heads.stop * latent.query_size)
+                if latent.q_rank:
+                    queries = range(latent.q_rank)
+                parts = [queries, range(outputs - config.head_size, outputs)]
+            case "q_b" | "kv_b":
+                size = outputs // config.num_heads
+                parts = [range(heads.start * size, heads.stop * size)]
             case "qkv":
-                heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-                queries, keys = self._part(heads), self.kv_heads(config)
-                counts, own = [heads, kv_heads, kv_heads], [queries, keys, keys]
+                size, keys = config.head_size, self.kv_heads(config)
+                counts, own = [config.num_heads, *[config.num_kv_heads] * 2], [heads, keys, keys]
                 if config.arch.gated_attention:
-                    counts, own = [*counts, heads], [*own, queries]
+                    counts, own = [*counts, config.num_heads], [*own, heads]
                 parts = [
                     range((start + part.start) * size, (start + part.stop) * size)
                     for start, part in zip(accumulate(counts, initial=0), own, strict=False)

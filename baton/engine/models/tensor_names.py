@@ -31,6 +31,7 @@ from baton.errors import CheckpointError
 
 STACKED = StackedExperts(transposed=None)  # as transformers names them
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PART = re.compile(r"(.+)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _TEXT_PREFIX = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 _KV_SCALE = re.compile(r".+\.self_attn\.(?:[kv]_proj\.|attn\.)?[kv]_scale")  # of KV in fp8
@@ -100,23 +101,33 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
         if name := getattr(arch, field):
             tensors[field] = {f"{layer}.{name}.weight": (hidden,)}
     linear = config.delta_rule is not None and config.delta_rule.layers[index]
-    if arch.qk_norm != "none" and not linear:
-        sizes = (head, head) if arch.qk_norm == "head" else (q, kv)
+    if config.qk_norm != "none" and not linear:
+        sizes = (head, head) if config.qk_norm == "head" else (q, kv)
         for name, size in zip("qk", sizes, strict=True):
             tensors[f"{name}_norm"] = {f"{attention}.{name}_norm.weight": (size,)}
     if arch.sinks and not linear:
         tensors["sinks"] = {f"{attention}.sinks": (config.num_heads,)}
     queries = 2 * q if arch.gated_attention else q  # each with its gate
-    outputs_of = {"self_attn.q": queries, "self_attn.k": kv, "self_attn.v": kv}
-    projections = {
-        "qkv": (outputs_of, hidden, config.qkv_bias),
-        "o": ({"self_attn.o": hidden}, q, config.o_bias),
-    }
-    for field, (outputs, inputs, biased) in (
-        *(() if linear else projections.items()),
-        *_mlp(config, index).items(),
+    projections = {"self_attn.q_proj": queries, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    if (latent := config.latent) is not None:
+        projections = {
+            **(
+                {"self_attn.q_a_proj": latent.q_rank}
+                if latent.q_rank
+                else {"self_attn.q_proj": config.num_heads * latent.query_size}
+            ),
+            "self_attn.kv_a_proj_with_mqa": head,
+        }
+    values = config.num_heads * config.value_size
+    attention_fields = (
+        ("qkv", projections, hidden, config.qkv_bias),
+        ("o", {"self_attn.o_proj": hidden}, values, config.o_bias),
+    )
+    for field, outputs, inputs, biased in (
+        *(() if linear else attention_fields),
+        *((field, *matrix) for field, matrix in _mlp(config, index).items()),
     ):
-        parts = {f"{layer}.{name}_proj": size for name, size in outputs.items()}
+        parts = {f"{layer}.{name}": size for name, size in outputs.items()}
         if field in arch.joined:
             module = next(iter(outputs)).partition(".")[0]
             parts = {f"{layer}.{module}.{field}_proj": sum(outputs.values())}
@@ -153,14 +164,37 @@ def delta_rule_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
 def _mlp(config: ModelConfig, index: int) -> dict[str, tuple[dict[str, int], int, bool]]:
     """The matrices of a layer's MLP, or of the expert that all tokens take."""
     hidden, inner, module = config.hidden_size, config.intermediate_size, "mlp"
-    if config.experts is not None and config.experts.layers[index]:
-        inner, module = config.experts.shared_size, "mlp.shared_expert"
+    names = config.arch.experts
+    if names is not None and config.experts is not None and config.experts.layers[index]:
+        inner, module = config.experts.shared_size, f"{names.module}.{names.shared}"
     if not inner:
         return {}
+    gate_up = {f"{module}.{name}_proj": inner for name in ("gate", "up")}
     return {
-        "gate_up": ({f"{module}.gate": inner, f"{module}.up": inner}, hidden, config.mlp_bias),
-        "down": ({f"{module}.down": hidden}, inner, config.mlp_bias),
+        "gate_up": (gate_up, hidden, config.mlp_bias),
+        "down": ({f"{module}.down_proj": hidden}, inner, config.mlp_bias),
     }
+
+
+def latent_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
+    """The parts of a layer's `LatentWeights`; `kv_b` is what its projections are cut from."""
+    if (latent := config.latent) is None:
+        return {}
+    attention, heads = f"model.layers.{index}.self_attn", config.num_heads
+    tensors: dict[str, Shapes] = {
+        "kv_a_norm": {f"{attention}.kv_a_layernorm.weight": (latent.kv_rank,)},
+        "kv_b": {
+            f"{attention}.kv_b_proj.weight": (
+                heads * (latent.nope_size + latent.value_size),
+                latent.kv_rank,
+            )
+        },
+    }
+    if latent.q_rank:
+        tensors["q_a_norm"] = {f"{attention}.q_a_layernorm.weight": (latent.q_rank,)}
+        q_b = (heads * latent.query_size, latent.q_rank)
+        tensors["q_b"] = {f"{attention}.q_b_proj.weight": q_b}
+    return tensors
 
 
 def expert_tensors(
@@ -175,7 +209,11 @@ def expert_tensors(
     shared: dict[str, Shapes] = {"router": {f"{router}.weight": (experts.count, hidden)}}
     if names.biased:
         shared["router_bias"] = {f"{router}.bias": (experts.count,)}
-    if experts.shared_size:
+    if names.correction:
+        # ERNIE's has two axes.
+        shape = (1,) * names.correction.startswith("moe_statics") + (experts.count,)
+        shared["correction"] = {f"{module}.{names.correction}": shape}
+    if experts.shared_size and names.shared_gate:
         shared["shared_gate"] = {f"{module}.shared_expert_gate.weight": (1, hidden)}
     each: list[dict[str, Shapes]] = []
     for number in range(experts.count):
@@ -197,8 +235,8 @@ def _parts(config: ModelConfig) -> Iterator[Shapes]:
     yield {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         shared, each = expert_tensors(config, index)
-        delta = delta_rule_tensors(config, index)
-        for fields in (layer_tensors(config, index), delta, shared, *each):
+        delta, latent = delta_rule_tensors(config, index), latent_tensors(config, index)
+        for fields in (layer_tensors(config, index), latent, delta, shared, *each):
             yield from fields.values()
     yield {FINAL_NORM: (config.hidden_size,)}
     if not config.tie_embeddings:
@@ -255,6 +293,16 @@ def scheme_of(config: ModelConfig, parts: Shapes) -> QuantizationConfig | None:
     return next(iter(found.values()), None)
 
 
+def is_float32(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor is float32 whatever the model's type: of a router that needs it."""
+    names = config.arch.experts
+    if names is None:
+        return False
+    return name.endswith(names.correction or "?") or (
+        names.float32_router and name.endswith(f"{names.module}.{names.router}.weight")
+    )
+
+
 def num_parameters(config: ModelConfig) -> int:
     """Weights and biases; tied embeddings count once."""
     return sum(math.prod(shape) for parts in _parts(config) for shape in parts.values())
@@ -300,7 +348,10 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
                 f"{found.file}: tensor {name} has shape {list(found.shape)}; config.json implies "
                 f"{list(shape)}"
             )
+    unused = config.num_layers, config.num_layers + config.predicting_layers
     for name in sorted(stored.keys() - expected.keys()):
+        if (layer := _LAYER.match(name)) and unused[0] <= int(layer[1]) < unused[1]:
+            continue  # layers that predict further tokens
         # Old exports saved rotary tables, and copies of a tied embedding.
         tied_copy = config.tie_embeddings and name == LM_HEAD
         # Of heads that predict further tokens, which are not used.

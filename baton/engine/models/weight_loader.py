@@ -11,7 +11,7 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +37,8 @@ from baton.engine.models.tensor_names import (
     checkpoint_tensors,
     delta_rule_tensors,
     expert_tensors,
+    is_float32,
+    latent_tensors,
     layer_tensors,
     num_parameters,
     scheme_of,
@@ -46,6 +48,8 @@ from baton.engine.models.tensor_names import (
 from baton.engine.models.weights import (
     DeltaRuleWeights,
     ExpertWeights,
+    HeadWeights,
+    LatentWeights,
     LayerWeights,
     ModelWeights,
     MoeWeights,
@@ -140,7 +144,8 @@ class _Reader:
 
     def tensor(self, shapes: Shapes) -> Tensor:
         """The tensor that these parts join to."""
-        result = torch.empty(_joined_shape(shapes), dtype=self._dtype, device=self._device)
+        dtype = torch.float32 if is_float32(self._config, next(iter(shapes))) else self._dtype
+        result = torch.empty(_joined_shape(shapes), dtype=dtype, device=self._device)
         parts = result.split([shape[0] for shape in shapes.values()])
         for name, target in zip(shapes, parts, strict=True):
             part = stacked_part(self._config, name)
@@ -265,11 +270,13 @@ def random_weights(
 
     def make(shapes: Shapes) -> Tensor:
         shape = _joined_shape(shapes)
-        if next(iter(shapes)).endswith("norm.weight"):
-            return torch.ones(shape, dtype=dtype, device=device)
+        name = next(iter(shapes))
+        kind = torch.float32 if is_float32(config, name) else dtype
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=kind, device=device)
         if device.type == "cpu":  # rounded last: torch 2.11 makes other numbers for each type
-            return torch.empty(shape).normal_(std=RANDOM_STD, generator=generator).to(dtype)
-        result, shifted = torch.empty(shape, dtype=dtype, device=device), noise.roll(next(shifts))
+            return torch.empty(shape).normal_(std=RANDOM_STD, generator=generator).to(kind)
+        result, shifted = torch.empty(shape, dtype=kind, device=device), noise.roll(next(shifts))
         for piece in result.view(-1).split(_NOISE):
             piece.copy_(shifted[: len(piece)])
         return result
@@ -290,17 +297,32 @@ def _assemble(
     sizes, own_experts = (config.vocab_size, config.hidden_size), shard.experts(config)
 
     def part(field: str, parts: Shapes, shard: Shard) -> Any:
+        if field == "correction":
+            return make(parts).flatten()
         if any(len(shape) != 2 for shape in parts.values()):
             return shard.tensor(config, field, _arranged(config, field, make(parts)))
         weight, rearranged = make_weight(parts), config.arch.gated_attention or config.head_order
         if (field == "qkv" and rearranged) or field in ("delta_in", "delta_gates"):
             rows = torch.arange(weight.shape[0])[:, None]
             weight = weight.take_outputs(_arranged(config, field, rows)[:, 0])
+        if (order := _latent_order(config, field, weight.shape[0])) is not None:
+            weight = weight.take_outputs(order)
         weight = shard.weight(config, field, weight)
-        return weight if field in ("router", "shared_gate") else prepare(weight, False)
+        is_kept = field in ("router", "shared_gate", "kv_b")
+        return weight if is_kept else prepare(weight, False)
 
     def parts_of(tensors: dict[str, Shapes], shard: Shard = shard) -> dict[str, Any]:
         return {field: part(field, parts, shard) for field, parts in tensors.items()}
+
+    def latent(index: int) -> LatentWeights | None:
+        if not (tensors := latent_tensors(config, index)):
+            return None
+        fields = parts_of(tensors)
+        keys, values = (
+            HeadWeights(tuple(prepare(DenseWeight(one), False) for one in heads))
+            for heads in _by_head(config, fields.pop("kv_b"), fields["kv_a_norm"])
+        )
+        return LatentWeights(**fields, keys=keys, values=values)
 
     def layer(index: int) -> LayerWeights:
         once, each = expert_tensors(config, index)
@@ -317,7 +339,7 @@ def _assemble(
             experts = MoeWeights(experts=tuple(own), **parts_of(once))
         delta = delta_rule_tensors(config, index)
         rule = DeltaRuleWeights(**parts_of(delta)) if delta else None
-        return LayerWeights(**fields, experts=experts, delta=rule)
+        return LayerWeights(**fields, experts=experts, latent=latent(index), delta=rule)
 
     embedding = shard.tensor(config, "embedding", make({EMBEDDING: sizes}))
     layers = tuple(layer(index) for index in range(config.num_layers))
@@ -376,6 +398,39 @@ def _by_key_head(config: ModelConfig, delta: DeltaRuleShape, field: str, tensor:
     parts = tensor.split([delta.key_heads * size for size in sizes])
     by_head = [part.unflatten(0, (delta.key_heads, -1)) for part in parts]
     return torch.cat(by_head, dim=1).flatten(0, 1)
+
+
+def _by_head(config: ModelConfig, kv_b: LinearWeight, like: Tensor) -> Iterator[list[Tensor]]:
+    """Each head's projection of queries to where latent rows are, and of rows to values.
+
+    Of `like`'s type, whatever the checkpoint's format.
+    """
+    latent = config.latent
+    assert latent is not None
+    one = torch.eye(latent.kv_rank, dtype=like.dtype, device=like.device)
+    heads = kv_b.apply(one).T.unflatten(0, (-1, latent.nope_size + latent.value_size))
+    yield [head[: latent.nope_size].T.contiguous() for head in heads]
+    yield [head[latent.nope_size :].contiguous() for head in heads]
+
+
+def _latent_order(config: ModelConfig, field: str, outputs: int) -> Tensor | None:
+    """The checkpoint's index of each output, in the decoder's order of rotated pairs (see
+    `ModelConfig.head_order`); None: the same."""
+    if (latent := config.latent) is None or field not in ("qkv", "q_b"):
+        return None
+    order, size = torch.arange(outputs), latent.rope_size
+    rows = 0 if field == "q_b" else config.head_size
+    if field == "q_b" or not latent.q_rank:
+        for end in range(latent.query_size, outputs - rows + 1, latent.query_size):
+            order[end - size : end] = _halves(order[end - size : end])
+    if rows:
+        order[-size:] = _halves(order[-size:])
+    return order
+
+
+def _halves(pairs: Tensor) -> Tensor:
+    """Neighbours that are rotated together, half the length apart."""
+    return torch.cat((pairs[::2], pairs[1::2]))
 
 
 def _joined_shape(shapes: Shapes) -> tuple[int, ...]:

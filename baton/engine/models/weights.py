@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from baton.engine.models.lora import LoraSlots
@@ -25,13 +26,43 @@ class MoeWeights:
     """The experts of a layer.
 
     router: `[experts, in]`, scores them · experts: this rank's · shared_gate: `[1, in]`, weighs
-    the expert that all tokens take.
+    the expert that all tokens take · correction: float32 `[experts]`, see
+    `baton.engine.kernels.torch.moe_routing.route`.
     """
 
     router: LinearWeight
     experts: tuple[ExpertWeights, ...]
     router_bias: Tensor | None = None
     shared_gate: LinearWeight | None = None
+    correction: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """A matrix `[out, in]` of each head."""
+
+    heads: tuple[LinearWeight, ...]
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x `[rows, heads, in]` → `[rows, heads, out]`."""
+        products = [one.apply(x[:, head]) for head, one in enumerate(self.heads)]
+        return torch.stack(products, dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentWeights:
+    """The weights of a layer's latent attention beside `qkv`, which makes a token's row.
+
+    q_b: `[heads * query_size, q_rank]`; None where `qkv` makes the queries · keys: each head's
+    `[kv_rank, nope_size]`, which takes its queries to where rows are · values: each head's
+    `[value_size, kv_rank]`.
+    """
+
+    kv_a_norm: Tensor
+    keys: HeadWeights
+    values: HeadWeights
+    q_a_norm: Tensor | None = None
+    q_b: LinearWeight | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +108,7 @@ class LayerWeights:
     experts: MoeWeights | None = None
     sinks: Tensor | None = None  # float32 `[heads]`
     delta: DeltaRuleWeights | None = None
+    latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.sampling import filters, randomness
-from baton.engine.sequence import TokenCounts
+from baton.engine.token_counts import TokenCounts
 from baton.generation.sampling_params import SamplingParams
 from baton.generation.structured_output import GrammarMatcher
 

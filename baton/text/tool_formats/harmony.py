@@ -92,30 +92,17 @@ class HarmonyFormat(ToolFormat):
                 if (yield from parser.goes_on_with("assistant")):
                     begun += "assistant"
 
-    def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The template shows one call of a message, and either its content or its `thinking`."""
-        turns = list[dict[str, Any]]()
-        at = 0
-        while at < len(messages):
-            turn, at = dict(messages[at]), at + 1
+    def history(self, messages: list[dict[str, Any]], *, shown: bool) -> list[dict[str, Any]]:
+        """The template shows either a call's content or its `thinking`."""
+        turns = []
+        for message in messages:
+            turn = dict(message)
             thinking = turn.pop("reasoning_content", "")
-            if not (calls := turn.get("tool_calls")):
-                turns.append({**turn, "thinking": thinking} if thinking else turn)
-                continue
-            turn["thinking"] = "\n".join(filter(None, (thinking, turn["content"])))
-            turn["content"] = ""
-            results = list[dict[str, Any]]()
-            while at < len(messages) and messages[at]["role"] == "tool":
-                results.append(messages[at])
-                at += 1
-            for call in calls:
-                own = [one for one in results if one.get("tool_call_id") == call["id"]]
-                own = own or [one for one in results if "tool_call_id" not in one][:1]
-                results = [one for one in results if one not in own]
-                turns += [{**turn, "tool_calls": [call]}, *own]
-                turn["thinking"] = ""
-            turns += results
-        return turns
+            if turn.get("tool_calls"):
+                thinking = "\n".join(filter(None, (thinking, turn["content"])))
+                turn["content"] = ""
+            turns.append({**turn, "thinking": thinking} if thinking else turn)
+        return super().history(turns, shown=shown)
 
     def grammar(
         self,

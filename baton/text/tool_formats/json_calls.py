@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
 from dataclasses import dataclass
+from typing import Any
 
 from baton.text.tool_calls import NAME, SPACE, Chars, Found, Head, Steps, ToolFormat, ToolParser
 
@@ -39,6 +41,23 @@ class ObjectFormat(ToolFormat):
     def one(self, parser: ToolParser) -> Found:
         """Parses a call that is not in a list."""
         return (yield from parser.call())
+
+    def history(self, messages: list[dict[str, Any]], *, shown: bool) -> list[dict[str, Any]]:
+        """Calls become content for a template that does not show them, as Granite 3's."""
+        return messages if shown else list(map(self._in_content, messages))
+
+    def _in_content(self, message: dict[str, Any]) -> dict[str, Any]:
+        if not (calls := message.get("tool_calls")):
+            return message
+        (before, behind), (first, between, last) = self.call, self.around
+        texts = [
+            before.replace("NAME", function["name"])
+            + json.dumps(function["arguments"], ensure_ascii=False)
+            + behind
+            for function in (call["function"] for call in calls)
+        ]
+        content = message["content"] + first + between.join(texts) + last
+        return {"role": message["role"], "content": content}
 
 
 class MistralFormat(ObjectFormat):

@@ -52,6 +52,29 @@ SMALL_DELTA_RULE: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 80,
 }
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+_ROUTED: dict[str, Any] = {
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 3,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+}
+# Of architectures whose own defaults are too large for a test.
+SIZES: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {**_LATENT, **_ROUTED},
+    "DeepseekV3ForCausalLM": {**_LATENT, **_ROUTED, "n_group": 4, "topk_group": 2},
+    "Glm4MoeLiteForCausalLM": {**_LATENT, **_ROUTED},
+    "Glm4MoeForCausalLM": {**_ROUTED, "use_qk_norm": True},
+    "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48},
+    "MiniMaxM2ForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 3},
+}
 
 
 def make_model(architecture, seed=0, dtype=torch.float32, **overrides):
@@ -60,9 +83,9 @@ def make_model(architecture, seed=0, dtype=torch.float32, **overrides):
     Those of a multimodal model are of its text part.
     """
     model_class = getattr(transformers, architecture)
-    config_class, values = model_class.config_class, {**SMALL, **overrides}
-    if architecture.startswith(("Qwen3Next", "Qwen3_5")):
-        values = {**SMALL, **SMALL_DELTA_RULE, **overrides}
+    sizes = SMALL_DELTA_RULE if architecture.startswith(("Qwen3Next", "Qwen3_5")) else {}
+    values = {**SMALL, **sizes, **SIZES.get(architecture, {}), **overrides}
+    config_class = model_class.config_class
     if "text_config" in config_class.sub_configs:
         if "Qwen" in architecture:
             values = {"rope_parameters": dict(MROPE), **values}  # which transformers changes
@@ -70,7 +93,8 @@ def make_model(architecture, seed=0, dtype=torch.float32, **overrides):
         values = {"text_config": values, "vision_config": VISION, "tie_word_embeddings": tied}
     model = model_class(config_class(**values)).to(dtype)
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    corrections = [one for one in model.named_buffers() if one[0].endswith("correction_bias")]
+    for name, parameter in [*model.named_parameters(), *corrections]:
         # Norms and biases too, so that a test sees when one is left out.
         drawn = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):

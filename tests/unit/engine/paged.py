@@ -31,6 +31,7 @@ class PagedRun:
         self._state_blocks = layout.state_blocks
         self.model = model
         self.block_size = block_size
+        self.num_groups = len(layout.windows)
         self.pool = torch.zeros(layout.shape, dtype=kv_dtype)
         # Block 0 fills padded block_tables: nobody owns it here, so it may hold any finite garbage.
         self.pool[0] = 3
@@ -38,7 +39,7 @@ class PagedRun:
 
     def add(self, tokens, room=0):
         """A sequence with blocks for its tokens and `room` more."""
-        count = -(-(len(tokens) + room) // self.block_size)
+        count = -(-(len(tokens) + room) // self.block_size) * self.num_groups
         blocks = [self._free.pop() for _ in range(count)]
         states = [self._free.pop() for _ in range(self._state_blocks)]
         return PagedSequence(list(tokens), blocks, states)
@@ -65,7 +66,8 @@ class PagedRun:
         return replace(batch, state_tables=states) if self._state_blocks else batch
 
     def _blocks(self, sequence, count):
-        return sequence.block_ids[: -(-(sequence.computed + count) // self.block_size)]
+        needed = -(-(sequence.computed + count) // self.block_size)
+        return sequence.block_ids[: needed * self.num_groups]
 
 
 def batch_of(token_ids, context_lens, query_lens, block_tables):

@@ -68,13 +68,15 @@ def make(kernels, config, weights, dtype=torch.float32):
 
 
 def packed(part):
-    """Weights with every matrix packed."""
+    """Weights with every matrix packed but those of routers, which models pack themselves."""
     if isinstance(part, LinearWeight):
         return PackedWeight.from_weight(part)
     if isinstance(part, tuple):
         return tuple(map(packed, part))
     if is_dataclass(part):
-        return replace(part, **{name: packed(value) for name, value in vars(part).items()})
+        kept = ("router", "shared_gate")
+        fields = {name: value for name, value in vars(part).items() if name not in kept}
+        return replace(part, **{name: packed(value) for name, value in fields.items()})
     return part
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from baton.engine.block_manager import BlockManager
+from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.engine import SEQUENCES_PER_PLACE, Engine
 from baton.engine.loop import MAX_FAILED_STEPS
 from baton.engine.runner import SampledTokens, StepRunner
-from baton.engine.scheduler import ChunkBudget, Scheduler
+from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Overloaded, Unavailable
 from baton.generation.sampling_params import SamplingParams

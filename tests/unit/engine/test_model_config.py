@@ -1,6 +1,7 @@
 """config.json in all its spellings, and a refusal by name of what is not supported."""
 
 import json
+import math
 import os
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 import transformers
 
 from baton.engine.checkpoint.tensors import fingerprint
-from baton.engine.models.model_config import ModelConfig, Rope
+from baton.engine.kernels.routing import Routing
+from baton.engine.kv_cache import plan_layout
+from baton.engine.models.model_config import LatentConfig, ModelConfig, Rope
 from baton.engine.models.rope import inverse_frequencies
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -35,6 +38,16 @@ QWEN_NEXT = {
     "architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 3,
     "linear_num_key_heads": 4, "linear_num_value_heads": 8,
 }  # fmt: skip
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "n_routed_experts": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+}
+GLM_FLASH = {**DEEPSEEK, "architectures": ["Glm4MoeLiteForCausalLM"]}
+ERNIE = {"architectures": ["Ernie4_5_MoeForCausalLM"]}
 YARN = {"rope_type": "yarn", "factor": 4}
 
 
@@ -78,7 +91,8 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 32}
         ),
         ("Llama", {"rope_parameters": {"rope_theta": 5e5, **OF_LINEAR}}, "ropes", LINEAR),
         ("Llama", {"rope_theta": 5e5, "rope_parameters": OF_LINEAR}, "ropes", LINEAR),
-        ("Mistral", {}, "windows", (4096,) * 3),
+        ("Mistral", {"max_position_embeddings": 8192}, "windows", (4096,) * 3),
+        ("Mistral", {}, "windows", (None,) * 3),  # longer than any context
         ("Mistral", {"sliding_window": None}, "windows", (None,) * 3),
         ("Mistral", {"sliding_window": 32}, "windows", (32,) * 3),
         ("Qwen2", {"sliding_window": 32}, "windows", (None,) * 3),
@@ -254,6 +268,22 @@ REFUSED_FORMATS: list[Any] = [
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "Qwen3"]),
         ({"architectures": None}, ["architectures", "None"]),
+        *(
+            ({"architectures": [f"{name}ForCausalLM"]}, [name, "sparse attention", "indexer"])
+            for name in ("DeepseekV32", "GlmMoeDsa")
+        ),
+        ({"architectures": ["DeepseekV4ForCausalLM"]}, ["compressed KV", "hyper-connections"]),
+        ({**DEEPSEEK, "num_key_value_heads": 2}, ["num_key_value_heads is 2", "4, the heads"]),
+        ({**DEEPSEEK, "qk_rope_head_dim": 15}, ["qk_rope_head_dim", "15", "even"]),
+        ({**DEEPSEEK, "attention_bias": True}, ["attention_bias", "True"]),
+        ({**DEEPSEEK, "rope_interleave": False}, ["rope_interleave", "False"]),
+        ({**DEEPSEEK, "scoring_func": "softmax"}, ["scoring_func", "softmax", "sigmoid"]),
+        ({**DEEPSEEK, "topk_method": "greedy"}, ["topk_method", "greedy", "noaux_tc"]),
+        ({**DEEPSEEK, "n_group": 3}, ["n_group is 3", "divisor of 16"]),
+        ({**DEEPSEEK, "n_group": 16}, ["n_group is 16", "2 or more"]),
+        ({**DEEPSEEK, "topk_group": 1}, ["topk_group is 1", "8 experts"]),
+        ({**GLM_FLASH, "mlp_layer_types": ["dense"]}, ["mlp_layer_types", "3 times"]),
+        ({**ERNIE, "use_bias": True}, ["use_bias", "True"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
         *(({"quantization_config": config}, named) for config, named in REFUSED_FORMATS),
         ({"pretraining_tp": 2}, ["pretraining_tp", "2"]),
@@ -348,6 +378,50 @@ def test_refusals_name_file_key_and_value(tmp_path, overrides, named):
     assert message.startswith(f"{file}: ")
     assert all(text in message for text in named)
     assert len(message) < len(str(file)) + 900
+
+
+def test_published_configs_of_latent_attention(tmp_path):
+    """The keys that matter, as DeepSeek-V3's and V2-Lite's authors wrote them."""
+    latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    sizes = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    shared = {
+        **latent, **sizes, "ep_size": 1, "v_head_dim": 128, "max_position_embeddings": 163840,
+        "rope_theta": 10000, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    lite = load(
+        tmp_path,
+        **{
+            **shared, "architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64,
+            "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+            "topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0, "num_hidden_layers": 27,
+            "rope_scaling": {**yarn, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    )  # fmt: skip
+    assert lite.latent == LatentConfig(0, 512, 128, 64, 128)
+    assert lite.experts.routing == Routing(6, normed=False)
+    assert (lite.experts.shared_size, lite.experts.counts) == (2816, (26, 64))
+    assert lite.score_scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    assert plan_layout(lite, torch.bfloat16, 16, 1, 0).bytes_per_token == 27 * 576 * 2
+    large = load(
+        tmp_path,
+        **{
+            **shared, "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 1536,
+            "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
+            "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5, "num_hidden_layers": 61, "n_group": 8, "topk_group": 4,
+            "first_k_dense_replace": 3, "num_nextn_predict_layers": 1,
+            "rope_scaling": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    )  # fmt: skip
+    assert large.experts.routing == Routing(
+        8, normed=True, sigmoid=True, groups=8, taken_groups=4, group_top=2, scale=2.5
+    )
+    assert (large.experts.counts, large.predicting_layers) == ((58, 256), 1)
+    assert plan_layout(large, torch.bfloat16, 16, 1, 0).bytes_per_token == 61 * 576 * 2
 
 
 def test_fingerprint_tells_models_apart(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.engine.kernels.delta_rule import DeltaRuleShape
+from baton.engine.kernels.routing import Routing
 from baton.engine.kernels.torch.linear import product
 from baton.engine.kernels.torch.rows import act_mul
 from baton.engine.models.model_config import DeltaRuleConfig, ExpertsConfig
@@ -125,12 +126,12 @@ def test_a_positions_angles_are_the_same_whatever_the_longest_context():
         {"architecture": "GraniteForCausalLM", "residual_scale": 0.3, "logit_scale": 0.1},
         {
             "architecture": "Qwen2MoeForCausalLM",
-            "experts": ExpertsConfig(6, 3, 48, normed=True, layers=(True, False), shared_size=32),
+            "experts": ExpertsConfig(6, 48, Routing(3, normed=True), (True, False), shared_size=32),
         },
         {
             "architecture": "GptOssForCausalLM",
             "activation": "swigluoai",
-            "experts": ExpertsConfig(6, 3, 48, normed=True, layers=(True, True)),
+            "experts": ExpertsConfig(6, 48, Routing(3, normed=True), (True, True)),
         },
         {"architecture": "Qwen3NextForCausalLM", "delta_rule": DELTA_RULE},
         {"architecture": "Qwen3_5ForCausalLM", "delta_rule": DELTA_RULE},

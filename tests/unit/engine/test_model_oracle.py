@@ -210,6 +210,37 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5 of images": ("Qwen3_5ForConditionalGeneration", {}),
     "qwen3.5 moe of images": ("Qwen3_5MoeForConditionalGeneration", {}),
     "internvl": ("InternVLForConditionalGeneration", {}),
+    "deepseek v2": ("DeepseekV2ForCausalLM", {"routed_scaling_factor": 1.5}),
+    "deepseek v2 lite": ("DeepseekV2ForCausalLM", {"q_lora_rank": None, "n_shared_experts": 1}),
+    "deepseek v2 in groups": (
+        "DeepseekV2ForCausalLM",
+        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek v3": ("DeepseekV3ForCausalLM", {}),
+    "deepseek v3 yarn": (
+        "DeepseekV3ForCausalLM",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}},
+    ),
+    "deepseek v3 plain queries, shares not normed": (
+        "DeepseekV3ForCausalLM",
+        {"q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    ),
+    "glm4 moe lite": ("Glm4MoeLiteForCausalLM", {}),
+    "glm4 moe": ("Glm4MoeForCausalLM", {}),
+    "glm4 moe without norms": (
+        "Glm4MoeForCausalLM",
+        {"use_qk_norm": False, "attention_bias": True},
+    ),
+    "ernie moe": ("Ernie4_5_MoeForCausalLM", {}),
+    "ernie moe in some layers": (
+        "Ernie4_5_MoeForCausalLM",
+        {"num_hidden_layers": 4, "moe_layer_interval": 2, "moe_layer_end_index": 2},
+    ),
+    "minimax m2": ("MiniMaxM2ForCausalLM", {}),
+    "minimax m2 partly turned": (
+        "MiniMaxM2ForCausalLM",
+        {"rope_parameters": {**PARTIAL, "partial_rotary_factor": 0.5}},
+    ),
     "granite": (
         "GraniteForCausalLM",
         {

@@ -10,6 +10,7 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine import build
+from baton.engine.kernels.routing import Routing
 from baton.engine.kernels.torch.row_quantization import quantize_rows
 from baton.engine.models.model_config import ExpertsConfig, ModelConfig
 from baton.engine.models.weight_loader import load_weights, random_weights
@@ -212,7 +213,7 @@ def test_quantised_experts_are_those_of_the_dense_model_of_their_values(kernels,
         architecture="GptOssForCausalLM",
         activation="swigluoai",
         hidden_size=128,
-        experts=ExpertsConfig(6, 3, 64, normed=True, layers=(True, True)),
+        experts=ExpertsConfig(6, 64, Routing(3, normed=True), (True, True)),
     )
 
     def prepare(weight, is_output):

@@ -13,7 +13,8 @@ from baton.engine.sampling import filters
 from baton.engine.sampling.randomness import splitmix64, uniform
 from baton.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, finish_reason
 from baton.engine.scheduler import ScheduledSequence
-from baton.engine.sequence import Sequence, TokenCounts
+from baton.engine.sequence import Sequence
+from baton.engine.token_counts import TokenCounts
 from baton.generation.sampling_params import SamplingParams
 
 VOCAB = 600  # more than one block that is summed, and not a multiple of it

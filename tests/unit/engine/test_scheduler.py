@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from baton import block_hash
 from baton.engine.block_manager import BlockManager
-from baton.engine.scheduler import ChunkBudget, Scheduler
+from baton.engine.chunk_budget import ChunkBudget
+from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
 from baton.generation.sampling_params import SamplingParams

@@ -12,10 +12,11 @@ from baton.block_hash import hash_chain
 from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.block_manager import BlockManager
+from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.engine import Engine
 from baton.engine.runner import StepRunner, tokens_by_sequence
 from baton.engine.sampling.sampler import Sampled, TokenLogprobs
-from baton.engine.scheduler import ChunkBudget, Scheduler
+from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative import Proposer
 from baton.engine.speculative.ngram import NgramProposer

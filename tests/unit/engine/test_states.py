@@ -17,8 +17,8 @@ from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, Overloaded
 from baton.generation.sampling_params import SamplingParams
+from baton.kv_groups import KvGroups
 from baton.local.model_check import check_model
-from baton.worker.messages import ModelLimits
 from tests.unit.engine.bench import WAIT_S, Bench, load
 from tests.unit.engine.checkpoints import make_checkpoint
 
@@ -91,8 +91,8 @@ def test_a_sequence_has_a_state_until_it_ends_or_is_preempted():
 def test_a_handoff_is_the_blocks_of_tokens_and_then_the_states():
     sequence = Sequence("a", [1] * 9, 9, GREEDY, block_ids=[4, 5, 6, 7], state_blocks=[1, 2])
     assert sequence.handoff_blocks(9, SIZE) == [4, 5, 6, 1, 2]
-    assert ModelLimits(100, 64, SIZE, state_blocks=2).handoff_slots(9) == 5 * SIZE
-    assert ModelLimits(100, 64, SIZE).handoff_slots(9) == 9
+    assert KvGroups((0,), SIZE, state_blocks=2).handoff_end(9) == 5 * SIZE
+    assert KvGroups((0,), SIZE).handoff_end(9) == 9
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
@@ -166,6 +166,7 @@ def test_ranks_and_devices_that_cannot_have_states_are_refused(directory):
 
 def test_layers_are_numbered_in_the_pool_and_among_states(directory):
     config = ModelConfig.load(directory)
-    assert config.kv_layers == (None, None, None, 0)
+    assert config.layer_groups.size == 1
+    assert config.layer_groups.places[3] == (0, 0)
     assert config.delta_rule.state_layers == (0, 1, 2, None)
-    assert replace(config, delta_rule=None).kv_layers == (0, 1, 2, 3)
+    assert replace(config, delta_rule=None).layer_groups.size == 4

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from baton.engine.block_manager import BlockManager
+from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.engine import Engine
 from baton.engine.sampling.sampler import Sampler, SampleRow
-from baton.engine.scheduler import ChunkBudget, Scheduler
+from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
 from baton.generation.sampling_params import Reasoning, SamplingParams, StructuredOutput

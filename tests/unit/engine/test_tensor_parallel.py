@@ -109,12 +109,17 @@ def generated(loaded):
          {"tp": 2, "tp_backend": "gloo", "kernels": "torch"}),
         ("Qwen3NextForCausalLM", {}, {"tp": 2, "tp_backend": "gloo"}),
         ("Qwen3_5ForCausalLM", {}, {"tp": 2, "tp_backend": "gloo", "kernels": "torch"}),
+        ("DeepseekV3ForCausalLM", {}, {"tp": 2, "tp_backend": "gloo"}),
+        ("DeepseekV2ForCausalLM", {"q_lora_rank": None},
+         {"tp": 4, "expert_parallel": True, "tp_backend": "gloo", "kernels": "torch"}),
+        ("Ernie4_5_MoeForCausalLM", {}, {"tp": 2}),
     ],
     ids=[
         "shared KV head, biases", "tied, odd vocabulary", "experts", "whole experts, not as many",
         "whole experts, of an odd size", "rows normed", "rows normed, gloo",
         "rows normed, whole experts", "int8", "gloo", "gloo torch",
         "states", "states torch",
+        "latent KV", "latent KV, whole experts", "shared expert without gate",
     ],
 )  # fmt: skip
 def test_ranks_give_the_tokens_of_one_process(tmp_path, architecture, options, settings):

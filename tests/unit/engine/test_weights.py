@@ -97,6 +97,28 @@ def test_tied_copies_and_old_rotary_tables_are_ignored(tmp_path):
     assert weights.lm_head.tensor is weights.embedding
 
 
+def test_layers_that_predict_further_tokens_are_skipped_and_corrections_stay_float32(tmp_path):
+    reference = make_checkpoint(tmp_path, "DeepseekV3ForCausalLM", num_nextn_predict_layers=1)
+    corrections = [
+        layer.mlp.gate.e_score_correction_bias.clone() for layer in reference.model.layers[1:]
+    ]
+
+    def add_layer(tensors):
+        for name, tensor in list(tensors.items()):
+            if "layers.1." in name:
+                tensors[name.replace("layers.1.", "layers.2.")] = tensor.clone()
+        tensors["model.layers.2.eh_proj.weight"] = torch.zeros(64, 128)
+
+    file = rewrite(tmp_path, add_layer)
+    layers = load(tmp_path, torch.bfloat16).layers
+    found = [layer.experts.correction for layer in layers if layer.experts]
+    assert len(layers) == 2
+    assert all(map(torch.equal, found, corrections)) and found[0].dtype == torch.float32
+    rewrite(tmp_path, lambda t: t.update({"model.layers.3.eh_proj.weight": torch.zeros(64, 128)}))
+    with pytest.raises(CheckpointError, match=rf"{file}: tensor model\.layers\.3\.eh_proj"):
+        load(tmp_path)
+
+
 def test_a_tied_model_may_be_stored_with_its_output_layer_alone(tmp_path):
     make_checkpoint(tmp_path, tie_word_embeddings=True)
     matrix = load_reference(tmp_path).lm_head.weight

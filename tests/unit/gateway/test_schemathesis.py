@@ -22,7 +22,7 @@ from schemathesis.config import (
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from baton.config import ApiConfig
-from baton.gateway import adapters, batch_store, batches, routes
+from baton.gateway import batch_store, response_store, routes
 from baton.gateway.openapi import document
 from tests.unit.router.scripted_workers import Cluster
 from tests.unit.router.small_tokenizers import byte_tokenizer
@@ -43,7 +43,7 @@ def described():
     project = ProjectConfig(generation=generation, checks=ChecksConfig(not_a_server_error=fine))
     projects = ProjectsConfig(default=project)
     return schemathesis.openapi.from_dict(
-        document({**routes.ROUTES, **adapters.ROUTES, **batches.ROUTES}),
+        document(routes.ALL_ROUTES),
         config=SchemathesisConfig(seed=1, projects=projects),
     )
 
@@ -55,8 +55,10 @@ schema = described()
 def url(tmp_path_factory):
     """A gateway on a thread of its own, for schemathesis waits where it calls."""
     tokenizer = byte_tokenizer(tmp_path_factory.mktemp("model"))
-    api = ApiConfig(batch_dir=tmp_path_factory.mktemp("batches"))
+    folders = [tmp_path_factory.mktemp(name) for name in ("batches", "responses")]
+    api = ApiConfig(batch_dir=folders[0], response_dir=folders[1])
     batch_store.prepare(api.batch_dir)
+    response_store.prepare(api.response_dir)
 
     @contextlib.asynccontextmanager
     async def serving():

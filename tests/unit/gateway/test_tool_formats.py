@@ -103,8 +103,8 @@ async def test_channels_become_reasoning_content_and_calls(says):
 
 async def test_stop_strings_and_lengths_end_the_content_of_channels(says):
     text = (
-        "<|channel|>analysis<|message|>Say stop.<|end|><|start|>assistant<|channel|>final<|message|>"
-        "One, stop. Two"
+        "<|channel|>analysis<|message|>Say stop.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>One, stop. Two"
     )
     length = common_pb2.FINISH_REASON_LENGTH
     gateway = await says(text, length, template=template_of(HARMONY), added=HARMONY.markers)

@@ -167,6 +167,16 @@ async def test_a_template_that_takes_arguments_as_a_text_gets_a_text(admission_o
     assert admission.tokenizer.decode(prompt) == '<tool_call>f{"a": "é"}'
 
 
+async def test_a_template_that_shows_no_calls_gets_them_as_content(admission_of):
+    admission = admission_of("{{ messages[-1].content }}{# <|tool_call|> tools #}")
+    calls = [{"name": "f", "arguments": '{"a": "é"}'}, {"name": "g"}]
+    called = {"role": "assistant", "content": "See.", "tool_calls": calls}
+    prompt = (await admit(admission, called)).prompt
+    assert admission.tokenizer.decode(prompt) == (
+        'See.<|tool_call|>[{"name": "f", "arguments": {"a": "é"}}, {"name": "g", "arguments": {}}]'
+    )
+
+
 CHANNELS = "{{ messages | tojson }}{# <|channel|> <|message|> tools #}"
 
 
@@ -183,7 +193,7 @@ async def test_a_template_of_channels_gets_one_call_a_message_and_one_thought(ad
     )
     turns = json.loads(admission.tokenizer.decode(admitted.prompt))
     assert [turn["role"] for turn in turns] == ["assistant", "tool"] * 2 + ["tool", "assistant"]
-    assert [turn.get("thinking") for turn in turns] == ["Hm.\nSee.", None, "", None, None, "Ok."]
+    assert [turn.get("thinking") for turn in turns] == ["Hm.\nSee.", *[None] * 4, "Ok."]
     assert [turn["content"] for turn in turns] == ["", "1", "", "2", "0", "Done."]
     assert all(len(turn.get("tool_calls", [1])) == 1 for turn in turns)
     # Channels are there without tools, and restricted answers are in one of them.

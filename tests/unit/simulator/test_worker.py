@@ -8,7 +8,8 @@ import pytest
 from baton.bench.request import Demand
 from baton.config import SimulatedSpeed
 from baton.engine.block_manager import BlockManager
-from baton.engine.scheduler import ChunkBudget, Scheduler
+from baton.engine.chunk_budget import ChunkBudget
+from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
 from baton.generation.sampling_params import SamplingParams
 from baton.simulator import virtual_loop

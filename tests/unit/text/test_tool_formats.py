@@ -50,79 +50,199 @@ SCHEMAS = {"f": SCHEMA, "g": None, "get_weather": SCHEMA}
 D = "\uff5cDSML\uff5c"
 CALLS, CALLS_END, CALL, CALL_END, SEP = DEEPSEEK_V3.markers
 OUTPUTS = {
-    "qwen3": (QWEN3_CODER, 'Let me see.\n\n<tool_call>\n<function=f>\n<parameter=text>\nif a < b:\n  '
-     '"x"\n\n</parameter>\n<parameter=count>\n3\n</parameter>\n<parameter=on>\nTrue\n</parameter>\n'
-     '<parameter=list>\n[1, {"a": \'b\'}]\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n'
-     '<function=g>\n</function>\n</tool_call>', "Let me see.",
-     [("f", {"text": 'if a < b:\n  "x"\n', "count": 3, "on": True, "list": [1, {"a": "b"}]}),
-      ("g", {})]),
-    "qwen3 bare": (QWEN3_CODER, "<function=f>\n<parameter=text>\n</parameter>\n<parameter=size>null"
-     "</parameter></function></tool_call>After", "After", [("f", {"text": "", "size": None})]),
-    "qwen3 not": (QWEN3_CODER, "Use <function=f>(x) or <tool_call>, I say.",
-     "Use <function=f>(x) or <tool_call>, I say.", []),
-    "qwen3 other text": (QWEN3_CODER, "<tool_call><function=f><parameter=count>three</parameter> or "
-     "so</function></tool_call>", "or so</function></tool_call>", [("f", {"count": "three"})]),
-    "glm": (GLM45, "Well.\n<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>12</arg_value>\n"
-     "<arg_key>count</arg_key>\n<arg_value>12</arg_value>\n</tool_call>\n<tool_call>g</tool_call>",
-     "Well.", [("f", {"text": "12", "count": 12}), ("g", {})]),
-    "glm compact": (GLM45, "<tool_call>f<arg_key>free</arg_key><arg_value>[1]</arg_value><arg_key>on"
-     "</arg_key><arg_value>off</arg_value></tool_call>", "", [("f", {"free": [1], "on": "off"})]),
-    "glm not": (GLM45, 'A <tool_call>{"name": 1}</tool_call>', 'A <tool_call>{"name": 1}</tool_call>',
-     []),
-    "minimax": (MINIMAX_M2, 'Hm.\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="text">a\n '
-     '</parameter>\n<parameter name="size">1.50</parameter>\n</invoke>\n<invoke name="g">\n</invoke>'
-     "\n</minimax:tool_call>", "Hm.", [("f", {"text": "a\n ", "size": 1.5}), ("g", {})]),
-    "minimax not": (MINIMAX_M2, "<minimax:tool_call>\n<invoke>", "<minimax:tool_call>\n<invoke>", []),
-    "dsml": (DEEPSEEK_V32, f'I look.\n\n<{D}function_calls>\n<{D}invoke name="f">\n<{D}parameter '
-     f'name="text" string="true">5 < 6</{D}parameter>\n<{D}parameter name="x" string="false">[5]</{D}'
-     f'parameter>\n</{D}invoke>\n<{D}invoke name="g">\n</{D}invoke>\n</{D}function_calls>',
-     "I look.", [("f", {"text": "5 < 6", "x": [5]}), ("g", {})]),
-    "deepseek v3": (DEEPSEEK_V3, f"So.{CALLS}{CALL}function{SEP}f\n```json\n"
-     f'{{"text": "```"}}\n```{CALL_END}\n{CALL}function{SEP}g\n```json\n{{}}\n```{CALL_END}'
-     f"{CALLS_END}", "So.", [("f", {"text": "```"}), ("g", {})]),
-    "deepseek v3.1": (DEEPSEEK_V31, f'{CALLS}{CALL}f{SEP}{{"count": 1}}{CALL_END}{CALL}g{SEP}{{}}'
-     f"{CALL_END}{CALLS_END}", "", [("f", {"count": 1}), ("g", {})]),
+    "qwen3": (
+        QWEN3_CODER,
+        "Let me see.\n\n<tool_call>\n<function=f>\n<parameter=text>\nif a < b:\n  "
+        '"x"\n\n</parameter>\n<parameter=count>\n3\n</parameter>\n<parameter=on>'
+        "\nTrue\n</parameter>\n"
+        "<parameter=list>\n[1, {\"a\": 'b'}]\n</parameter>\n</function>\n</tool_call>"
+        "\n<tool_call>\n"
+        "<function=g>\n</function>\n</tool_call>",
+        "Let me see.",
+        [
+            ("f", {"text": 'if a < b:\n  "x"\n', "count": 3, "on": True, "list": [1, {"a": "b"}]}),
+            ("g", {}),
+        ],
+    ),
+    "qwen3 bare": (
+        QWEN3_CODER,
+        "<function=f>\n<parameter=text>\n</parameter>\n<parameter=size>null"
+        "</parameter></function></tool_call>After",
+        "After",
+        [("f", {"text": "", "size": None})],
+    ),
+    "qwen3 not": (
+        QWEN3_CODER,
+        "Use <function=f>(x) or <tool_call>, I say.",
+        "Use <function=f>(x) or <tool_call>, I say.",
+        [],
+    ),
+    "qwen3 other text": (
+        QWEN3_CODER,
+        "<tool_call><function=f><parameter=count>three</parameter> or so</function></tool_call>",
+        "or so</function></tool_call>",
+        [("f", {"count": "three"})],
+    ),
+    "glm": (
+        GLM45,
+        "Well.\n<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>12</arg_value>\n"
+        "<arg_key>count</arg_key>\n<arg_value>12</arg_value>\n</tool_call>\n<tool_call>"
+        "g</tool_call>",
+        "Well.",
+        [("f", {"text": "12", "count": 12}), ("g", {})],
+    ),
+    "glm compact": (
+        GLM45,
+        "<tool_call>f<arg_key>free</arg_key><arg_value>[1]</arg_value><arg_key>on"
+        "</arg_key><arg_value>off</arg_value></tool_call>",
+        "",
+        [("f", {"free": [1], "on": "off"})],
+    ),
+    "glm not": (
+        GLM45,
+        'A <tool_call>{"name": 1}</tool_call>',
+        'A <tool_call>{"name": 1}</tool_call>',
+        [],
+    ),
+    "minimax": (
+        MINIMAX_M2,
+        'Hm.\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="text">a\n '
+        '</parameter>\n<parameter name="size">1.50</parameter>\n</invoke>\n<invoke name="g">'
+        "\n</invoke>"
+        "\n</minimax:tool_call>",
+        "Hm.",
+        [("f", {"text": "a\n ", "size": 1.5}), ("g", {})],
+    ),
+    "minimax not": (
+        MINIMAX_M2,
+        "<minimax:tool_call>\n<invoke>",
+        "<minimax:tool_call>\n<invoke>",
+        [],
+    ),
+    "dsml": (
+        DEEPSEEK_V32,
+        f'I look.\n\n<{D}function_calls>\n<{D}invoke name="f">\n<{D}parameter '
+        f'name="text" string="true">5 < 6</{D}parameter>\n<{D}parameter name="x" '
+        f'string="false">[5]</{D}'
+        f'parameter>\n</{D}invoke>\n<{D}invoke name="g">\n</{D}invoke>\n</{D}function_calls>',
+        "I look.",
+        [("f", {"text": "5 < 6", "x": [5]}), ("g", {})],
+    ),
+    "deepseek v3": (
+        DEEPSEEK_V3,
+        f"So.{CALLS}{CALL}function{SEP}f\n```json\n"
+        f'{{"text": "```"}}\n```{CALL_END}\n{CALL}function{SEP}g\n```json\n{{}}\n```{CALL_END}'
+        f"{CALLS_END}",
+        "So.",
+        [("f", {"text": "```"}), ("g", {})],
+    ),
+    "deepseek v3.1": (
+        DEEPSEEK_V31,
+        f'{CALLS}{CALL}f{SEP}{{"count": 1}}{CALL_END}{CALL}g{SEP}{{}}{CALL_END}{CALLS_END}',
+        "",
+        [("f", {"count": 1}), ("g", {})],
+    ),
     "deepseek not": (DEEPSEEK_V31, f"{CALLS}{CALL}f(1)", f"{CALLS}{CALL}f(1)", []),
-    "kimi": (KIMI_K2, 'Ok.<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0'
-     '<|tool_call_argument_begin|>{"text": "<|tool_call_end|>"}<|tool_call_end|><|tool_call_begin|>'
-     "functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>", "Ok.",
-     [("f", {"text": "<|tool_call_end|>"}), ("g", {})]),
-    "kimi not": (KIMI_K2, "<|tool_calls_section_begin|>none", "<|tool_calls_section_begin|>none", []),
-    "granite": (GRANITE, '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", '
-     '"arguments": {}}]', "", [("f", {"a": 1}), ("g", {})]),
+    "kimi": (
+        KIMI_K2,
+        "Ok.<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+        '<|tool_call_argument_begin|>{"text": "<|tool_call_end|>"}<|tool_call_end|>'
+        "<|tool_call_begin|>"
+        "functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "Ok.",
+        [("f", {"text": "<|tool_call_end|>"}), ("g", {})],
+    ),
+    "kimi not": (
+        KIMI_K2,
+        "<|tool_calls_section_begin|>none",
+        "<|tool_calls_section_begin|>none",
+        [],
+    ),
+    "granite": (
+        GRANITE,
+        '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        "",
+        [("f", {"a": 1}), ("g", {})],
+    ),
     "granite text": (GRANITE, '<tool_call>[{"arguments": {}, "name": "g"}]', "", [("g", {})]),
-    "phi": (PHI4_MINI, '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>', "",
-     [("f", {"a": 1})]),
-    "phi one": (PHI4_MINI, '<|tool_call|>{"name": "g", "arguments": {}}<|/tool_call|>', "",
-     [("g", {})]),
+    "phi": (
+        PHI4_MINI,
+        '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>',
+        "",
+        [("f", {"a": 1})],
+    ),
+    "phi one": (
+        PHI4_MINI,
+        '<|tool_call|>{"name": "g", "arguments": {}}<|/tool_call|>',
+        "",
+        [("g", {})],
+    ),
     "phi text": (PHI4_MINI, 'functools[{"name": "g", "arguments": {}}]', "", [("g", {})]),
     "phi not": (PHI4_MINI, "See functools.", "See functools.", []),
-    "pythonic": (PYTHONIC, "[f(text='it\\'s (1, \"2\")', size=-1.5, map={'a': [True, None]}, on=False"
-     "), g()]", "", [("f", {"text": 'it\'s (1, "2")', "size": -1.5, "map": {"a": [True, None]},
-     "on": False}), ("g", {})]),
-    "pythonic marked": (PYTHONIC, 'Wait.\n<|python_start|>[ f(text="x" , count = 1 ) ]<|python_end|>',
-     "Wait.", [("f", {"text": "x", "count": 1})]),
+    "pythonic": (
+        PYTHONIC,
+        "[f(text='it\\'s (1, \"2\")', size=-1.5, map={'a': [True, None]}, on=False), g()]",
+        "",
+        [
+            (
+                "f",
+                {"text": 'it\'s (1, "2")', "size": -1.5, "map": {"a": [True, None]}, "on": False},
+            ),
+            ("g", {}),
+        ],
+    ),
+    "pythonic marked": (
+        PYTHONIC,
+        'Wait.\n<|python_start|>[ f(text="x" , count = 1 ) ]<|python_end|>',
+        "Wait.",
+        [("f", {"text": "x", "count": 1})],
+    ),
     "pythonic not": (PYTHONIC, "[link](f(x)) [h(a=1)]", "[link](f(x)) [h(a=1)]", []),
     "pythonic unknown": (PYTHONIC, "[h(a=1)]", "[h(a=1)]", []),
-    "functiongemma": (FUNCTION_GEMMA, '<start_function_call>call:f{text:<escape>a {b}: "c"\n<escape>'
-     ",count:3,map:{a:[<escape>x<escape>,true]}}<end_function_call><start_function_call>call:g{}"
-     "<end_function_call>", "",
-     [("f", {"text": 'a {b}: "c"\n', "count": 3, "map": {"a": ["x", True]}}), ("g", {})]),
-    "gemma4": (GEMMA4, 'Yes.<|tool_call>call:f{text:<|"|>it\'s<|"|>,size:1.5}<tool_call|>', "Yes.",
-     [("f", {"text": "it's", "size": 1.5})]),
+    "functiongemma": (
+        FUNCTION_GEMMA,
+        '<start_function_call>call:f{text:<escape>a {b}: "c"\n<escape>'
+        ",count:3,map:{a:[<escape>x<escape>,true]}}<end_function_call><start_function_call>call:g{}"
+        "<end_function_call>",
+        "",
+        [("f", {"text": 'a {b}: "c"\n', "count": 3, "map": {"a": ["x", True]}}), ("g", {})],
+    ),
+    "gemma4": (
+        GEMMA4,
+        'Yes.<|tool_call>call:f{text:<|"|>it\'s<|"|>,size:1.5}<tool_call|>',
+        "Yes.",
+        [("f", {"text": "it's", "size": 1.5})],
+    ),
     "gemma4 not": (GEMMA4, "<|tool_call>f{}", "<|tool_call>f{}", []),
-    "harmony": (HARMONY, "<|channel|>analysis<|message|>Need f.<|end|><|start|>assistant<|channel|>"
-     "commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
-     '<|constrain|>json<|message|>{"text": "<|end|>", "count": 3}', "Let me see.",
-     [("f", {"text": "<|end|>", "count": 3})]),
-    "harmony template": (HARMONY, " to=functions.g<|channel|>commentary json<|message|>{}<|call|>",
-     "", [("g", {})]),
-    "harmony final": (HARMONY, "<|channel|>final<|message|>It is\n\n<b>6</b>.\n<|return|>",
-     "It is\n\n<b>6</b>.\n", []),
+    "harmony": (
+        HARMONY,
+        "<|channel|>analysis<|message|>Need f.<|end|><|start|>assistant<|channel|>"
+        "commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary "
+        "to=functions.f "
+        '<|constrain|>json<|message|>{"text": "<|end|>", "count": 3}',
+        "Let me see.",
+        [("f", {"text": "<|end|>", "count": 3})],
+    ),
+    "harmony template": (
+        HARMONY,
+        " to=functions.g<|channel|>commentary json<|message|>{}<|call|>",
+        "",
+        [("g", {})],
+    ),
+    "harmony final": (
+        HARMONY,
+        "<|channel|>final<|message|>It is\n\n<b>6</b>.\n<|return|>",
+        "It is\n\n<b>6</b>.\n",
+        [],
+    ),
     "harmony plain": (HARMONY, "and so on.", "and so on.", []),
-    "harmony not": (HARMONY, "<|channel|>commentary to=python<|message|>1 + 1<|end|>",
-     "<|channel|>commentary to=python<|message|>1 + 1", []),
-}  # fmt: skip
+    "harmony not": (
+        HARMONY,
+        "<|channel|>commentary to=python<|message|>1 + 1<|end|>",
+        "<|channel|>commentary to=python<|message|>1 + 1",
+        [],
+    ),
+}
 THOUGHTS = {"harmony": "Need f."}
 
 
@@ -174,9 +294,7 @@ def test_an_output_that_its_length_cuts_has_a_beginning_of_its_parts(name):
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-@pytest.mark.parametrize(
-    "text", ["f", " ", "<", "{", "[", "(", '"', "\n", "a=", "<|", "<parameter="]
-)
+@pytest.mark.parametrize("text", ["f", " ", "{", '"', "a=", "<|", "<parameter="])
 def test_a_long_output_costs_little_wherever_it_stops_to_make_sense(form, text):
     """The parser runs on the router's event loop, between all streams."""
     begun = time.thread_time()
@@ -214,45 +332,119 @@ def gemma(begin, end, quote):
 
 
 TEMPLATES = {
-    HERMES: each('\n<tool_call>\n{"name": "{{ f.name }}", "arguments": ' + JSON + "}\n</tool_call>"),
-    LLAMA3: TURN.replace("BODY", "{% set f = m.tool_calls[0].function %}<|python_tag|>"
-                         '{"name": "{{ f.name }}", "parameters": ' + JSON + "}"),
-    MISTRAL: TURN.replace("BODY", "[TOOL_CALLS] [" + EACH.replace("BODY", '{"name": "{{ f.name }}", '
-                          f'"arguments": {JSON}, "id": "{{{{ c.id }}}}"}}{COMMA}') + "]"),
+    HERMES: each(
+        '\n<tool_call>\n{"name": "{{ f.name }}", "arguments": ' + JSON + "}\n</tool_call>"
+    ),
+    LLAMA3: TURN.replace(
+        "BODY",
+        "{% set f = m.tool_calls[0].function %}<|python_tag|>"
+        '{"name": "{{ f.name }}", "parameters": ' + JSON + "}",
+    ),
+    MISTRAL: TURN.replace(
+        "BODY",
+        "[TOOL_CALLS] ["
+        + EACH.replace(
+            "BODY",
+            f'{{"name": "{{{{ f.name }}}}", "arguments": {JSON}, "id": "{{{{ c.id }}}}"}}{COMMA}',
+        )
+        + "]",
+    ),
     MISTRAL_ARGS: each("[TOOL_CALLS]{{ f.name }}[ARGS]" + JSON),
-    GRANITE: TURN.replace("BODY", "<|tool_call|>[" + EACH.replace(
-        "BODY", '{"name": "{{ f.name }}", "arguments": ' + JSON + "}" + COMMA) + "]"),
-    PHI4_MINI: each('<|tool_call|>{"name": "{{ f.name }}", "arguments": ' + JSON + "}<|/tool_call|>"),
-    DEEPSEEK_V3: TURN.replace("BODY", CALLS + EACH.replace(
-        "BODY", f"{{{{ '\\n' if not loop.first }}}}{CALL}function{SEP}{{{{ f.name }}}}\n```json\n"
-        f"{JSON}\n```{CALL_END}") + CALLS_END),
-    DEEPSEEK_V31: TURN.replace("BODY", CALLS + EACH.replace(
-        "BODY", f"{CALL}{{{{ f.name }}}}{SEP}{JSON}{CALL_END}") + CALLS_END),
-    KIMI_K2: TURN.replace("BODY", "<|tool_calls_section_begin|>" + EACH.replace(
-        "BODY", "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>" + JSON
-        + "<|tool_call_end|>") + "<|tool_calls_section_end|>"),
-    PYTHONIC: TURN.replace("BODY", "<|python_start|>[" + EACH.replace("BODY", "{{ f.name }}("
-        + ITEMS.replace("BODY", "{{ k }}={{ v | tojson }}" + COMMA) + ")" + COMMA)
-        + "]<|python_end|>"),
+    GRANITE: TURN.replace(
+        "BODY",
+        "<|tool_call|>["
+        + EACH.replace("BODY", '{"name": "{{ f.name }}", "arguments": ' + JSON + "}" + COMMA)
+        + "]",
+    ),
+    PHI4_MINI: each(
+        '<|tool_call|>{"name": "{{ f.name }}", "arguments": ' + JSON + "}<|/tool_call|>"
+    ),
+    DEEPSEEK_V3: TURN.replace(
+        "BODY",
+        CALLS
+        + EACH.replace(
+            "BODY",
+            f"{{{{ '\\n' if not loop.first }}}}{CALL}function{SEP}{{{{ f.name }}}}\n```json\n"
+            f"{JSON}\n```{CALL_END}",
+        )
+        + CALLS_END,
+    ),
+    DEEPSEEK_V31: TURN.replace(
+        "BODY",
+        CALLS + EACH.replace("BODY", f"{CALL}{{{{ f.name }}}}{SEP}{JSON}{CALL_END}") + CALLS_END,
+    ),
+    KIMI_K2: TURN.replace(
+        "BODY",
+        "<|tool_calls_section_begin|>"
+        + EACH.replace(
+            "BODY",
+            "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+            + JSON
+            + "<|tool_call_end|>",
+        )
+        + "<|tool_calls_section_end|>",
+    ),
+    PYTHONIC: TURN.replace(
+        "BODY",
+        "<|python_start|>["
+        + EACH.replace(
+            "BODY",
+            "{{ f.name }}("
+            + ITEMS.replace("BODY", "{{ k }}={{ v | tojson }}" + COMMA)
+            + ")"
+            + COMMA,
+        )
+        + "]<|python_end|>",
+    ),
     FUNCTION_GEMMA: gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     GEMMA4: gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
-    QWEN3_CODER: elements("\n<tool_call>\n<function={{ f.name }}>\n",
-        f"<parameter={{{{ k }}}}>\n{VALUE}\n</parameter>\n", "</function>\n</tool_call>"),
-    GLM45: elements("\n<tool_call>{{ f.name }}\n",
-        f"<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{VALUE}</arg_value>\n", "</tool_call>"),
-    MINIMAX_M2: TURN.replace("BODY", "\n<minimax:tool_call>\n" + EACH.replace("BODY",
-        '<invoke name="{{ f.name }}">\n' + ITEMS.replace(
-            "BODY", f'<parameter name="{{{{ k }}}}">{VALUE}</parameter>\n') + "</invoke>\n")
-        + "</minimax:tool_call>"),
-    DEEPSEEK_V32: TURN.replace("BODY", f"\n\n<{D}function_calls>\n" + EACH.replace("BODY",
-        f'<{D}invoke name="{{{{ f.name }}}}">\n' + ITEMS.replace("BODY",
-            f'<{D}parameter name="{{{{ k }}}}" string="{{{{ v is string | tojson }}}}">{VALUE}</{D}'
-            "parameter>\n") + f"</{D}invoke>\n") + f"</{D}function_calls>"),
-    HARMONY: TURN.replace("{{ m.content }}", "").replace("BODY", "{% set f = m.tool_calls[0].function"
-        " %}{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant"
-        "{% endif %} to=functions.{{ f.name }}<|channel|>commentary json<|message|>" + JSON
-        + "<|call|>"),
-}  # fmt: skip
+    QWEN3_CODER: elements(
+        "\n<tool_call>\n<function={{ f.name }}>\n",
+        f"<parameter={{{{ k }}}}>\n{VALUE}\n</parameter>\n",
+        "</function>\n</tool_call>",
+    ),
+    GLM45: elements(
+        "\n<tool_call>{{ f.name }}\n",
+        f"<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{VALUE}</arg_value>\n",
+        "</tool_call>",
+    ),
+    MINIMAX_M2: TURN.replace(
+        "BODY",
+        "\n<minimax:tool_call>\n"
+        + EACH.replace(
+            "BODY",
+            '<invoke name="{{ f.name }}">\n'
+            + ITEMS.replace("BODY", f'<parameter name="{{{{ k }}}}">{VALUE}</parameter>\n')
+            + "</invoke>\n",
+        )
+        + "</minimax:tool_call>",
+    ),
+    DEEPSEEK_V32: TURN.replace(
+        "BODY",
+        f"\n\n<{D}function_calls>\n"
+        + EACH.replace(
+            "BODY",
+            f'<{D}invoke name="{{{{ f.name }}}}">\n'
+            + ITEMS.replace(
+                "BODY",
+                f'<{D}parameter name="{{{{ k }}}}" string="{{{{ v is string | '
+                f'tojson }}}}">{VALUE}</{D}'
+                "parameter>\n",
+            )
+            + f"</{D}invoke>\n",
+        )
+        + f"</{D}function_calls>",
+    ),
+    HARMONY: TURN.replace("{{ m.content }}", "").replace(
+        "BODY",
+        "{% set f = m.tool_calls[0].function"
+        " %}{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>"
+        "assistant"
+        "{% endif %} to=functions.{{ f.name }}<|channel|>commentary json<|message|>"
+        + JSON
+        + "<|call|>",
+    ),
+}
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     ["\n", " a\n", '"', "\\", "\\n", "3", "null", "true", "[1]", "{", "<", "</", "</parameter", "'"]
 )
@@ -281,7 +473,7 @@ ARGUMENTS = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_what_a_template_writes_is_what_the_parser_returns_at_any_cuts(form, data):
     calls = data.draw(st.lists(ARGUMENTS, min_size=1, max_size=3 if form.parallel else 1))
@@ -291,7 +483,7 @@ def test_what_a_template_writes_is_what_the_parser_returns_at_any_cuts(form, dat
         for i, one in enumerate(calls)
     ]
     turn = {"role": "assistant", "content": content, "tool_calls": made}
-    text = ChatTemplate(TEMPLATES[form], {}, "t").render(form.history([turn]))
+    text = ChatTemplate(TEMPLATES[form], {}, "t").render(form.history([turn], shown=True))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     shown, found, _ = parsed(form, parts)
@@ -365,7 +557,7 @@ def fragments(form):
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_output_is_parsed_alike_at_any_cuts_and_nothing_but_calls_is_lost(form, data):
     pieces = data.draw(st.lists(st.sampled_from(fragments(form)), max_size=25))
@@ -458,3 +650,20 @@ def test_channels_of_an_answer_that_a_grammar_restricts(library):
                 assert (matcher.consume_tokens(ids) and matcher.is_accepting()) is whole
     with pytest.raises(InvalidRequest, match="JSON schema"):
         HARMONY.answer_grammar(StructuredOutput(grammar="start: /a/"), special, "")
+
+
+def test_a_message_with_several_calls_is_parted_where_templates_take_one():
+    calls = [{"id": name, "function": {"name": name, "arguments": {}}} for name in "fg"]
+    said = {"role": "assistant", "content": "See.", "tool_calls": calls}
+    results = [{"role": "tool", "content": name, "tool_call_id": name} for name in "gf"]
+    turns = LLAMA3.history([said, *results], shown=True)
+    assert turns == [
+        {**said, "tool_calls": calls[:1]},
+        results[1],
+        {"role": "assistant", "content": "", "tool_calls": calls[1:]},
+        results[0],
+    ]
+    assert HERMES.history([said, *results], shown=True) == [said, *results]
+    unnamed = [{"role": "tool", "content": content} for content in "123"]
+    turns = LLAMA3.history([said, *unnamed], shown=True)
+    assert [turn["content"] for turn in turns] == ["See.", "1", "", "2", "3"]

@@ -67,7 +67,7 @@ class CpuBackend(Backend):
     def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
         settings = self.settings
         if settings.simulate:
-            return None
+            return config  # all that a simulation needs of it
         if "fp8" in weight_format(settings, config.quantization).split("+"):
             raise ConfigError(
                 "the checkpoint's weights are fp8, which computes on a GPU only: add --device "
@@ -111,7 +111,8 @@ class CpuBackend(Backend):
 
     def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
         if self.settings.simulate:
-            return SimulatedRunner(SimulatedSpeed.parse(self.settings.simulate), pool, sampler)
+            speed = SimulatedSpeed.parse(self.settings.simulate)
+            return SimulatedRunner(speed, pool, sampler, model.layer_groups.windows)
         return super().runner(model, pool, sampler, max_context)
 
     def for_rank(self, place: Shard) -> CpuBackend:

@@ -22,16 +22,18 @@ from baton.engine.kernels.native.interface import (
     Linear,
     Model,
     Ranks,
+    RoutingOptions,
     Step,
 )
-from baton.engine.kernels.native.packing import PackedWeight
+from baton.engine.kernels.native.packing import PackedWeight, address
 from baton.engine.kernels.native.rows import c_lora, c_norm
+from baton.engine.kernels.routing import Routing
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.models.lora import FIELDS
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.weights import LayerWeights, ModelWeights
-from baton.engine.quantization.linear_weight import LinearWeight
+from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
 from baton.engine.runner import RunnerFailed
 
 _HUGE_PAGE = 2 << 20  # where a workspace begins; elsewhere prompts take up to a tenth longer
@@ -121,7 +123,7 @@ class NativeModel(NativeOps):
             ),
             config.head_size,
             *(experts.count if experts else 0, own.start, len(own)),
-            *((experts.per_token, experts.normed) if experts else (0, 0)),
+            _routing(experts.routing) if experts else RoutingOptions(),
             ACTIVATIONS.index(config.activation),
             *(config.rms_eps, config.logit_scale, config.logit_softcap),
             *(self._embedding_scale, config.residual_scale),
@@ -138,13 +140,14 @@ class NativeModel(NativeOps):
             _linear(layer.gate_up, layer.gate_up_bias),
             _linear(layer.down, layer.down_bias),
         ]
-        router, shared_gate, experts, tokens = Linear(), Linear(), None, None
+        router, shared_gate, experts, tokens, correction = Linear(), Linear(), None, None, None
         if (mixture := layer.experts) is not None:
             assert expert_tokens is not None
             packed, packed_gate = (
-                None if one is None else PackedWeight.from_weight(one)
+                None if one is None else PackedWeight.from_weight(_of_type(one, self.dtype))
                 for one in (mixture.router, mixture.shared_gate)
             )
+            correction = address(mixture.correction)
             self._routers += packed, packed_gate
             router, shared_gate = _linear(packed, mixture.router_bias), _linear(packed_gate)
             tokens = expert_tokens.data_ptr()
@@ -158,9 +161,24 @@ class NativeModel(NativeOps):
             experts = (Expert * len(each))(*each)
         products += router, shared_gate
         return Layer(
-            *(c_norm(norm, self.dtype) for norm in norms), *products, tokens, experts, attention,
+            *(c_norm(norm, self.dtype) for norm in norms), *products, correction, tokens, experts,
+            attention,
             *(c_lora(lora.get(field)) for field in FIELDS),
         )  # fmt: skip
+
+
+def _routing(routing: Routing) -> RoutingOptions:
+    return RoutingOptions(
+        *(routing.per_token, routing.normed, routing.sigmoid),
+        *(routing.groups, routing.taken_groups, routing.group_top, routing.scale),
+    )
+
+
+def _of_type(weight: LinearWeight, dtype: torch.dtype) -> LinearWeight:
+    """A router in the activations' type: its products are added up and kept in float32."""
+    if isinstance(weight, DenseWeight):
+        return DenseWeight(weight.tensor.to(dtype))
+    return weight
 
 
 def _linear(weight: LinearWeight | None, bias: Tensor | None = None) -> Linear:

@@ -48,7 +48,7 @@ class NativeOps(DecoderModel):
         self._native = library.require(dtype)
         self._attends = attends
         # Over all ranks' heads, which single native calls do not exchange.
-        self._norms_in_torch = config.arch.qk_norm == "row" and ranks is not SINGLE_RANK
+        self._norms_in_torch = config.qk_norm == "row" and ranks is not SINGLE_RANK
         self._kv_heads = range(config.num_kv_heads)  # of the pool that are used
         self._shapes = list(map(self._shape, range(config.num_layers), weights.layers))
 
@@ -86,19 +86,21 @@ class NativeOps(DecoderModel):
 
     def _shape(self, index: int, layer: LayerWeights) -> AttentionShape:
         """The attention of a layer, for native code."""
-        config = self.config
+        config, (group, at) = self.config, self._groups.places[index]
         cos, sin = self._tables[self._table_of[index]]
         norms = (None, None) if self._norms_in_torch else (layer.q_norm, layer.k_norm)
         return AttentionShape(
-            *(config.num_heads, self._kv_layers[index] or 0, config.windows[index] or 0),
+            *(config.num_heads, at, config.windows[index] or 0),
             *(config.score_scale, config.attention_softcap, config.rms_eps),
             *(cos.data_ptr(), sin.data_ptr(), *(c_norm(norm, self.dtype) for norm in norms)),
-            config.arch.qk_norm == "row",
+            config.qk_norm == "row",
             None if layer.sinks is None else layer.sinks.data_ptr(),
+            group,
         )
 
     def _pool(self, pool: Tensor) -> Pool:
         _, layers, _, heads, block_size, _ = pool.shape
         int8, mine = pool.dtype == torch.int8, self._kv_heads
         used = (heads, mine.start, len(mine))
-        return Pool(pool.data_ptr(), layers, *used, block_size, self.config.head_size, int8)
+        size = self.config.head_size
+        return Pool(pool.data_ptr(), layers, *used, block_size, size, int8, self.num_groups)

@@ -121,7 +121,7 @@ class GpuBackend(Backend):
             asked = replace(self._within(asked, config), num_kv_heads=own.num_kv_heads)
         layouts = [memory.kv_layout(one, settings, own, kv_dtype, asked) for _, one in usages]
         least = min(layouts, key=lambda layout: layout.num_blocks)
-        self._max_context = min(most, least.max_sequence - 1)
+        self._max_context = min(most, least.num_tokens - 1)
         for name, usage in usages:
             log.info("%s", memory.summary(name, usage, least, settings, self._max_context))
         return replace(least, num_kv_heads=config.num_kv_heads)
@@ -253,7 +253,7 @@ def refused(config: ModelConfig, block_size: int, capability: Capability) -> str
     gpu = f"a GPU of compute capability {'.'.join(map(str, capability))}"
     if capability < LEAST_CAPABILITY["none"]:
         return f"{gpu}, and Triton's kernels need 8.0"
-    if config.head_size > SMALL_HEAD_SIZE and capability in SMALL_MEMORY:
+    if config.latent is None and config.head_size > SMALL_HEAD_SIZE and capability in SMALL_MEMORY:
         return (
             f"heads of {config.head_size} elements, and {gpu} has shared memory for tiles of "
             f"{SMALL_HEAD_SIZE}"

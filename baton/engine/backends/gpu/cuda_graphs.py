@@ -145,13 +145,14 @@ def batch_sizes(max_batch: int) -> tuple[int, ...]:
     return (*sizes, max_batch)
 
 
-def table_widths(widest: int) -> tuple[int, ...]:
-    """Widths that block tables are padded to, ascending; the last is `widest`."""
+def table_widths(widest: int, num_groups: int = 1) -> tuple[int, ...]:
+    """Widths that block tables are padded to, ascending; the last has `widest` blocks of each of
+    the groups of layers."""
     widths, width = [], _NARROWEST
     while 2 * width < widest:
         widths.append(width)
         width *= 4
-    return (*widths, widest)
+    return tuple(width * num_groups for width in (*widths, widest))
 
 
 def chunk_sizes(most: int) -> tuple[int, ...]:
@@ -163,11 +164,11 @@ def chunk_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in CHUNK_SIZES if size < most), most)
 
 
-def shapes_of(settings: EngineConfig, max_context: int) -> list[StepShape]:
+def shapes_of(settings: EngineConfig, max_context: int, num_groups: int = 1) -> list[StepShape]:
     """Shapes of the captured steps, largest first; none without `--graphs`."""
     if not settings.graphs:
         return []
-    widths = table_widths(-(-max_context // settings.block_size))
+    widths = table_widths(-(-max_context // settings.block_size), num_groups)
     # Steps with chunks take longer, so every other width is enough for them.
     sizes = itertools.product(chunk_sizes(settings.chunk_tokens), widths[::-2][::-1])
     chunks = [StepShape(settings.max_batch, rows, width) for rows, width in sizes]
@@ -192,9 +193,10 @@ class StepGraphs:
         self._model = model
         self._pool = pool
         self._stream = stream
-        self._shapes = shapes_of(settings, max_context)
+        groups = model.num_groups
+        self._shapes = shapes_of(settings, max_context, groups)
         self._batch_sizes = batch_sizes(settings.max_batch)
-        self._widths = table_widths(-(-max_context // settings.block_size))
+        self._widths = table_widths(-(-max_context // settings.block_size), groups)
         chunks = [shape for shape in self._shapes if shape.chunk_rows]
         self._chunk_sizes = sorted({shape.chunk_rows for shape in chunks})
         self._chunk_widths = sorted({shape.width for shape in chunks})

@@ -34,7 +34,7 @@ class InputBatch:
     """Rows of the running sequences. Used by the engine thread only."""
 
     def __init__(self, max_batch: int, width: int) -> None:
-        """width: maximum number of blocks of a sequence."""
+        """width: maximum number of entries of a sequence's `block_ids`."""
         # Twice as many as run at once, so that rows are released in groups.
         count = 2 * max_batch
         self._tables = np.zeros((count, width), np.int32)
@@ -167,4 +167,5 @@ class InputBatch:
             self._held[row], first = blocks, 0
             table[:] = 0
         table[first : len(blocks)] = blocks[first : len(table)]
+        np.maximum(table, 0, out=table)  # groups of layers that have no block there
         self._num_blocks[row] = len(blocks)

@@ -9,7 +9,7 @@ Arithmetic over sizes in bytes, and the text that explains it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -88,7 +88,7 @@ def kv_layout(
                 f"{advice(settings, usage, option)}"
             )
         return asked
-    one = plan_layout(config, dtype, settings.block_size, 1, 0)
+    one = plan_layout(config, dtype, settings.block_size, 1, 0, settings.chunk_tokens)
     share = int(usage.total * settings.gpu_memory)
     left = min(share - usage.non_kv, usage.kv_available - SPARE_BYTES)  # less if others leave less
     if left < one.num_bytes:
@@ -99,7 +99,7 @@ def kv_layout(
             f"others {_gib(usage.others)}; {advice(settings, usage)}"
         )
     count = min(left // one.num_bytes, MOST_BLOCKS)
-    return plan_layout(config, dtype, settings.block_size, count, 0)
+    return replace(one, num_blocks=count)
 
 
 def summary(
@@ -117,7 +117,7 @@ def summary(
         ("free", max(0, usage.kv_available - layout.num_bytes), ""),
     )
     lengths = [*(length for length in (1024, 4096, 8192) if length < max_context), max_context]
-    fits = ((layout.num_blocks // -(-length // layout.block_size), length) for length in lengths)
+    fits = ((layout.num_bytes // layout.bytes_of(length), length) for length in lengths)
     lines = [
         f"GPU memory of {name}: {_gib(usage.total)}, of which --gpu-memory "
         f"{settings.gpu_memory:g} is {_gib(int(usage.total * settings.gpu_memory))}",

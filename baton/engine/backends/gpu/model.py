@@ -15,7 +15,14 @@ from torch import Tensor
 from baton.engine.backends.gpu.linear import TRITON_ROW_OPS, prepare, unwrapped
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
+from baton.engine.kernels.torch.rows import Norm
 from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
+from baton.engine.kernels.triton.latent_attention import (
+    Angles,
+    latent_attention,
+    plan_latent,
+    write_latent,
+)
 from baton.engine.kernels.triton.moe_matmul import MoeWeight
 from baton.engine.kernels.triton.moe_routing import FusedRouter, moe_sum, route
 from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
@@ -25,7 +32,13 @@ from baton.engine.kernels.triton.slot_mapping import SlotMapping, map_slots
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.models.weights import LayerWeights, ModelWeights, MoeWeights
+from baton.engine.models.weights import (
+    HeadWeights,
+    LatentWeights,
+    LayerWeights,
+    ModelWeights,
+    MoeWeights,
+)
 from baton.engine.quantization.linear_weight import DenseWeight, ResidualStream
 
 
@@ -33,16 +46,25 @@ from baton.engine.quantization.linear_weight import DenseWeight, ResidualStream
 class _PlacedRows:
     """Where a step's rows read and write KV: `num_decodes` decode rows first, then those of chunks.
 
-    plans: of decode rows, by the window of the layers that they are for; made where first used.
+    groups: for each group of layers, the rows' slots and the block tables `[sequences, width]` ·
+    plans: of decode rows, by the window of the layers that they are for; made where first used ·
+    latent_plan: of all rows, over latent KV · owners: int32 `[rows]`, the sequence of each row;
+    None: one each.
     """
 
-    rows: SlotMapping
+    groups: list[tuple[SlotMapping, Tensor]]
     num_decodes: int
-    block_tables: Tensor
     context_lens: Tensor
     query_lens: Tensor | None = None
     tiles: Any = None  # of chunks, if there are any
     plans: dict[int | None, DecodePlan] = field(default_factory=dict)
+    latent_plan: DecodePlan | None = None
+    owners: Tensor | None = None
+
+    @property
+    def lengths(self) -> Tensor:
+        """Of each row, as of `SlotMapping`, whatever its group."""
+        return self.groups[0][0].lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +99,29 @@ class _MoeExperts(MoeWeights):
         )
 
 
+@dataclass(frozen=True)
+class _StackedHeads(HeadWeights):
+    """Matrices that one product of a batch takes: `[heads, in, out]`."""
+
+    matrices: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        out = x.new_empty(*x.shape[:2], self.matrices.shape[2])
+        torch.bmm(x.transpose(0, 1), self.matrices, out=out.transpose(0, 1))
+        return out
+
+
+def _stacked(weights: LatentWeights) -> LatentWeights:
+    """Latent weights with the matrices of all heads in one tensor, unless they are quantised."""
+
+    def stack(held: HeadWeights) -> HeadWeights:
+        heads = [unwrapped(one) for one in held.heads]
+        dense = [one.tensor.T for one in heads if isinstance(one, DenseWeight)]
+        return _StackedHeads((), torch.stack(dense)) if len(dense) == len(heads) else held
+
+    return replace(weights, keys=stack(weights.keys), values=stack(weights.values))
+
+
 class GpuModel(DecoderModel):
     """Weights are on the device; matrices as `linear.prepare` makes them."""
 
@@ -87,7 +132,11 @@ class GpuModel(DecoderModel):
         shard: Shard = WHOLE, ranks: Collectives = SINGLE_RANK,
     ) -> None:  # fmt: skip
         layers = tuple(
-            replace(layer, experts=layer.experts and _MoeExperts.from_weights(layer.experts, dtype))
+            replace(
+                layer,
+                experts=layer.experts and _MoeExperts.from_weights(layer.experts, dtype),
+                latent=layer.latent and _stacked(layer.latent),
+            )
             for layer in weights.layers
         )
         whole = replace(weights, layers=layers)
@@ -104,15 +153,28 @@ class GpuModel(DecoderModel):
         tokens before the row; -1 is padding, which touches no block and whose logits mean nothing ·
         block_tables: int32 `[rows, width]` · lora_slots: as `StepBatch`'s.
         """
-        rows = map_slots(context_lens, None, block_tables, len(token_ids), pool.shape[4])
-        placed = _PlacedRows(rows, len(token_ids), block_tables, context_lens)
+        groups = self._map_groups(context_lens, None, block_tables, len(token_ids), pool)
+        plan = self._latent_plan(groups[0][0])
+        placed = _PlacedRows(groups, len(token_ids), context_lens, latent_plan=plan)
         return self._logits(self._forward(token_ids, placed, pool, lora_slots))
+
+    def _map_groups(
+        self, context_lens: Tensor, query_lens: Tensor | None, block_tables: Tensor, num_rows: int,
+        pool: Tensor,
+    ) -> list[tuple[SlotMapping, Tensor]]:  # fmt: skip
+        """As `_PlacedRows.groups`."""
+        count = self.num_groups
+        tables = [block_tables[:, group::count].contiguous() for group in range(count)]
+        return [
+            (map_slots(context_lens, query_lens, table, num_rows, pool.shape[4]), table)
+            for table in tables
+        ]
 
     def _add_mlp(
         self, hidden: ResidualStream, layer: LayerWeights, placed: _PlacedRows, index: int
     ) -> None:
         experts, norm = layer.experts, layer.output_norm
-        if experts is None or experts.shared_gate is not None or not self._adds_directly(norm):
+        if experts is None or layer.gate_up is not None or not self._adds_directly(norm):
             return super()._add_mlp(hidden, layer, placed, index)
         normed = self._normed(hidden, layer.mlp_norm)
         hidden.rows = self._mix(normed, experts, placed, self._tokens_of[index], hidden.rows)
@@ -126,12 +188,13 @@ class GpuModel(DecoderModel):
         config = self.config.experts
         assert isinstance(experts, _MoeExperts) and config is not None
         router, scored = experts.few_router, None
-        if router is not None and router.takes(x):
-            scores, scored = x.new_empty(len(x), config.count), (router, x)
+        wide = self._router_input(x)
+        if router is not None and router.takes(wide):
+            scores, scored = wide.new_empty(len(x), config.count), (router, wide)
         else:
-            scores = experts.router.apply(x, experts.router_bias)
+            scores = experts.router.apply(wide, experts.router_bias)
         slots = route(
-            scores, config.per_token, config.normed, self._own_experts, placed.rows.lengths, tokens,
+            scores, config.routing, self._own_experts, experts.correction, placed.lengths, tokens,
             scored=scored,
         )  # fmt: skip
         inner = experts.gate_up.apply(x, slots, self.config.activation)
@@ -141,32 +204,57 @@ class GpuModel(DecoderModel):
         num_rows, num_decodes = len(batch.token_ids), batch.num_decodes
         context_lens, tables = batch.context_lens, batch.block_tables
         query_lens = None if num_decodes == len(batch.query_lens) else batch.query_lens
-        rows = map_slots(context_lens, query_lens, tables, num_rows, pool.shape[4])
-        tiles = None
-        if query_lens is not None:
+        groups = self._map_groups(context_lens, query_lens, tables, num_rows, pool)
+        tiles = owners = None
+        if query_lens is not None and self.config.latent is not None:
+            ends = query_lens.cumsum(0, dtype=torch.int32)
+            numbers = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
+            owners = torch.searchsorted(ends, numbers, right=True, out_int32=True)
+        elif query_lens is not None:
             query_lens = query_lens[num_decodes:]
             group = self.config.num_heads // self.config.num_kv_heads
             tiles = plan_tiles(query_lens, num_rows - num_decodes, group)
-        return _PlacedRows(rows, num_decodes, tables, context_lens, query_lens, tiles)
+        plan = self._latent_plan(groups[0][0])
+        return _PlacedRows(
+            groups, num_decodes, context_lens, query_lens, tiles, latent_plan=plan, owners=owners
+        )
+
+    def _latent_plan(self, rows: SlotMapping) -> DecodePlan | None:
+        if self.config.latent is None:
+            return None
+        return plan_latent(rows.lengths, self.config.num_heads)
+
+    def _attend_latent(
+        self, q: Tensor, q_end: Tensor, row: Tensor, norm: Norm, placed: _PlacedRows, index: int,
+        pool: Tensor,
+    ) -> Tensor:  # fmt: skip
+        (rows, block_tables), at = self._in_pool(placed.groups, index)
+        angles = Angles(*self._tables[self._table_of[index]].unbind())
+        write_latent(row, norm, angles, rows.positions, rows.slots, pool, at)
+        assert placed.latent_plan is not None
+        return latent_attention(
+            q, q_end, pool, at, block_tables, placed.owners, placed.latent_plan, angles,
+            self._scoring[index].scale,
+        )  # fmt: skip
 
     def _rope_and_write(
         self, qkv: Tensor, placed: _PlacedRows, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
         """See `DecoderModel`. Of decode rows alone qkv is returned: their attention kernel rotates
         it."""
-        config, rows = self.config, placed.rows
-        if config.arch.qk_norm == "row":  # the kernels norm heads
+        config, ((rows, _), at) = self.config, self._in_pool(placed.groups, index)
+        if config.qk_norm == "row":  # the kernels norm heads
             q, k, v = self._split(qkv)
             qkv = torch.cat([*self._rows_normed(q, k, layer), v], dim=1)
         if placed.tiles is None:
             return qkv
         heads = config.num_heads, config.num_kv_heads
         rotation = self._rotation(index)
-        return rope_and_write(qkv, rows.positions, rows.slots, rotation, pool, index, *heads)
+        return rope_and_write(qkv, rows.positions, rows.slots, rotation, pool, at, *heads)
 
     def _rotation(self, index: int) -> Rotation:
         cos, sin = self._tables[self._table_of[index]]
-        if self.config.arch.qk_norm == "row":
+        if self.config.qk_norm == "row":
             return Rotation(cos, sin)
         layer = self._weights.layers[index]
         return Rotation(cos, sin, layer.q_norm, layer.k_norm, self.config.rms_eps)
@@ -183,18 +271,19 @@ class GpuModel(DecoderModel):
 
     def _attend(self, q: Tensor, placed: _PlacedRows, index: int, pool: Tensor) -> Tensor:
         own, scoring = placed.num_decodes, self._scoring[index]
+        (_, block_tables), at = self._in_pool(placed.groups, index)
         out = q.new_empty(len(q), self.config.num_heads, self.config.head_size)
         if own:
-            window, tables = scoring.window, placed.block_tables[:own]
+            window, tables = scoring.window, block_tables[:own]
             if window not in placed.plans:
-                lengths = placed.rows.lengths[:own]
+                lengths = placed.lengths[:own]
                 placed.plans[window] = plan_decode(out[:own], pool, lengths, window)
             plan = placed.plans[window]
             rotation = self._rotation(index) if placed.tiles is None else None
-            decode_attention(q[:own], pool, index, tables, plan, scoring, out[:own], rotation)
+            decode_attention(q[:own], pool, at, tables, plan, scoring, out[:own], rotation)
         if placed.tiles is not None:
             assert placed.query_lens is not None, "chunks have lengths"
-            tables, context_lens = placed.block_tables[own:], placed.context_lens[own:]
+            tables, context_lens = block_tables[own:], placed.context_lens[own:]
             chunks = (tables, context_lens, placed.query_lens, placed.tiles, scoring, out[own:])
-            prefill_attention(q[own:], pool, index, *chunks)
+            prefill_attention(q[own:], pool, at, *chunks)
         return out.view(len(q), -1)

@@ -129,7 +129,7 @@ class GpuRunner(Runner):
         self._stream = stream = stream or new_stream(pool.device)
         self._last: _CapturedLaunch | None = None  # until it is waited for
         self._shaped: tuple[ScheduledStep | None, StepShape | None] = None, None  # the last plan's
-        width = -(-max_context // self._block_size)
+        width = -(-max_context // self._block_size) * self.num_groups
         with torch.inference_mode():
             self._graphs = SamplingGraphs(
                 model, pool, stream, settings, max_context, sampler.vocab_size
@@ -172,7 +172,8 @@ class GpuRunner(Runner):
         work = plan.sequences
         if not all(map(self._fits, work)):
             return None
-        blocks = -(-max([item.start + item.count for item in work]) // self._block_size)
+        longest = max([item.start + item.count for item in work])
+        blocks = -(-longest // self._block_size) * self.num_groups
         shape = None
         if not plan.has_chunks and all(item.samples for item in work):
             shape = self._graphs.decode_shape(len(work), blocks)

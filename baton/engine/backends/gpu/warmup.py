@@ -35,18 +35,19 @@ _GREEDY = SamplingParams()
 
 def largest_step(runner: StepRunner, settings: EngineConfig, max_context: int) -> None:
     """Runs a full batch with a step's whole token budget, at the end of full contexts."""
-    pool = runner.pool
+    of_blocks = runner.pool, runner.num_groups
     rest = settings.chunk_tokens
     proposed = min(settings.speculate, rest // settings.max_batch, max_context - 2)
     rest -= proposed * settings.max_batch
     work = [
-        _work(max_context, 1 + proposed, pool, proposed, _RANKED) for _ in range(settings.max_batch)
+        _work(max_context, 1 + proposed, *of_blocks, proposed, _RANKED)
+        for _ in range(settings.max_batch)
     ]
     if scored := min(rest, SCORED_ROWS, max_context - 1):
-        work.append(_work(max_context, scored, pool, 0, _RANKED))
+        work.append(_work(max_context, scored, *of_blocks, 0, _RANKED))
         work[-1].sequence.prompt_tokens, work[-1].sequence.num_scored = max_context, 0
         rest -= scored
-    work += _chunks(rest, max_context, pool)
+    work += _chunks(rest, max_context, *of_blocks)
     work.sort(key=lambda item: item.count > 1)  # as schedulers order it
     runner.run(ScheduledStep(work))
 
@@ -56,8 +57,8 @@ def largest_captured(
 ) -> None:
     """Runs a step of the largest captured shape, with full contexts."""
     shapes = shapes_of(settings, max_context) or [StepShape(settings.max_batch, 0, 1)]
-    work = [_work(max_context, 1, pool)] * shapes[0].decodes
-    work += _chunks(shapes[0].chunk_rows, max_context, pool)
+    work = [_work(max_context, 1, pool, model.num_groups)] * shapes[0].decodes
+    work += _chunks(shapes[0].chunk_rows, max_context, pool, model.num_groups)
     work.sort(key=lambda item: item.count > 1)
     _step(model, pool, work)
 
@@ -79,7 +80,7 @@ def warm_up(model: StepModel, pool: Tensor, settings: EngineConfig, max_context:
     for num_decodes, chunk, width in step_shapes(settings, max_context):
         end = min(width * settings.block_size, max_context)
         rows = [1] * num_decodes + [chunk] * bool(chunk)
-        work = [_work(end, count, pool) for count in rows]
+        work = [_work(end, count, pool, model.num_groups) for count in rows]
         _step(model, pool, work)
         if settings.lora_slots:
             for item in work:
@@ -89,27 +90,32 @@ def warm_up(model: StepModel, pool: Tensor, settings: EngineConfig, max_context:
 
 def scored_decode(runner: StepRunner) -> None:
     """Runs a decode row with log-probabilities, whose logits have the model's type, not float32."""
-    runner.run(ScheduledStep([_work(1, 1, runner.pool, params=SamplingParams(logprobs=1))]))
+    runner.run(
+        ScheduledStep(
+            [_work(1, 1, runner.pool, runner.num_groups, params=SamplingParams(logprobs=1))]
+        )
+    )
 
 
 def _work(
-    end: int, count: int, pool: Tensor, proposed: int = 0, params: SamplingParams = _GREEDY
-) -> ScheduledSequence:
+    end: int, count: int, pool: Tensor, num_groups: int, proposed: int = 0,
+    params: SamplingParams = _GREEDY,
+) -> ScheduledSequence:  # fmt: skip
     """Schedules the last `count` tokens of a context of `end`, some of them proposed."""
-    blocks = [0] * -(-end // pool.shape[4])
+    blocks = [0] * (-(-end // pool.shape[4]) * num_groups)
     sequence = Sequence("", [0] * (end - proposed), 1, params, block_ids=blocks)
     return ScheduledSequence(sequence, end - count, count, (0,) * proposed)
 
 
-def _chunks(rows: int, max_context: int, pool: Tensor) -> list[ScheduledSequence]:
+def _chunks(rows: int, max_context: int, pool: Tensor, num_groups: int) -> list[ScheduledSequence]:
     """Chunks of `rows` rows in total, of as few sequences as possible."""
     longest = max_context - 1
     counts = [min(longest, rows - done) for done in range(0, rows, longest)]
-    return [_work(max_context, count, pool) for count in counts]
+    return [_work(max_context, count, pool, num_groups) for count in counts]
 
 
 def _step(model: StepModel, pool: Tensor, work: list[ScheduledSequence]) -> None:
-    model.step(BatchBuilder(pool.shape[4], pool.device).new_batch(work), pool)
+    model.step(BatchBuilder(pool.shape[4], pool.device, model.num_groups).new_batch(work), pool)
 
 
 def _doublings(first: int, last: int) -> Iterator[int]:

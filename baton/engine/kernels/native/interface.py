@@ -35,7 +35,7 @@ class Pool(Structure):
 
     _fields_ = _fields(
         ("data", c_void_p),
-        ("layers all_heads first_head kv_heads block_size head_size int8", c_int32),
+        ("layers all_heads first_head kv_heads block_size head_size int8 groups", c_int32),
     )
 
 
@@ -55,6 +55,7 @@ class AttentionShape(Structure):
         ("q_norm k_norm", Norm),
         ("row_norms", c_int32),
         ("sinks", c_void_p),
+        ("group", c_int32),
     )
 
 
@@ -90,10 +91,18 @@ class Layer(Structure):
     _fields_ = _fields(
         ("input_norm mlp_norm attention_norm output_norm", Norm),
         ("qkv o gate_up down router shared_gate", Linear),
-        ("expert_tokens", c_void_p),
+        ("correction expert_tokens", c_void_p),
         ("experts", POINTER(Expert)),
         ("attention", AttentionShape),
         ("qkv_lora o_lora gate_up_lora down_lora", Lora),
+    )
+
+
+class RoutingOptions(Structure):
+    """See `baton.engine.kernels.routing.Routing`."""
+
+    _fields_ = _fields(
+        ("per_token normed sigmoid groups taken_groups group_top", c_int32), ("scale", c_float)
     )
 
 
@@ -119,7 +128,9 @@ class Model(Structure):
         ("lm_head", Linear),
         ("ranks", Ranks),
         ("vocab_size num_layers hidden heads kv_heads head_size", c_int32),
-        ("num_experts first_expert own_experts per_token normed activation", c_int32),
+        ("num_experts first_expert own_experts", c_int32),
+        ("routing", RoutingOptions),
+        ("activation", c_int32),
         ("eps logit_scale logit_cap embedding_scale residual_scale", c_float),
     )
 

@@ -1,7 +1,8 @@
 """Paged attention in plain torch: the reference of faster kernels.
 
-The KV pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`, K at 0
-and V at 1 of the third axis; or int8 or fp8 rows with their scales (`row_quantization.pack_rows`).
+The KV pool is one tensor `[num_blocks, num_layers, parts, num_kv_heads, block_size, head_size]`, K
+at 0 and V at 1 of the third axis, or latent rows that are both; or int8 or fp8 rows with their
+scales (`row_quantization.pack_rows`).
 
 In float32 on the CPU a query's result is the same to the bit in any batch or chunk: products run
 over at least `MIN_QUERIES` query rows and a key count of `padded_keys`, `KEY_STEP` keys at a time,
@@ -74,14 +75,14 @@ def padded_keys(keys: int) -> int:
     return SHORT_KEYS if keys <= SHORT_KEYS else -(-keys // KEY_STEP) * KEY_STEP
 
 
-def write_kv(pool: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Writes each row's k and v `[rows, kv_heads, head_size]` to its slot of a layer."""
-    _, num_layers, _, kv_heads, block_size, row_size = pool.shape
+def write_kv(pool: Tensor, layer: int, slots: Tensor, *kv: Tensor) -> None:
+    """Writes each row's parts, `[rows, kv_heads, head_size]` each, to its slot of a layer."""
+    _, num_layers, parts, kv_heads, block_size, row_size = pool.shape
     rows = _storage(pool).view(-1, block_size, row_size)
     blocks, offsets = slots // block_size, slots % block_size
     heads = torch.arange(kv_heads, device=pool.device)
-    for part, values in enumerate((k, v)):
-        first_head = ((blocks * num_layers + layer) * 2 + part) * kv_heads
+    for part, values in enumerate(kv):
+        first_head = ((blocks * num_layers + layer) * parts + part) * kv_heads
         at = first_head[:, None] + heads, offsets[:, None]
         if is_quantized(pool.dtype):
             pieces = zip(split_rows(rows), quantized_bytes(values, pool.dtype), strict=True)
@@ -173,23 +174,27 @@ def _attend_segment(
 def _gather(pool: Tensor, layer: int, block_tables: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Contiguous K and V of a layer, each `[sequences, kv_heads, keys, head_size]` of q's type.
 
+    Of latent rows they are the same tensor.
+
     block_tables: `[sequences, blocks]`. Keys are padded with block 0 where `is_exact`.
     """
-    _, num_layers, _, kv_heads, block_size, row_size = pool.shape
+    _, num_layers, parts, kv_heads, block_size, row_size = pool.shape
     keys = block_tables.shape[1] * block_size
     if is_exact(q):
         keys = padded_keys(keys)
         block_tables = F.pad(block_tables, (0, -(-keys // block_size) - block_tables.shape[1]))
     # A pool row is a head's K or V of a block, so that copying rows needs no transposition.
     heads = torch.arange(kv_heads, device=pool.device)[:, None]
-    rows = (block_tables[:, None] * num_layers + layer) * 2 * kv_heads + heads
+    rows = (block_tables[:, None] * num_layers + layer) * parts * kv_heads + heads
     flat = _storage(pool).view(-1, block_size * row_size)
     shape = (*rows.shape, block_size, row_size)
-    k = flat.index_select(0, rows.view(-1)).view(shape)
-    v = flat.index_select(0, (rows + kv_heads).view(-1)).view(shape)
-    if is_quantized(pool.dtype):
-        k, v = (unpack_rows(rows.view(pool.dtype), q.dtype) for rows in (k, v))
-    return k.flatten(2, 3)[:, :, :keys], v.flatten(2, 3)[:, :, :keys]
+    gathered = []
+    for part in range(parts):
+        held = flat.index_select(0, (rows + part * kv_heads).view(-1)).view(shape)
+        if is_quantized(pool.dtype):
+            held = unpack_rows(held.view(pool.dtype), q.dtype)
+        gathered.append(held.flatten(2, 3)[:, :, :keys])
+    return gathered[0], gathered[-1]
 
 
 def _visible(positions: Tensor, keys: int, window: int | None) -> Tensor:
@@ -237,8 +242,11 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -
     return out[:, :rows].reshape(q.shape)
 
 
-def place(batch: StepBatch, block_size: int) -> tuple[Tensor, AttentionBatch]:
-    """The positions of a batch's rows, int64 `[rows]`, and where they read and write KV."""
+def place(
+    batch: StepBatch, block_size: int, num_groups: int = 1
+) -> tuple[Tensor, list[AttentionBatch]]:
+    """The positions of a batch's rows, int64 `[rows]`, and where they read and write KV in each
+    group of layers."""
     context_lens, query_lens, tables = (
         x.long() for x in (batch.context_lens, batch.query_lens, batch.block_tables)
     )
@@ -249,8 +257,19 @@ def place(batch: StepBatch, block_size: int) -> tuple[Tensor, AttentionBatch]:
     #  position:  5 6 7 | 0 1 2 3    context_lens 5, 0
     begins = query_lens.cumsum(0) - query_lens
     positions = rows - (begins - context_lens)[owner]
-    blocks = tables[owner, positions // block_size]
+    lens = begins, query_lens, context_lens
+    return positions, [
+        _place_group(positions, owner, *lens, tables[:, group::num_groups], batch, block_size)
+        for group in range(num_groups)
+    ]
 
+
+def _place_group(
+    positions: Tensor, owner: Tensor, begins: Tensor, query_lens: Tensor, context_lens: Tensor,
+    tables: Tensor, batch: StepBatch, block_size: int,
+) -> AttentionBatch:  # fmt: skip
+    """Where rows read and write KV by one group's block tables `[sequences, blocks]`."""
+    blocks = tables[owner, positions // block_size]
     decodes, width = batch.num_decodes, tables.shape[1]
     segments = []
     if decodes < len(query_lens):
@@ -260,11 +279,10 @@ def place(batch: StepBatch, block_size: int) -> tuple[Tensor, AttentionBatch]:
         for table, begin, count, context in zip(tables[decodes:], *chunks, strict=True):
             needed = -(-(context + count) // block_size)
             segments.append(PrefillSegment(begin, count, context, table[:needed]))
-    attention = AttentionBatch(
+    return AttentionBatch(
         slots=blocks * block_size + positions % block_size,
         num_decode=decodes,
         decode_tables=tables[:decodes, :width],
         decode_lengths=context_lens[:decodes] + 1,
         segments=tuple(segments),
     )
-    return positions, attention

@@ -1,4 +1,4 @@
-"""Group-quantised linear layers: int4 (AWQ, GPTQ), MXFP4 and fp8 in blocks, 16-bit activations.
+"""Group-quantised linear layers: int4 (AWQ, GPTQ), MXFP4, NVFP4 and fp8, 16-bit activations.
 
 Weights are packed by `group_scaled_packing.py`. Up to MOST_ROWS rows are multiplied while elements
 are unpacked in registers: the weight is the left operand, which tensor cores read from registers.
@@ -240,6 +240,9 @@ SPECS = (
                 (16, 100, 256, "awq", "fp32", 1),
                 (16, 100, 256, "fp8", "fp16", 0),
                 (16, 100, 320, "mxfp4", "fp32", 0),
+                (16, 256, 512, "nvfp4", "bf16", 0),
+                (64, 72, 288, "nvfp4", "bf16", 1),
+                (64, 96, 160, "fp8", "bf16", 0),
             )
         ],
         configs=lambda key: [

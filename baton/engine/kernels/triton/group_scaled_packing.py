@@ -1,4 +1,4 @@
-"""Packing of group-quantised weights for kernels: int4, MXFP4 (W4A16) and fp8 in blocks (W8A16).
+"""Packing of group-quantised weights for kernels: int4, MXFP4 and NVFP4 (W4A16), fp8 (W8A16).
 
 Weights are packed when they are loaded, as in Marlin (https://arxiv.org/abs/2408.11743). A 16-bit
 word holds elements of one output that are a plane apart: a quarter of a step of 128 inputs, or half
@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.kernels.triton.attention_common import TRITON_TYPES
 from baton.engine.kernels.triton.skinny_matmul import new_counters
+from baton.engine.quantization.config import NVFP4_GROUP
 from baton.engine.quantization.fp8 import Fp8BlockWeight
 from baton.engine.quantization.group_scaled import FourBitWeight, GroupScaledWeight
 from baton.engine.quantization.int4 import Int4Weight
@@ -88,8 +89,10 @@ _FP8_BF16 = tl.constexpr(FP8_BF16)
 
 # Factors of scales in the fields, which compensate the planes' factors. Where a large scale would
 # overflow, sums get the rest, 2 ** 64. ("int4" has zero points, "int4_symmetric" has none.)
-_FACTOR = {"int4": 1.0, "int4_symmetric": 2.0**69, "fp8": 2.0**120, "mxfp4": 2.0**62}
-_SUMS_FACTOR = {"int4": 1.0, "int4_symmetric": 2.0**64, "fp8": 1.0, "mxfp4": 2.0**64}
+_FACTOR = {"int4": 1.0, "int4_symmetric": 2.0**69, "fp8": 2.0**120, "nvfp4": 2.0**63}
+_SUMS_FACTOR = {
+    "int4": 1.0, "int4_symmetric": 2.0**64, "fp8": 1.0, "mxfp4": 2.0**64, "nvfp4": 2.0**64,
+}  # fmt: skip
 # Negated offsets of int4 planes, which the fields of zero points include.
 _BASE = {torch.bfloat16: -128.0, torch.float16: -1024.0, torch.float32: -128.0}
 
@@ -147,8 +150,8 @@ def planes(words, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr)
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        INT4: tl.constexpr = _INT4_BF16 if FORMAT == "int4" else _INT4_SYMMETRIC_BF16
-        TEXT: tl.constexpr = _MXFP4_BF16 if FORMAT == "mxfp4" else INT4
+        OTHER: tl.constexpr = _INT4_SYMMETRIC_BF16 if FORMAT == "int4_symmetric" else _MXFP4_BF16
+        TEXT: tl.constexpr = _INT4_BF16 if FORMAT == "int4" else OTHER
         found = tl.inline_asm_elementwise(
             TEXT, "=&r,=&r,=&r,=&r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
@@ -207,10 +210,19 @@ def scaled_plane(
     """Scaled elements of a step's plane `[outputs, inputs]`; fields: pointers `[outputs]`. Of TYPE;
     if PLAIN, float32 rounded to TYPE."""
     PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
+    FIRST: tl.constexpr = PLANE * GROUPS // PLANES
     number = raw[PLANE]
     scale, low, more = _group_fields(
-        fields, padded, PLANE * GROUPS // PLANES, FORMAT, HAS_ZEROS, HAS_LOWS, TYPE, PLAIN
+        fields, padded, FIRST, FORMAT, HAS_ZEROS, HAS_LOWS, TYPE, PLAIN
     )
+    scale, low, more = scale[:, None], low[:, None], more[:, None]
+    if GROUPS > PLANES:  # a plane has two groups
+        scales, lows, mores = _group_fields(
+            fields, padded, FIRST + 1, FORMAT, HAS_ZEROS, HAS_LOWS, TYPE, PLAIN
+        )
+        is_first = (tl.arange(0, number.shape[1]) < number.shape[1] // 2)[None, :]
+        scale = tl.where(is_first, scale, scales[:, None])
+        low, more = tl.where(is_first, low, lows[:, None]), tl.where(is_first, more, mores[:, None])
     if PLAIN:
         whole = scale.to(tl.float32)
         if HAS_LOWS:
@@ -218,20 +230,20 @@ def scaled_plane(
         if FORMAT == "int4":
             if tl.float16 == TYPE:
                 number += 896.0  # the offset of float16 planes is 1024, not 128
-            number += more.to(tl.float32)[:, None]
+            number += more.to(tl.float32)
         elif FORMAT == "int4_symmetric":
             number -= 8.0
             whole *= 2.0**-133
-        number = (number * whole[:, None]).to(TYPE).to(tl.float32)
+        number = (number * whole).to(TYPE).to(tl.float32)
     else:
         nothing = tl.full([1, 1], -0.0, TYPE)
         if FORMAT == "int4":
-            number = _fma(number, tl.full([1, 1], 1.0, TYPE), more[:, None], TYPE)
+            number = _fma(number, tl.full([1, 1], 1.0, TYPE), more, TYPE)
         elif FORMAT == "int4_symmetric":
-            nothing = more[:, None]
+            nothing = more
         if HAS_LOWS:
-            nothing = _fma(number, low[:, None], nothing, TYPE)
-        number = _fma(number, scale[:, None], nothing, TYPE)
+            nothing = _fma(number, low, nothing, TYPE)
+        number = _fma(number, scale, nothing, TYPE)
     return number
 
 
@@ -348,16 +360,17 @@ class PackedWeight:
 def pack(weight: GroupScaledWeight, dtype: torch.dtype) -> PackedWeight | None:
     """Packs a weight for activations of dtype; None if kernels do not support its groups."""
     (outputs, inputs), group = weight.shape, weight.group
-    if group % STEP and (STEP % group or group < STEP // 4):
-        return None
     zeros, order, format = None, None, "fp8"
     if isinstance(weight, Int4Weight):
         zeros, order, format = weight.zeros, weight.order, "int4"
+    elif isinstance(weight, Mxfp4Weight):
+        format = "nvfp4"
+    if group % STEP and (STEP % group or group < STEP // (4 if format == "fp8" else 8)):
+        return None
     scales, has_lows = _by_step(weight.scales.float(), group), False
-    if isinstance(weight, Mxfp4Weight):
-        format, fields = "mxfp4", _exponents(weight)
-        if fields is None:
-            return None
+    fields = _exponents(weight) if isinstance(weight, Mxfp4Weight) else None
+    if fields is not None:
+        format = "mxfp4"
     else:
         kind = _kind(format, dtype)
         is_exact = bool((scales == scales.to(kind)).all())
@@ -429,7 +442,7 @@ def _words(weight: GroupScaledWeight, format: str, first: int) -> Tensor:
         .permute(3, 0, 2, 1, 4)
         .to(torch.int32)
     )
-    if format == "mxfp4":
+    if format in ("mxfp4", "nvfp4"):
         sign, size = plane >> 3, plane & 7
         words = sign[0] << 15 | size[0] << 6 | sign[1] << 12 | size[1] << 3 | sign[2] << 9 | size[2]
         words |= sign[3] << 14 | size[3] >> 2 << 13 | (size[3] & 3) << 10
@@ -442,10 +455,9 @@ def _words(weight: GroupScaledWeight, format: str, first: int) -> Tensor:
 
 
 def random_weight(format: str, outputs: int, depth: int, device: torch.device) -> GroupScaledWeight:
-    """A random weight; format: "int4", "awq" (int4 with zero points), "fp8" or "mxfp4"."""
-    group = {"int4": Int4Weight.GROUP, "mxfp4": Mxfp4Weight.GROUP}.get(
-        format, math.gcd(STEP, depth)
-    )
+    """A random weight; format: "int4", "awq" (int4 with zero points), "fp8", "mxfp4", "nvfp4"."""
+    groups_of = {"int4": Int4Weight.GROUP, "mxfp4": Mxfp4Weight.GROUP, "nvfp4": NVFP4_GROUP}
+    group = groups_of.get(format, math.gcd(STEP, depth))
     groups = (outputs, depth // group)
 
     def numbers(end: int, columns: int) -> Tensor:
@@ -457,6 +469,8 @@ def random_weight(format: str, outputs: int, depth: int, device: torch.device) -
         return Fp8BlockWeight(full.to(FP8), scales)
     if format == "mxfp4":
         return Mxfp4Weight(numbers(256, depth // 2), scales.log2().round().exp2())
+    if format == "nvfp4":
+        return Mxfp4Weight(numbers(256, depth // 2), (scales * 4096).to(FP8).float() * 1.7e-4)
     if format == "awq":
         return Int4Weight(numbers(256, depth // 2), scales.half().float(), numbers(17, groups[1]))
     return Int4Weight(numbers(256, depth // 2), scales.bfloat16().float())

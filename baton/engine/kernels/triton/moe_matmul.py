@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.activation import Activation
+from baton.engine.kernels.routing import Routing
 from baton.engine.kernels.torch import moe_routing
 from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.kernels.torch.rows import act_mul
@@ -35,6 +36,7 @@ from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.moe_routing import FEW_ROWS, ExpertSlots, route
 from baton.engine.kernels.triton.row_quantization import quantize_rows
 from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of, product_of
+from baton.engine.quantization.config import NVFP4_GROUP
 from baton.engine.quantization.fp8 import Fp8BlockWeight, Fp8Weight
 from baton.engine.quantization.group_scaled import GroupScaledWeight
 from baton.engine.quantization.int4 import Int4Weight
@@ -331,7 +333,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     )
     dtype, is_down = dtype_of(shape), bool(shape.get("down"))
     # Packing needs real numbers: one small matrix stands for all.
-    is_packed = shape.get("weight") in ("int4", "fp8_block", "mxfp4")
+    is_packed = shape.get("weight") in ("int4", "fp8_block", "mxfp4", "nvfp4")
     stands_in = is_packed and device.type == "meta"
     held = torch.device("cpu") if stands_in else device
     size = (TILE if stands_in else outputs, depth)
@@ -343,6 +345,10 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         "mxfp4": lambda dense: Mxfp4Weight(
             torch.randint(0, 256, (size[0], depth // 2), dtype=torch.uint8, device=held),
             2.0 ** torch.randint(-8, -2, (size[0], depth // Mxfp4Weight.GROUP), device=held),
+        ),
+        "nvfp4": lambda dense: Mxfp4Weight(
+            torch.randint(0, 256, (size[0], depth // 2), dtype=torch.uint8, device=held),
+            torch.rand(size[0], depth // NVFP4_GROUP, device=held) / 8,
         ),
     }  # fmt: skip
     made: Callable[[Tensor], LinearWeight] = formats.get(str(shape.get("weight")), DenseWeight)
@@ -369,12 +375,12 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     scores = torch.rand(rows, experts, device=device)
     scores[:, 0] = -9  # an expert that no row selects
     few_rows = rows if shape.get("few") else FEW_ROWS
-    slots = cache(lambda: route(scores, per_row, True, few_rows=few_rows))
+    slots = cache(lambda: route(scores, Routing(per_row, True), few_rows=few_rows))
     num_rows = rows * per_row if is_down else rows
     x = (torch.randn(num_rows, depth, device=device) / depth**0.5).to(dtype)
 
     def reference() -> tuple[Tensor]:
-        shares, taken = moe_routing.route(scores, per_row, True)
+        shares, taken = moe_routing.route(scores, Routing(per_row, True))
         flat = taken.flatten()
         order = flat.argsort(stable=True)
         if rows <= few_rows:
@@ -424,6 +430,7 @@ _CASES: tuple[Key, ...] = (
     {"weight": "int4", "zeros": 1, "dtype": "fp16"},
     {"weight": "fp8_block", "bias": 1},
     {"weight": "mxfp4", "bias": 1},
+    {"weight": "nvfp4"},
     {"weight": "mxfp4", "rows": 600, "per_row": 4, "down": 1, "depth": 160},
 )
 

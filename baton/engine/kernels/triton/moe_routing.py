@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
+from baton.engine.kernels.routing import Routing
 from baton.engine.kernels.torch import moe_routing as reference
 from baton.engine.kernels.triton.attention_common import LOWEST
 from baton.engine.kernels.triton.launch import launch, tile_rows, wait_for_inputs
@@ -61,18 +62,18 @@ class FusedRouter:
 
 
 def route(
-    scores: Tensor, per_row: int, normed: bool, own: range | None = None,
+    scores: Tensor, routing: Routing, own: range | None = None, correction: Tensor | None = None,
     lengths: Tensor | None = None, totals: Tensor | None = None, few_rows: int = FEW_ROWS,
     scored: tuple[FusedRouter, Tensor] | None = None,
 ) -> ExpertSlots:  # fmt: skip
     """Selects the best experts of each row, best first; of equal scores the lower number first.
 
-    scores: `[rows, experts]` · normed: whether shares are normalised over the selected experts ·
-    own: experts on this rank; None is all · lengths: int32 `[rows]`; rows of length 0 select none ·
-    totals: int64 `[experts]`, counts of rows that are added to · few_rows: see FEW_ROWS · scored: a
-    router and its input x `[rows, in]`; `scores` is then written.
+    scores: `[rows, experts]`, the router's logits · own: experts on this rank; None is all ·
+    correction: float32 `[experts]`, see the reference · lengths: int32 `[rows]`; rows of length 0
+    select none · totals: int64 `[experts]`, counts of rows that are added to · few_rows: see
+    FEW_ROWS · scored: a router and its input x `[rows, in]`; `scores` is then written.
     """
-    rows, experts = scores.shape
+    (rows, experts), per_row = scores.shape, routing.per_token
     own = own if own is not None else range(experts)
     assert scores.is_contiguous() and (totals is None or totals.is_contiguous())
     taken, shares = (
@@ -106,9 +107,11 @@ def route(
         each = 2 if depth <= 2048 else 1
         programs = triton.cdiv(experts, each)
     launch(
-        _route, (programs,), scores, x, weight, bias, arrived, lengths, taken, shares, totals,
-        ranks, counts, rows, own.start, own.stop, depth, EXPERTS=experts, PER_ROW=per_row,
-        NORMED=normed, ROWS=step, COLUMNS=columns, EACH=each,
+        _route, (programs,), scores, x, weight, bias, arrived, correction, lengths, taken, shares,
+        totals, ranks, counts, rows, own.start, own.stop, depth, routing.scale, EXPERTS=experts,
+        PER_ROW=per_row, NORMED=routing.normed, SIGMOID=routing.sigmoid, GROUPS=routing.groups,
+        TAKEN_GROUPS=routing.taken_groups, GROUP_TOP=routing.group_top, ROWS=step,
+        COLUMNS=columns, GROUP_COLUMNS=triton.next_power_of_2(routing.groups), EACH=each,
         DEPTH=triton.next_power_of_2(depth), num_warps=min(4, step),
     )  # fmt: skip
     if order is None or tiles is None:
@@ -159,12 +162,40 @@ def _score(
         tl.store(scores + row * EXPERTS + expert, score, mask=is_score)
 
 
-@triton.jit(do_not_specialize=["num_rows", "first", "end"])
+@triton.jit
+def _in_best_groups(
+    choice, keys, expert, GROUPS: tl.constexpr, TAKEN_GROUPS: tl.constexpr,
+    GROUP_TOP: tl.constexpr, GROUP_COLUMNS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Which experts are in the groups of SIZE that a row takes. keys: `_by_score(choice)`."""
+    LEAST: tl.constexpr = -(1 << (keys.dtype.scalar.primitive_bitwidth - 1))
+    group = tl.arange(0, GROUP_COLUMNS)[None, :]
+    group_scores = tl.full([choice.shape[0], GROUP_COLUMNS], LOWEST, tl.float32)
+    for number in tl.static_range(GROUPS):
+        left = tl.where(expert // SIZE == number, keys, LEAST)
+        total = tl.zeros([choice.shape[0]], tl.float32)
+        for _ in tl.static_range(GROUP_TOP):
+            here = left == tl.max(left, 1)[:, None]
+            total += tl.sum(tl.where(here, choice, 0.0), 1)
+            left = tl.where(here, LEAST, left)
+        group_scores = tl.where(group == number, total[:, None], group_scores)
+    left = _by_score(group_scores, group, GROUP_COLUMNS)
+    inside = tl.zeros(choice.shape, tl.int1)
+    for _ in tl.static_range(TAKEN_GROUPS):
+        best = tl.max(left, 1)
+        number = GROUP_COLUMNS - 1 - (best & (GROUP_COLUMNS - 1)).to(tl.int32)
+        inside = inside | (expert // SIZE == number[:, None])
+        left = tl.where(left == best[:, None], LEAST, left)
+    return inside
+
+
+@triton.jit(do_not_specialize=["num_rows", "first", "end", "scale"])
 def _route(
-    scores, x, weight, bias, arrived, lengths, taken, shares, totals, ranks, counts, num_rows,
-    first, end, depth, EXPERTS: tl.constexpr, PER_ROW: tl.constexpr, NORMED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr, DEPTH: tl.constexpr,
-    PDL: tl.constexpr,
+    scores, x, weight, bias, arrived, correction, lengths, taken, shares, totals, ranks, counts,
+    num_rows, first, end, depth, scale, EXPERTS: tl.constexpr, PER_ROW: tl.constexpr,
+    NORMED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TAKEN_GROUPS: tl.constexpr,
+    GROUP_TOP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr, EACH: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Routes ROWS rows over COLUMNS experts. Grid `[rows / ROWS]`.
 
@@ -187,9 +218,25 @@ def _route(
     is_score = has_row[:, None] & (expert < EXPERTS)
     at = row.to(tl.int64)[:, None] * EXPERTS + expert
     given = tl.load(scores + at, mask=is_score, other=0.0, cache_modifier=".cg")
-    left = _by_score(given, expert, COLUMNS)
+    wide = tl.where(is_score, given.to(tl.float32), LOWEST)
+    powers = tl.exp(wide - tl.max(wide, 1)[:, None])
+    if SIGMOID:
+        powers = 1.0 / (1.0 + tl.exp(-tl.where(is_score, wide, 0.0)))
+    choice = given
+    if SIGMOID or GROUPS > 1 or correction is not None:
+        choice = powers
+        if not SIGMOID:
+            choice = powers / tl.sum(powers, 1)[:, None]
+        if correction is not None:
+            choice += tl.load(correction + expert, mask=expert < EXPERTS, other=0.0)
+    left = _by_score(choice, expert, COLUMNS)
     LEAST: tl.constexpr = -(1 << (left.dtype.scalar.primitive_bitwidth - 1))
     left = tl.where(expert < EXPERTS, left, LEAST)
+    if GROUPS > 1:
+        inside = _in_best_groups(
+            choice, left, expert, GROUPS, TAKEN_GROUPS, GROUP_TOP, GROUP_COLUMNS, EXPERTS // GROUPS
+        )
+        left = tl.where(inside, left, LEAST)
     which = tl.full([ROWS, COLUMNS], -1, tl.int32)
     for number in tl.static_range(PER_ROW):
         best = tl.max(left, 1)
@@ -197,12 +244,12 @@ def _route(
         which = tl.where(here, number, which)
         left = tl.where(here, LEAST, left)
     is_taken = which >= 0
-    given = tl.where(is_score, given.to(tl.float32), LOWEST)
-    powers = tl.exp(given - tl.max(given, 1)[:, None])
-    among = powers
+    share = powers
     if NORMED:
-        among = tl.where(is_taken, powers, 0.0)
-    share = powers / tl.sum(among, 1)[:, None]
+        share = powers / tl.sum(tl.where(is_taken, powers, 0.0), 1)[:, None]
+    elif not SIGMOID:
+        share = powers / tl.sum(powers, 1)[:, None]
+    share = share * scale
 
     counts_here = has_row
     if lengths is not None:
@@ -332,7 +379,13 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         arrived = torch.zeros(1, dtype=torch.int32, device=device)
         scored = FusedRouter(weight.to(scores.dtype), bias, arrived), x
         wide, added = scored[0].weight.float(), bias if bias is None else bias.float()
-    normed, start = bool(shape.get("normed")), int(shape.get("start", 0))
+    groups, taken, top = (int(shape.get(name, 1)) for name in ("groups", "taken", "top"))
+    routing = Routing(
+        per_row, bool(shape.get("normed")), bool(shape.get("sigmoid")), groups, taken, top,
+        float(shape.get("scale", 1.0)),
+    )  # fmt: skip
+    correction = torch.randn(experts, device=device) if shape.get("corrected") else None
+    start = int(shape.get("start", 0))
     own = range(start, experts - start)
     is_row = torch.arange(rows, device=device) % 5 != 3
     lengths = is_row.int() if shape.get("padding") else None
@@ -340,7 +393,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
 
     def run(config: Config | None) -> tuple[Tensor, ...]:
         totals.zero_()
-        slots = route(scores, per_row, normed, own, lengths, totals, scored=scored)
+        slots = route(scores, routing, own, correction, lengths, totals, scored=scored)
         found = (slots.shares, slots.taken, totals) + ((scores.clone(),) if scored else ())
         if slots.order is None or slots.tiles is None or device.type == "meta":
             return found
@@ -350,7 +403,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
 
     def expected() -> tuple[Tensor, ...]:
         # From the scores that the launch wrote: other rounding may select other experts.
-        shares, numbers = reference.route(scores, per_row, normed)
+        shares, numbers = reference.route(scores, routing, correction)
         counted = numbers if lengths is None else numbers[is_row]
         products = () if scored is None else (linear(x.float(), wide, added).to(scores.dtype),)
         found = (numbers - start).where((numbers >= own.start) & (numbers < own.stop), -1)
@@ -394,6 +447,10 @@ def _moe_sum_trial(shape: Key, device: torch.device) -> Trial:
     return Trial({}, run, expected, moved_bytes=weighed.nbytes)
 
 
+_DEEPSEEK_V3: Key = {
+    "experts": 256, "per_row": 8, "groups": 8, "taken": 4, "top": 2, "sigmoid": 1, "normed": 1,
+    "corrected": 1, "scale": 2, "dtype": "fp32",
+}  # fmt: skip
 _CASES: tuple[Key, ...] = (
     {"scored": 1, "experts": 128, "per_row": 8, "normed": 1},
     {"scored": 2, "experts": 60, "per_row": 4, "start": 7, "padding": 1},
@@ -404,6 +461,11 @@ _CASES: tuple[Key, ...] = (
     {"scored": 300, "experts": 128, "per_row": 4, "normed": 1, "padding": 1},
     {"scored": 1, "experts": 128, "per_row": 8, "normed": 1, "depth": 2048},
     {"scored": 4, "experts": 60, "per_row": 4, "depth": 200, "bias": 1, "dtype": "fp32"},
+    {"scored": 3, **_DEEPSEEK_V3, "depth": 200},
+    {"scored": 40, **_DEEPSEEK_V3, "padding": 1},
+    {"scored": 9, **_DEEPSEEK_V3, "taken": 2, "normed": 0},
+    {"scored": 20, "experts": 160, "per_row": 6, "groups": 8, "taken": 3, "scale": 16, "start": 20},
+    {"scored": 7, "experts": 64, "per_row": 6, "normed": 1, "corrected": 1, "dtype": "fp32"},
 )
 SPECS = (
     KernelSpec("route", _trial, cases=_CASES),

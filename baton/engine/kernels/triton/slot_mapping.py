@@ -144,7 +144,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     def reference() -> Outputs:
         tokens = torch.empty_like(padding)
         batch = StepBatch(tokens, context_lens, query_lens, block_tables, tokens, sequences)
-        positions, attention = place(batch, 16)
+        positions, (attention,) = place(batch, 16)
         found = (positions, attention.slots, positions + 1)
         return tuple(
             part.masked_fill(padding, value).int()

@@ -9,12 +9,13 @@ from baton.config import EngineConfig
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.batch import StepBatch
 from baton.engine.block_manager import BlockManager
+from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KvLayout
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.scheduler import ChunkBudget, Scheduler
+from baton.engine.scheduler import Scheduler
 from baton.engine.speculative.ngram import NgramProposer
 from baton.engine.step_report import SequenceProgress
 from baton.errors import Overloaded

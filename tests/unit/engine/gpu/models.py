@@ -6,8 +6,9 @@ import torch
 
 from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.model import GpuModel
+from baton.engine.kernels.routing import Routing
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.model_config import ExpertsConfig
+from baton.engine.models.model_config import ExpertsConfig, LatentConfig
 from baton.engine.models.rope_config import Rope
 from baton.engine.models.weight_loader import random_weights
 from baton.engine.models.weights import ModelWeights
@@ -28,7 +29,15 @@ TINY = replace(
 )
 ODD = replace(TINY, num_heads=3, num_kv_heads=1, head_size=48, score_scale=48**-0.5)
 QWEN3 = replace(TINY, architecture="Qwen3ForCausalLM")
-EXPERTS = ExpertsConfig(6, 3, 32, normed=True, layers=(True, True))
+EXPERTS = ExpertsConfig(6, 32, Routing(3, normed=True), (True, True))
+CORRECTED = Routing(3, normed=True, sigmoid=True, groups=3, taken_groups=2, group_top=2, scale=1.5)
+LATENT = replace(
+    TINY,
+    architecture="DeepseekV3ForCausalLM",
+    num_kv_heads=1,
+    head_size=48,
+    latent=LatentConfig(q_rank=24, kv_rank=32, nope_size=20, rope_size=16, value_size=12),
+)
 CONFIGS = {
     "llama": TINY,
     "llama biases, odd heads": replace(ODD, qkv_bias=True, o_bias=True, mlp_bias=True),
@@ -57,7 +66,7 @@ CONFIGS = {
     "qwen2 moe": replace(
         TINY,
         architecture="Qwen2MoeForCausalLM",
-        experts=replace(EXPERTS, normed=False, layers=(False, True), shared_size=32),
+        experts=replace(EXPERTS, routing=Routing(3, False), layers=(False, True), shared_size=32),
     ),
     "gpt-oss": replace(
         TINY,
@@ -67,6 +76,18 @@ CONFIGS = {
         o_bias=True,
         activation="swigluoai",
         experts=EXPERTS,
+    ),
+    "deepseek v3": replace(
+        LATENT,
+        experts=replace(EXPERTS, routing=CORRECTED, layers=(False, True), shared_size=32),
+    ),
+    "deepseek v2 lite": replace(
+        LATENT, architecture="DeepseekV2ForCausalLM", latent=replace(LATENT.latent, q_rank=0)
+    ),
+    "minimax m2": replace(
+        TINY,
+        architecture="MiniMaxM2ForCausalLM",
+        experts=replace(EXPERTS, routing=replace(CORRECTED, groups=1, taken_groups=1)),
     ),
     "olmo2, partly turned": replace(
         TINY, architecture="Olmo2ForCausalLM", ropes=(Rope(1e4, size=8), None)
@@ -90,7 +111,7 @@ def _layer(layer, seed, quantization):
     def of_tensor(name, tensor):
         if not name.endswith("norm"):
             return tensor * 15
-        return _norm(tensor, 10 * seed + list(vars(layer)).index(name))
+        return _norm(tensor, 10 * seed + sum(name.encode()))
 
     def of_weight(weight):
         return linear.prepare(DenseWeight(weight.tensor * 8), False, quantization)

@@ -48,7 +48,8 @@ class Stepped:
         assert torch.equal(self.pool.view(torch.uint8), self.before.view(torch.uint8))
 
     def add(self, length, seed):
-        blocks = [self._free.pop() for _ in range(-(-(length + 8) // 16))]
+        count = -(-(length + 8) // 16) * self.runner.num_groups
+        blocks = [self._free.pop() for _ in range(count)]
         return Sequence(f"{seed}", tokens(length, seed), length, PARAMS, block_ids=blocks)
 
     def step(self, *work):
@@ -115,8 +116,9 @@ def test_several_prompts_in_chunks_behind_what_is_cached(name, kv_dtype):
         first, second = run.add(40, 1), run.add(30, 2)
         run.step((first, 13), (second, 7))
         third = run.add(20, 3)  # behind tokens of the first
-        third.tokens[:13], third.block_ids[:1], third.num_computed = (
-            first.tokens[:13], first.block_ids[:1], 13,
+        groups = run.runner.num_groups  # of layers, each with a block
+        third.tokens[:13], third.block_ids[:groups], third.num_computed = (
+            first.tokens[:13], first.block_ids[:groups], 13,
         )  # fmt: skip
         run.step((second, 1), (first, 27), (third, 7))
         run.step((second, 22))
@@ -125,7 +127,7 @@ def test_several_prompts_in_chunks_behind_what_is_cached(name, kv_dtype):
     if runs[0].runner.expert_tokens is not None:  # of one model, which both counted in
         rows, config = 2 * (20 + 35 + 22), runs[0].runner.model.config
         counted = runs[0].runner.expert_tokens.sum(1).tolist()
-        assert counted == [rows * config.experts.per_token] * sum(config.experts.layers)
+        assert counted == [rows * config.experts.routing.per_token] * sum(config.experts.layers)
 
 
 def test_chunks_beside_decode_rows():

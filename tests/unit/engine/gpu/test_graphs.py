@@ -254,7 +254,7 @@ def sampling_graphs(model, max_batch, stream):
 
 
 class Bf16Model:
-    collectives = SINGLE_RANK
+    collectives, num_groups = SINGLE_RANK, 1
     logits = torch.linspace(-3, 3, 14, dtype=torch.bfloat16).view(2, 7)
 
     @property
@@ -398,7 +398,7 @@ def test_rows_lie_where_the_torch_model_puts_them(query_lens, context_lens, bloc
         step.context_lens, step.query_lens, step.block_tables, sum(query_lens), block_size
     )
     assert all(part.dtype == torch.int32 for part in (got.positions, got.slots, got.lengths))
-    positions, attention = place(step, block_size)
+    positions, (attention,) = place(step, block_size)
     assert got.positions.tolist() == positions.tolist()
     assert got.slots.tolist() == attention.slots.tolist()
     num_decodes = step.num_decodes

@@ -20,7 +20,7 @@ from baton.engine.quantization.int4 import Int4Weight, pack_nibbles
 from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from tests.unit.engine.kernels.ptx import run_ptx
 
-FORMATS = ("int4", "awq", "fp8", "mxfp4")
+FORMATS = ("int4", "awq", "fp8", "mxfp4", "nvfp4")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CPU = torch.device("cpu")
 
@@ -53,6 +53,7 @@ def test_unpacked_elements_are_those_of_the_reference(format: str, dtype: torch.
         ("awq", "int4", torch.float16, packing.INT4_FP16),
         ("fp8", "fp8", torch.bfloat16, packing.FP8_BF16),
         ("mxfp4", "mxfp4", torch.bfloat16, packing.MXFP4_BF16),
+        ("nvfp4", "nvfp4", torch.bfloat16, packing.MXFP4_BF16),
     ],
 )
 def test_planes_of_words_are_what_was_packed(
@@ -92,7 +93,9 @@ def test_products_are_those_of_the_reference(
         assert not packed.counters.any(), "the next launch counts from zero"
 
 
-@pytest.mark.parametrize(("group", "is_taken"), [(32, True), (256, True), (16, False), (96, False)])
+@pytest.mark.parametrize(
+    ("group", "is_taken"), [(32, True), (256, True), (16, True), (8, False), (96, False)]
+)
 def test_groups(group: int, is_taken: bool) -> None:
     values = torch.randint(0, 16, (64, 768), dtype=torch.uint8)
     scales, zeros = torch.rand(64, 768 // group), torch.randint(0, 17, (64, 768 // group))
@@ -122,10 +125,21 @@ def test_fields_of_another_weight_change_no_number(format: str) -> None:
     assert other.with_fields(False, False) is other
 
 
+def test_groups_of_half_a_plane_of_fp8() -> None:
+    weight = random_weight("fp8", 64, 160, CPU)
+    assert weight.group == 32
+    packed = pack(weight, torch.float32)
+    assert packed is not None
+    assert torch.equal(dequantized(packed), weight.dequantized(torch.float32))
+
+
 def test_scales_that_are_no_powers_of_two_are_not_packed_as_such() -> None:
     weight = random_weight("mxfp4", 64, 256, CPU)
     assert isinstance(weight, Mxfp4Weight)
-    assert pack(replace(weight, scales=weight.scales * 3), torch.bfloat16) is None
+    weight = replace(weight, scales=weight.scales * 3)
+    packed = pack(weight, torch.bfloat16)
+    assert packed is not None and packed.format == "nvfp4"
+    assert torch.equal(dequantized(packed), weight.dequantized(torch.bfloat16))
 
 
 def test_a_scale_beyond_a_type_keeps_its_weight() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
+from baton.engine.kernels.routing import Routing
 from baton.engine.kernels.triton import moe_routing
 from tests.unit.engine.gpu.models import EXPERTS, TINY, both
 
@@ -22,7 +23,7 @@ def test_rows_of_padding_have_no_slot(rows: int) -> None:
     scores = torch.randn(rows, 40, generator=torch.Generator().manual_seed(rows))
     totals = torch.zeros(40, dtype=torch.int64)
     lengths = torch.zeros(rows, dtype=torch.int32)
-    slots = moe_routing.route(scores, 3, True, None, lengths, totals)
+    slots = moe_routing.route(scores, Routing(3, True), None, None, lengths, totals)
     assert (slots.taken == -1).all() and not totals.any()
     assert slots.tiles is None or (slots.tiles[:, 0] == -1).all()
 

@@ -133,7 +133,8 @@ class PagedRows:
         counts = [span.count for span in self.spans]
         tables = [span.blocks for span in self.spans]
         batch = batch_of([0] * sum(counts), contexts, counts, tables)
-        return place(batch, self.heads.block_size)
+        positions, (attention,) = place(batch, self.heads.block_size)
+        return positions, attention
 
     def _call(
         self, name: str, threads: int, qkv: Tensor, spans: list[Span], shape: AttentionShape,
@@ -152,7 +153,7 @@ class PagedRows:
             structs[at] = interface.Span(row, span.count, span.context, table.data_ptr())
             row += span.count
         all_heads = (heads.kv_heads, 0, heads.kv_heads)
-        sizes = (LAYERS, *all_heads, heads.block_size, heads.head_size, heads.int8)
+        sizes = (LAYERS, *all_heads, heads.block_size, heads.head_size, heads.int8, 1)
         pool = Pool(self.pool.data_ptr(), *sizes)
         function = getattr(library.require(heads.dtype), f"baton_{name}")
         results = [out.data_ptr()] if out is not None else []

@@ -130,7 +130,7 @@ void run(Form form, bool int8_kv, float cap, bool experts) {
         float logits[2 * VOCAB];
         const Step step{token_ids.data(), context_lens, query_lens, block_tables, logit_rows.data(),
                         nullptr, logits, nullptr, nullptr, room<char>(baton_workspace(&model, rows)),
-                        {pool, LAYERS, KV_HEADS, 0, KV_HEADS, BLOCK, HEAD, int8_kv}, rows, 2,
+                        {pool, LAYERS, KV_HEADS, 0, KV_HEADS, BLOCK, HEAD, int8_kv, 1}, rows, 2,
                         WIDTH, 2};
         baton_step(2, &model, &step);
         for (float score : logits) std::printf("%a\n", score);

@@ -147,7 +147,7 @@ class PieceAttention {
     HeadRows rows_of(const Piece& piece, int kv_head) const {
         const Span& span = *piece.span;
         const auto part = [&](Part which) {
-            return PagedRows(pool_, shape_.layer, kv_head, which, span.table);
+            return PagedRows(pool_, shape_, kv_head, which, span.table);
         };
         return HeadRows{part(KEYS), part(VALUES), span.context + span.count};
     }

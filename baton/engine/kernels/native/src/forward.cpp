@@ -16,7 +16,8 @@ struct Expert {
 struct Layer {
     Norm input_norm, mlp_norm, attention_norm, output_norm;  // the latter two: of outputs before they are added
     Linear qkv, o, gate_up, down, router, shared_gate;
-    int64_t* expert_tokens;  // [num_experts], counts of rows that took each expert
+    const float* correction;  // [num_experts], see `route`; or null
+    int64_t* expert_tokens;   // [num_experts], counts of rows that took each expert
     const Expert* experts;   // this rank's, or null; gate_up and down are then the shared expert's, or
                              // null
     AttentionShape attention;
@@ -31,7 +32,7 @@ struct Model {
     Ranks ranks;
     int32_t vocab_size, num_layers, hidden, heads, kv_heads, head_size;
     int32_t num_experts, first_expert, own_experts;  // of the layers with experts
-    int32_t per_token, normed;                       // normed: shares of the taken experts add up to 1
+    RoutingOptions routing;
     Gate activation;
     float eps, logit_scale, logit_cap, embedding_scale, residual_scale;
 };
@@ -104,7 +105,7 @@ struct Buffers {
         inner = space.take<Activation>(rows * inner_size);
         scratch = space.take<char>(scratch_size);
         lora = space.take<float>(rows * lora_size);
-        const size_t slots = rows * model.per_token;
+        const size_t slots = rows * model.routing.per_token;
         gathered = space.take<Activation>(slots * model.hidden);
         expert_outputs = space.take<Activation>(slots * model.hidden);
         scores = space.take<float>(rows * model.num_experts);
@@ -199,11 +200,11 @@ struct Forward {
     void moe(const Layer& layer, const Activation* x, int rows) {
         const Routing& routing = at.routing;
         product(x, rows, layer.router, at.scores);
-        route(team, at.scores, rows, model.num_experts, model.per_token, model.normed, routing);
+        route(team, at.scores, rows, model.num_experts, model.routing, layer.correction, routing);
         if (team.thread == 0)
             for (int i = 0; i < model.num_experts; i++)
                 layer.expert_tokens[i] += routing.first[i + 1] - routing.first[i];
-        gather(team, x, rows, model.per_token, model.hidden, routing, at.gathered);
+        gather(team, x, rows, model.routing.per_token, model.hidden, routing, at.gathered);
         for (int i = routing.own_begin; i < routing.own_end; i++) {
             const int first = routing.first[i], count = routing.first[i + 1] - first;
             const size_t begin = size_t(first) * model.hidden;
@@ -211,13 +212,11 @@ struct Forward {
             if (count)
                 mlp(at.gathered + begin, count, expert.gate_up, expert.down, at.expert_outputs + begin);
         }
-        const bool shared = layer.shared_gate.packed;
-        if (shared) {
-            product(x, rows, layer.shared_gate, at.shared_gate);
-            mlp(x, rows, layer.gate_up, layer.down, at.output);
-        }
-        mix(team, at.expert_outputs, rows, model.per_token, model.hidden, routing,
-            shared ? at.shared_gate : nullptr, at.output);
+        const bool gated = layer.shared_gate.packed, shared = layer.gate_up.packed;
+        if (gated) product(x, rows, layer.shared_gate, at.shared_gate);
+        if (shared) mlp(x, rows, layer.gate_up, layer.down, at.output);
+        mix(team, at.expert_outputs, rows, model.routing.per_token, model.hidden, routing, shared,
+            gated ? at.shared_gate : nullptr, at.output);
     }
 
     // A layer up to where all its K and V are in the pool.

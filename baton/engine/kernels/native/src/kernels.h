@@ -104,19 +104,25 @@ struct Routing {
     bool is_own(int at) const { return at >= first[own_begin] && at < first[own_end]; }
 };
 
-// The `per_token` experts with the best scores [rows][experts], and their shares: softmax over all
-// experts, or if normed over those taken.
-void route(Team& team, const float* scores, int rows, int experts, int per_token, bool normed,
-           const Routing& to);
+// See baton/engine/kernels/routing.py.
+struct RoutingOptions {
+    int32_t per_token, normed, sigmoid, groups, taken_groups, group_top;
+    float scale;
+};
+
+// The experts that rows take by the router's logits [rows][experts], and their shares. correction:
+// [experts], or null; added to scores to select experts.
+void route(Team& team, const float* logits, int rows, int experts, const RoutingOptions& options,
+           const float* correction, const Routing& to);
 
 // x [rows][size] -> to [places][size], for slots of this rank's experts.
 void gather(Team& team, const Activation* x, int rows, int per_token, int size,
             const Routing& routing, Activation* to);
 
-// out [rows][size] = sum over a row's slots of own experts of outputs [places][size] times shares; with a
-// gate [rows], plus out times the gate's sigmoid. Added in the row's own order.
+// out [rows][size] = sum over a row's slots of own experts of outputs [places][size] times shares; if
+// shared, plus out, with a gate [rows] times its sigmoid. Added in the row's own order.
 void mix(Team& team, const Activation* outputs, int rows, int per_token, int size,
-         const Routing& routing, const float* gate, Activation* out);
+         const Routing& routing, bool shared, const float* gate, Activation* out);
 
 constexpr int MAX_HEAD_SIZE = 256;
 constexpr int MAX_QUERIES = 128;  // query heads that share a KV head
@@ -129,6 +135,7 @@ struct Pool {
     int32_t layers, all_heads, first_head, kv_heads;
     int32_t block_size, head_size;  // multiples of 16, the latter at most MAX_HEAD_SIZE
     int32_t int8;                   // 1: rows are int8 and have scales
+    int32_t groups;                 // of layers: a block table has an entry of each in turn
 };
 
 // Rows of one sequence: [first_row, first_row + count) of the batch, at positions
@@ -137,7 +144,7 @@ struct Span {
     int32_t first_row;
     int32_t count;
     int32_t context;
-    const int32_t* table;  // its blocks
+    const int32_t* table;  // its blocks, one of each group of layers in turn
 };
 
 struct AttentionShape {
@@ -148,6 +155,7 @@ struct AttentionShape {
     Norm q_norm, k_norm;     // over each head, or over all heads of a row
     int32_t row_norms;       // 1: over all heads of a row
     const float* sinks;      // [heads], a further score of each softmax with a value of 0; or null
+    int32_t group;           // `layer` is the index in this group
 };
 
 // qkv [rows][(heads + 2 * kv_heads) * head_size] -> out [rows][2], mean squares of q and k divided by the
@@ -189,20 +197,22 @@ enum Part { KEYS, VALUES };
 
 // The K or V rows of one sequence, layer and KV head.
 struct PagedRows {
-    const int32_t* table;
-    int block_size;
+    const int32_t* table;  // from the layer's group on
+    int groups, block_size;
     size_t stride;  // bytes from a row to the next one of its block
     size_t block_bytes;
     char* begin;
 
-    PagedRows(const Pool& pool, int layer, int kv_head, Part part, const int32_t* table)
-        : table(table),
+    PagedRows(const Pool& pool, const AttentionShape& shape, int kv_head, Part part,
+              const int32_t* table)
+        : table(table + shape.group),
+          groups(pool.groups),
           block_size(pool.block_size),
           stride(pool.head_size * (pool.int8 ? sizeof(int8_t) : sizeof(Activation))) {
         const size_t head_bytes = (stride + (pool.int8 ? sizeof(float) : 0)) * block_size;
         block_bytes = head_bytes * pool.all_heads * 2 * pool.layers;
         const size_t head =
-            (size_t(layer) * 2 + part) * pool.all_heads + pool.first_head + kv_head;
+            (size_t(shape.layer) * 2 + part) * pool.all_heads + pool.first_head + kv_head;
         begin = (char*)pool.data + head * head_bytes;
     }
 
@@ -216,7 +226,7 @@ struct PagedRows {
 
    private:
     char* block_of(int position) const {
-        return begin + size_t(table[position / block_size]) * block_bytes;
+        return begin + size_t(table[position / block_size * groups]) * block_bytes;
     }
 };
 

@@ -83,7 +83,7 @@ void rotate_row(Activation* heads, int position, const int32_t* table, const Att
     const Activation* kv[] = {heads + shape.heads * size, heads + rotated * size};
     for (int i = 0; i < pool.kv_heads; i++)
         for (Part part : {KEYS, VALUES}) {
-            const PagedRows rows(pool, shape.layer, i, part, table);
+            const PagedRows rows(pool, shape, i, part, table);
             const Activation* head = kv[part] + i * size;
             if (pool.int8)
                 quantise(head, size, rows.at(position), rows.scale_at(position));

@@ -1,0 +1,215 @@
+"""Stored responses: found again by any process, by their tenant alone, within bounds."""
+
+import openai
+import pytest
+
+from baton.config import ApiConfig
+from baton.gateway import response_api, response_store
+from baton.gateway.response_store import ResponseStore, StoredResponse
+from router.admission.tenants import Tenants
+from tests.waiting import eventually
+
+from .conftest import CALLS
+from .test_responses import TOOLS
+
+LETTERS = "{% for m in messages %}{{ m.role[0] }}{% endfor %}{# tools #}<tool_call></think>"
+
+TURNS = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{{ m.reasoning_content }}"
+    "{{ m.tool_calls | length if m.tool_calls }};{% endfor %}{# tools #}<tool_call></think>"
+)
+
+
+@pytest.fixture
+def config(tmp_path):
+    folder = tmp_path / "responses"
+    response_store.prepare(folder)
+    return ApiConfig(response_dir=folder)
+
+
+def client_of(gateway, key="any"):
+    return openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, _strict_response_validation=True
+    )
+
+
+def roles(prompt):
+    """A model that says whose messages it was given."""
+    return prompt.partition("<")[0]
+
+
+async def test_a_conversation_goes_on_at_another_router_by_the_last_responses_id(says, config):
+    first, second = [await says(roles, template=LETTERS, api=config) for _ in range(2)]
+    async with client_of(first) as one, client_of(second) as two:
+        a = await one.responses.create(model="tiny", input="Hi", instructions="Be short.")
+        items = [{"role": "user", "content": "Go"}, {"role": "user", "content": "on"}]
+        b = await two.responses.create(model="tiny", input=items, previous_response_id=a.id)
+        async with one.responses.stream(
+            model="tiny", input="on", previous_response_id=b.id
+        ) as stream:
+            c = await stream.get_final_response()
+        texts = [answer.output_text for answer in (a, b, c)]
+        assert texts == ["su", "uauu", "uauuau"]  # instructions are of one response
+        assert (b.previous_response_id, b.store) == (a.id, True)
+        assert await two.responses.retrieve(a.id) == a
+        assert (await one.responses.retrieve(c.id)).output_text == texts[2]
+        counted = await two.responses.input_tokens.count(model="tiny", previous_response_id=c.id)
+        assert counted.input_tokens == len("uauuaua") + len("<tool_call>") + 1
+        listed = await two.responses.input_items.list(b.id, order="asc", limit=1)
+        (item,) = listed.data
+        assert (item.role, item.content[0].text, listed.has_more) == ("user", "Go", True)
+        (newest,) = (await two.responses.input_items.list(b.id, limit=1)).data
+        assert newest.content[0].text == "on"
+        await two.responses.delete(a.id)
+        for gone in (one.responses.retrieve(a.id), one.responses.delete(a.id)):
+            with pytest.raises(openai.NotFoundError):
+                await gone
+        with pytest.raises(openai.BadRequestError, match="send the conversation in input"):
+            await one.responses.create(model="tiny", input="x", previous_response_id=c.id)
+
+
+async def test_calls_and_reasoning_of_a_stored_response_are_one_turn(says, config):
+    gateway = await says(CALLS, template=TURNS, api=config)
+    async with client_of(gateway) as client:
+        first = await client.responses.create(model="tiny", input="Hi", tools=TOOLS)
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "yes"}
+            for item in first.output[2:]
+        ]
+        asked = {"model": "tiny", "tools": TOOLS, "previous_response_id": first.id}
+        second = await client.responses.create(input=results, **asked)
+        whole = [{"role": "user", "content": "Hi"}, *(i.to_dict() for i in first.output), *results]
+        alike = await client.responses.create(model="tiny", tools=TOOLS, input=whole)
+        listed = (await client.responses.input_items.list(second.id, order="asc")).data
+    assert second.usage.input_tokens == alike.usage.input_tokens
+    assert [item.type for item in listed] == ["function_call_output"] * 2
+
+
+async def test_what_is_not_stored_is_not_found(says, config):
+    gateway = await says("abc", api=config)
+    async with client_of(gateway) as client:
+        answer = await client.responses.create(model="tiny", input="Hi", store=False)
+        assert answer.store is False
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer.id)
+
+
+async def test_responses_are_their_tenants(says, config, tmp_path):
+    file = tmp_path / "tenants.toml"
+    for name in ("ann", "bob"):
+        (tmp_path / name).write_text(name)
+    file.write_text('[tenants.a]\nkey_files = ["ann"]\n[tenants.b]\nkey_files = ["bob"]\n')
+    gateway = await says("abc", api=config, tenants=Tenants(file))
+    async with client_of(gateway, "ann") as ann, client_of(gateway, "bob") as bob:
+        answer = await ann.responses.create(model="tiny", input="Hi")
+        assert (await ann.responses.retrieve(answer.id)).id == answer.id
+        calls = [bob.responses.retrieve, bob.responses.delete, bob.responses.cancel,
+                 bob.responses.input_items.list]  # fmt: skip
+        for call in calls:
+            with pytest.raises(openai.NotFoundError):
+                await call(answer.id)
+        with pytest.raises(openai.BadRequestError, match="no response"):
+            await bob.responses.create(model="tiny", input="x", previous_response_id=answer.id)
+
+
+async def test_a_response_in_the_background_ends_though_nobody_waits(says, config):
+    gateway = await says(CALLS, api=config)
+    async with client_of(gateway) as client:
+        asked = {"model": "tiny", "input": "Hi", "tools": TOOLS, "background": True}
+        begun = await client.responses.create(**asked)
+        assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
+        done = await eventually(
+            lambda: client.responses.retrieve(begun.id), lambda r: r.status != "in_progress", "runs"
+        )
+        assert (done.status, done.id) == ("completed", begun.id)
+        assert [item.type for item in done.output][-2:] == ["function_call"] * 2
+        with pytest.raises(openai.ConflictError, match="is completed"):
+            await client.responses.cancel(begun.id)
+        with pytest.raises(openai.BadRequestError, match="stream"):
+            await client.responses.create(**asked, stream=True)
+        with pytest.raises(openai.BadRequestError, match="maximum context"):
+            await client.responses.create(**{**asked, "input": "x" * 20000})
+
+
+async def test_a_response_in_the_background_is_cancelled_at_any_router(says, config, monkeypatch):
+    monkeypatch.setattr(response_api, "WATCH_S", 0.02)
+    first, second = [await says("abc", api=config) for _ in range(2)]
+    await first.cluster.fill()
+    async with client_of(first) as one, client_of(second) as two:
+        asked = {"model": "tiny", "input": "Hi", "background": True}
+        for cancel in (one.responses.cancel, two.responses.cancel, two.responses.delete):
+            begun = await one.responses.create(**asked)
+            assert first.service.running == 1
+            with pytest.raises(openai.BadRequestError, match="has not ended"):
+                await two.responses.create(model="tiny", input="x", previous_response_id=begun.id)
+            await cancel(begun.id)
+            await first.idle()
+            if cancel != two.responses.delete:
+                assert (await one.responses.retrieve(begun.id)).status == "cancelled"
+                assert (await two.responses.cancel(begun.id)).status == "cancelled"
+
+
+async def test_a_response_whose_router_has_ended_has_failed(says, config, monkeypatch):
+    monkeypatch.setattr(response_store, "ALIVE_S", -1.0)
+    gateway = await says("abc", api=config)
+    await gateway.cluster.fill()
+    async with client_of(gateway) as client:
+        begun = await client.responses.create(model="tiny", input="Hi", background=True)
+        found = await client.responses.retrieve(begun.id)
+        assert (found.status, found.error.code) == ("failed", "server_error")
+        await client.responses.delete(begun.id)
+
+
+async def test_a_failure_in_the_background_is_the_responses(says, config):
+    gateway = await says("abc", api=config)
+    await gateway.cluster.fill()
+    async with client_of(gateway) as client:
+        begun = await client.responses.create(model="tiny", input="Hi", background=True)
+        gateway.service.give_up()
+        done = await eventually(
+            lambda: client.responses.retrieve(begun.id), lambda r: r.status != "in_progress", "runs"
+        )
+    assert (done.status, done.error.code) == ("failed", "server_error")
+
+
+def test_the_oldest_and_the_expired_are_removed(tmp_path, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(response_store.time, "time", lambda: now)
+    store = ResponseStore(tmp_path, 100, 60.0)
+    others = StoredResponse("other", "", b"", b"x" * 90)
+    store.add("b", others)
+    for number in range(5):
+        store.add("a", StoredResponse(f"r{number}", "", b"[]", b"x" * 38))
+    kept = [one.id for one in (found(store, "a", f"r{n}") for n in range(5)) if one]
+    assert kept == ["r3", "r4"]
+    assert found(store, "b", "other") == others and not found(store, "a", "other")
+    now += 61.0
+    assert not found(store, "a", "r4")
+    store.add("a", StoredResponse("new", "", b"", b"x"))
+    assert store._row("SELECT COUNT(*) FROM responses")[0] == 1
+    store.close()
+
+
+def found(store, tenant, response_id):
+    try:
+        return store.get(tenant, response_id)
+    except response_store.HttpError as error:
+        assert error.status == 404
+        return None
+
+
+async def test_without_a_folder_nothing_is_found_and_tools_may_be_refused(says):
+    gateway = await says("abc", unknown_tools="refuse")
+    response = await gateway.client.get("/v1/responses/resp_1")
+    assert response.status_code == 404 and "--response-dir" in response.text
+    tools = [{"type": "web_search"}, *TOOLS]
+    response = await gateway.post("/v1/responses", {"input": "Hi", "tools": tools})
+    assert response.status_code == 400 and "web_search" in response.text
+
+
+async def test_unknown_tools_are_dropped_and_named(says):
+    gateway = await says("abc")
+    tools = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}, *TOOLS]
+    response = await gateway.post("/v1/responses", {"input": "Hi", "tools": tools})
+    assert response.headers["x-baton-dropped-tools"] == "web_search, custom"
+    assert [tool["name"] for tool in response.json()["tools"]] == ["f", "g"]
