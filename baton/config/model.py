@@ -27,7 +27,9 @@ class ServedModel:
 
     GROUP: ClassVar[str] = "model"
     model: str = option(
-        "demo", "--model DIR", "Hugging Face model directory, or 'demo' for the built-in model"
+        "demo",
+        "--model DIR",
+        "Hugging Face model directory, GGUF file, or 'demo' for the built-in model",
     )
     random_weights: bool = option(
         False,
@@ -100,7 +102,7 @@ def shares_text(shares: Mapping[str, float]) -> str:
 
 
 def model_path(model: str) -> Path:
-    """The directory (or, for random weights, the config file) that `--model` names.
+    """The directory or GGUF file (or, for random weights, the config file) that `--model` names.
 
     Raises ConfigError if it does not exist; for a name on the Hub, with the command to download it.
     """
@@ -115,7 +117,7 @@ def model_path(model: str) -> Path:
         )
     raise ConfigError(
         f"model {model!r} not found: give a Hugging Face model directory (config.json, "
-        "*.safetensors, tokenizer.json) or 'demo'"
+        "*.safetensors, tokenizer.json), a GGUF file or 'demo'"
     )
 
 
@@ -124,4 +126,6 @@ def default_model_name(model: str) -> str:
     if model == "demo":
         return "demo"
     path = model_path(model)
-    return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
+    if path.name == "config.json":
+        return path.parent.name
+    return path.stem if path.suffix in (".json", ".gguf") else path.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import UNSET
@@ -121,6 +121,21 @@ def _set_tool_choice(chat: inference_pb2.Chat, body: api.ChatRequest) -> None:
         chat.max_thinking_tokens = most
 
 
+def chat_tokens(
+    positions: Sequence[common_pb2.PositionLogprobs], show: Callable[[int], tuple[str, bytes]]
+) -> list[ChatToken]:
+    """Formats log-probabilities; `show` returns a token's text and bytes."""
+
+    def entry(token: common_pb2.TokenLogprob) -> tuple[str, float, list[int]]:
+        text, piece = show(token.token_id)
+        return text, max(token.logprob, MIN_LOGPROB), list(piece)
+
+    return [
+        ChatToken(*entry(position.chosen), [api.TopToken(*entry(other)) for other in position.top])
+        for position in positions
+    ]
+
+
 class ChatOutput(ChoiceOutput):
     """The output of a chat's choice."""
 
@@ -130,19 +145,7 @@ class ChatOutput(ChoiceOutput):
 
     def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> ChatLogprobs:
         """Formats one entry for each token."""
-        return ChatLogprobs(
-            [
-                ChatToken(
-                    *self._entry(position.chosen),
-                    [api.TopToken(*self._entry(other)) for other in position.top],
-                )
-                for position in positions
-            ]
-        )
-
-    def _entry(self, token: common_pb2.TokenLogprob) -> tuple[str, float, list[int]]:
-        text, piece = self.token_text(token.token_id)
-        return text, max(token.logprob, MIN_LOGPROB), list(piece)
+        return ChatLogprobs(chat_tokens(positions, self.token_text))
 
     @classmethod
     def answer_members(cls, outputs: Sequence[ChoiceOutput]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class TextContent(Struct):
     text: str
 
 
+Include = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 Content = str | list[TextContent]
 
 
@@ -89,8 +90,6 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
         "prompt": (),
         "moderation": (),
         "context_management": ([],),
-        "truncation": ("disabled",),
-        "top_logprobs": (0,),
         "max_tool_calls": (),
     }
 
@@ -103,7 +102,9 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
     reasoning: ReasoningOptions | None = None
     metadata: Metadata | None = None
     # Reasoning is returned as text, so nothing is encrypted.
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: list[Include] | None = None
+    top_logprobs: api.TopLogprobs | None = None  # alternatives of each token
+    truncation: Literal["auto", "disabled"] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = None
@@ -114,6 +115,11 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
     return_token_ids: None = None
     return_tokens_as_token_ids: None = None
     prompt_logprobs: None = None
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether texts have log-probabilities."""
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
     @property
     def functions(self) -> list[FunctionTool]:
@@ -176,6 +182,8 @@ def parsed_response(
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
         tools=tools,
+        logprobs=body.with_logprobs,
+        top_logprobs=body.top_logprobs if body.with_logprobs else None,
         tool_choice=(
             api.NamedTool(type="function", function=choice)
             if isinstance(choice, FunctionChoice)
@@ -184,6 +192,8 @@ def parsed_response(
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
     parsed = parsed_chat(chat)
+    if body.with_logprobs:
+        parsed.base.stream_interval = 1  # tells tokens of texts from those of other items
     restriction = parsed.fields["structured_output"]
     fields = {
         **parsed.fields,

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from baton.errors import BatonError
+from baton.errors import BatonError, ContextOverflow
 from baton.gateway import api
+from baton.gateway.chat import chat_tokens
 from baton.gateway.generation import Generation
-from baton.gateway.output import ItemSink
+from baton.gateway.output import ItemSink, token_text
 from baton.gateway.responses import (
     FunctionChoice,
     FunctionTool,
@@ -26,6 +29,7 @@ from baton.gateway.responses import (
 from baton.generation.tool_call import ToolCallDelta
 from baton.net.http_errors import CONTEXT_OVERFLOW, Failure, failure_of
 from baton.v1 import common_pb2, inference_pb2
+from router.output.sink import Piece
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 FailureCode = Literal[
@@ -38,7 +42,7 @@ class OutputText(Struct, tag="output_text"):
 
     text: str = ""
     annotations: list[None] = []
-    logprobs: list[None] = []
+    logprobs: list[api.ChatToken] = []
 
 
 class ReasoningText(Struct, tag="reasoning_text"):
@@ -144,7 +148,8 @@ class Response(Struct, kw_only=True):
     background: bool
     previous_response_id: str | None
     store: bool
-    truncation: Literal["disabled"] = "disabled"
+    top_logprobs: int
+    truncation: Literal["auto", "disabled"]
 
 
 # Prefixes of ids, and of names of events, by the class of the item.
@@ -159,6 +164,7 @@ _CODES: dict[int, FailureCode] = {
     429: "rate_limit_exceeded",
     400: "invalid_prompt",
 }
+_INSTRUCTIONS = ("system", "developer")
 Emit = Callable[..., None]
 _encode = msgspec.json.Encoder().encode
 
@@ -173,8 +179,13 @@ class ResponseGeneration(Generation):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.admitted = asyncio.Event()
+        self._end: Response | None = None
         emit = self._emit if self.parsed.options.stream else _ignore
-        self._output = ItemsOutput(self.on_start, emit)
+        body = self.parsed.options
+        assert isinstance(body, ResponsesRequest)
+        self._body = body
+        show = partial(token_text, self.admission.tokenizer) if body.with_logprobs else None
+        self._output = ItemsOutput(self.on_start, emit, show)
 
     @property
     def sinks(self) -> Sequence[ItemsOutput]:
@@ -185,9 +196,29 @@ class ResponseGeneration(Generation):
         self.admitted.set()
 
     async def _run_choices(self) -> None:
-        await super()._run_choices()
+        await self._run_fitting()
         if self.keep is not None:
             await self.keep(self._ended())
+
+    async def _run_fitting(self) -> None:
+        """Runs the request, without its oldest turns if it asks for truncation and is too long."""
+        if self._body.truncation == "auto":
+            await self._truncate()
+        await super()._run_choices()
+
+    async def _truncate(self) -> None:
+        chat, version = self.parsed.base.chat, self.target.version
+        most = version.max_context - (self._body.max_output_tokens or 1)
+        tenant = self.service.tenant_of(self.caller)
+        while version.max_context:
+            request = inference_pb2.TokenizeRequest(chat=chat)
+            with contextlib.suppress(ContextOverflow):
+                prompts = version.admission.prompts
+                tokens = await prompts.tokenize(request, version.max_context, tenant=tenant)
+                if len(tokens) <= most:
+                    return
+            if not drop_oldest(chat):
+                return
 
     async def answer(self) -> bytes:
         return _encode(self._ended())
@@ -198,7 +229,7 @@ class ResponseGeneration(Generation):
         Raises BatonError if it was not admitted.
         """
         try:
-            await super()._run_choices()
+            await self._run_fitting()
             return self._ended()
         except BatonError as error:
             if not self.admitted.is_set():
@@ -250,6 +281,12 @@ class ResponseGeneration(Generation):
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(event))
 
     def _ended(self) -> Response:
+        """The whole response; what is stored is what is answered."""
+        if self._end is None:
+            self._end = self._whole_response()
+        return self._end
+
+    def _whole_response(self) -> Response:
         end = self._output.end
         usage = self.usage_of([end])
         reasoning = end.usage.reasoning_tokens
@@ -271,8 +308,7 @@ class ResponseGeneration(Generation):
 
     def response(self, **members: Any) -> Response:
         """The response as it is now, with the settings of its request."""
-        body, defaults = self.parsed.options, self.admission.sampling_defaults
-        assert isinstance(body, ResponsesRequest)
+        body, defaults = self._body, self.admission.sampling_defaults
         return Response(
             id=f"resp_{self.started.request_id}",
             created_at=self.created,
@@ -289,9 +325,27 @@ class ResponseGeneration(Generation):
             background=bool(body.background),
             previous_response_id=body.previous_response_id,
             store=self.keep is not None,
+            top_logprobs=body.top_logprobs or 0,
+            truncation=body.truncation or "disabled",
             top_p=defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
             **members,
         )
+
+
+def drop_oldest(chat: inference_pb2.Chat) -> bool:
+    """Removes about a quarter of a conversation: its oldest turns but for system messages.
+
+    Whole turns are removed, each from a user's message to the next; False if only one is left.
+    """
+    messages = chat.messages
+    first = next((i for i, m in enumerate(messages) if m.role not in _INSTRUCTIONS), 0)
+    size, total = 0, sum(m.ByteSize() for m in messages[first:])
+    for at in range(first + 1, len(messages)):
+        size += messages[at - 1].ByteSize()
+        if messages[at].role == "user" and size * 4 >= total:
+            del messages[first:at]
+            return True
+    return False
 
 
 def _ignore(kind: str, **members: Any) -> None:
@@ -303,9 +357,18 @@ class ItemsOutput(ItemSink):
 
     reasoning_type, text_type = ReasoningItem, MessageItem
 
-    def __init__(self, on_start: Callable[[inference_pb2.Started], None], emit: Emit) -> None:
+    def __init__(
+        self,
+        on_start: Callable[[inference_pb2.Started], None],
+        emit: Emit,
+        show: Callable[[int], tuple[str, bytes]] | None = None,
+    ) -> None:
+        """`show` returns a token's text and bytes; None: without log-probabilities."""
         super().__init__(on_start)
         self.emit = emit
+        self._show = show
+        self._logprobs: list[api.ChatToken] = []  # of tokens whose text has not come yet
+        self._item_logprobs: list[api.ChatToken] = []  # of the open message
         self._item_members: dict[str, Any] = {}  # common members of the open item's events
         self._text_members: dict[str, Any] = {}  # common members of events with its text
         self._delta = ""  # type of events with a piece of text
@@ -318,6 +381,14 @@ class ItemsOutput(ItemSink):
 
     def _new_id(self, kind: type[Item]) -> str:
         return f"{_PREFIXES[kind]}_{self.request_id}_{len(self.items)}"
+
+    def put(self, piece: Piece) -> None:
+        if self._show is not None:
+            if piece.parsed and any(piece.parsed) and not piece.text:
+                self._logprobs.clear()  # of tokens that are no text of a message
+            else:
+                self._logprobs += chat_tokens(piece.logprobs, self._show)
+        super().put(piece)
 
     def on_begin(self, item: Item) -> None:
         index = len(self.items) - 1
@@ -333,7 +404,12 @@ class ItemsOutput(ItemSink):
             self.emit("response.content_part.added", **self._item_members, part=part)
 
     def on_text(self, item: Item, text: str) -> None:
-        self.emit(self._delta, **self._text_members, delta=text)
+        members = self._text_members
+        if self._logprobs and isinstance(item, MessageItem):
+            members = {**members, "logprobs": self._logprobs}
+            self._item_logprobs += self._logprobs
+            self._logprobs = []
+        self.emit(self._delta, **members, delta=text)
 
     def on_end(self, item: Item, text: str, *, cut: bool) -> None:
         item.status = "incomplete" if cut else "completed"
@@ -343,7 +419,9 @@ class ItemsOutput(ItemSink):
             self.emit(done, **self._item_members, name=item.name, arguments=text)
         else:
             if isinstance(item, MessageItem):
-                item.content = [OutputText(text)]
+                item.content = [OutputText(text, logprobs=self._item_logprobs)]
+                self._text_members = {**self._item_members, "logprobs": self._item_logprobs}
+                self._item_logprobs = []
             else:
                 item.content = [ReasoningText(text)]
             self.emit(done, **self._text_members, text=text)

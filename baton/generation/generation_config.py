@@ -11,6 +11,7 @@ from typing import Any
 
 from baton.checkpoint_files import MAX_JSON_BYTES, parse_json, read_bytes
 from baton.errors import CheckpointError, quoted
+from baton.gguf.file import SUFFIX, GgufFile
 
 FILE = "generation_config.json"
 DEFAULTS: Mapping[str, Any] = {"temperature": 1.0}
@@ -33,17 +34,27 @@ _KEYS: Mapping[str, tuple[str, str, Callable[[Any], bool]]] = {
     ),
 }  # fmt: skip
 
+# The ends of a GGUF file's keys, after "general.sampling.".
+_GGUF_KEYS = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "top_k": "top_k",
+    "repetition_penalty": "penalty_repeat",
+}
+
 
 def sampling_defaults(path: Path) -> Mapping[str, Any]:
-    """Reads a model directory's default values of `SamplingParams`.
+    """Reads the default values of `SamplingParams` of a model directory or a GGUF file.
 
     With `do_sample` false sampling is greedy. Raises CheckpointError naming the file and the key.
     """
-    file = path / FILE
-    try:
-        values = parse_json(file, read_bytes(file, MAX_JSON_BYTES)) if path.is_dir() else {}
-    except FileNotFoundError:
-        values = {}
+    file, values = path / FILE, dict[str, Any]()
+    if path.suffix == SUFFIX:
+        file, metadata = path, GgufFile.load(path).metadata
+        values = {key: metadata.get(f"general.sampling.{end}") for key, end in _GGUF_KEYS.items()}
+    elif path.is_dir() and file.exists():
+        values = parse_json(file, read_bytes(file, MAX_JSON_BYTES))
     found = dict(DEFAULTS)
     for key, (name, supported, holds) in _KEYS.items():
         if (value := values.get(key)) is None:

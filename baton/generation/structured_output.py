@@ -26,6 +26,8 @@ from baton.checkpoint_files import MAX_TOKENIZER_BYTES, read_bytes
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.generation.json_schema import JSON_OPTIONS, LIMITS, parts, prepare_schema
 from baton.generation.sampling_params import Reasoning, ReasoningTracker, StructuredOutput
+from baton.gguf.file import SUFFIX
+from baton.gguf.tokenizer import tokenizer_json
 
 T = TypeVar("T")
 Words = npt.NDArray[np.int32]  # of a mask: token t is bit t % 32 of word t // 32
@@ -156,8 +158,9 @@ class GrammarCompiler:
     """
 
     def __init__(self, path: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        """`path`: the model's directory, which is read at the first use."""
-        self._tokenizer_file = path / "tokenizer.json"
+        """`path`: the model's directory or GGUF file, which is read at the first use."""
+        is_gguf = path.suffix == SUFFIX
+        self._tokenizer_file = path if is_gguf else path / "tokenizer.json"
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._waiting: set[Future[Any]] = set()
@@ -251,6 +254,8 @@ class GrammarCompiler:
                 f"{needs} an end-of-sequence token, and the model has none", FIELD
             )
         try:
+            if file.suffix == SUFFIX:
+                return self._tokenizer(tokenizer_json(file))
             text = read_bytes(file, MAX_TOKENIZER_BYTES).decode().lstrip()
             if not text.startswith("{"):  # llguidance would read it as a name or a path
                 raise ValueError("it is no JSON object")

@@ -7,6 +7,7 @@ from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.tensor_names import as_stored, check_tensors, text_tensors
 from baton.engine.quantization.config import weight_format
 from baton.errors import CheckpointError, ConfigError
+from baton.gguf.file import SUFFIX
 from baton.text import load_tokenizer, text_fingerprint
 from baton.text.model_files import TOKENIZER_FILE
 
@@ -17,8 +18,10 @@ def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
     Reads no tensors and does not import torch. Workers need only the tokenizer's fingerprint.
     """
     path = model_path(settings.model)
-    if path.is_file() and path.suffix != ".gguf" and not settings.random_weights:
-        raise ConfigError(f"--model {settings.model} is a file: give its directory")
+    if path.is_file() and path.suffix != SUFFIX and not settings.random_weights:
+        raise ConfigError(
+            f"--model {settings.model} is a file: give its directory, or a file *{SUFFIX}"
+        )
     config = ModelConfig.load(path)
     config.check_settings(settings)
     weight_format(settings, config.quantization)
@@ -28,6 +31,7 @@ def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
     if worker:
         text_fingerprint(path)
         return
-    if not settings.random_weights and not (path / TOKENIZER_FILE).exists():
+    has_file = path.suffix == SUFFIX or (path / TOKENIZER_FILE).exists()
+    if not settings.random_weights and not has_file:
         raise CheckpointError(f"{path / TOKENIZER_FILE} is missing: the router needs it")
     load_tokenizer(path)

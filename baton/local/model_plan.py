@@ -25,9 +25,9 @@ from baton.engine.checkpoint.tensors import ELEMENT_BYTES
 from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
-from baton.engine.models.tensor_names import num_parameters, text_tensors
+from baton.engine.models.tensor_names import EMBEDDING, num_parameters, text_tensors
 from baton.engine.models.weight_loader import random_weights
-from baton.engine.quantization.config import weight_format
+from baton.engine.quantization.config import GgufConfig, weight_format
 from baton.engine.quantization.linear_weight import DenseWeight
 from baton.errors import CheckpointError, ConfigError
 from baton.local import doctor
@@ -150,6 +150,15 @@ def weight_bytes(
     settings: EngineConfig, config: ModelConfig, dtype: torch.dtype, on_gpu: bool
 ) -> int:
     """Bytes of a worker's weights; an experts' router counts as part of the experts."""
+    if isinstance(config.quantization, GgufConfig):
+        if on_gpu:  # which has no products of these formats
+            return num_parameters(config) * dtype.itemsize
+        stored = text_tensors(model_path(settings.model), config)[0]
+        embedding = stored[EMBEDDING]
+        is_copied = embedding.num_bytes if config.tie_embeddings else 0
+        table = config.vocab_size * config.hidden_size * dtype.itemsize
+        others = sum(one.num_bytes for one in stored.values()) - embedding.num_bytes
+        return others + table + is_copied
     is_mxfp4 = config.experts is not None and config.experts.mxfp4
     if not settings.random_weights and (config.quantization or is_mxfp4):  # loaded as stored
         return sum(

@@ -17,6 +17,8 @@ from typing import Any
 
 from baton.checkpoint_files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, parse_json, read_bytes
 from baton.errors import CheckpointError, quoted
+from baton.gguf import file as gguf
+from baton.gguf.tokenizer import eos_token_ids, special_tokens, tokenizer_json
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "config.json"
@@ -51,7 +53,12 @@ class TextFiles:
 
     @classmethod
     def read(cls, path: Path) -> TextFiles:
-        """Reads a directory or a config file. Raises CheckpointError naming a broken file."""
+        """Reads a directory, a config file or a GGUF file.
+
+        Raises CheckpointError naming a broken file.
+        """
+        if path.suffix == gguf.SUFFIX:
+            return cls._read_gguf(path)
         config_file = path if path.is_file() else path / CONFIG_FILE  # a config file stands alone
         generation_file = path / _GENERATION_CONFIG_FILE
         config = _read_json(config_file)
@@ -68,6 +75,23 @@ class TextFiles:
             or _eos_token_ids(config_file, config),
             vocab_size=_count(config_file, config, "vocab_size"),
             max_context=_count(config_file, config, "max_position_embeddings"),
+        )
+
+    @classmethod
+    def _read_gguf(cls, path: Path) -> TextFiles:
+        file = gguf.GgufFile.load(path)
+        keys = {DEFAULT_TEMPLATE: "tokenizer.chat_template"}
+        keys[TOOL_TEMPLATE] = f"{keys[DEFAULT_TEMPLATE]}.{TOOL_TEMPLATE}"
+        return cls(
+            tokenizer_json=tokenizer_json(path),
+            chat_templates=MappingProxyType(
+                {name: (file.text(key), path) for name, key in keys.items() if key in file.metadata}
+            ),
+            special_tokens=MappingProxyType(special_tokens(file)),
+            added_tokens=(),
+            eos_token_ids=eos_token_ids(file),
+            vocab_size=file.vocab_size,
+            max_context=file.number(f"{file.architecture}.context_length"),
         )
 
     @property
@@ -89,7 +113,7 @@ class TextFiles:
 
 
 def text_fingerprint(path: Path) -> str:
-    """The fingerprint of a model directory or config file.
+    """The fingerprint of a model directory, a config file or a GGUF file.
 
     Raises CheckpointError naming a file that cannot be read.
     """

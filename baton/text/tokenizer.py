@@ -259,7 +259,7 @@ def load_tokenizer(path: Path, *, required: bool = False) -> Tokenizer:
             file = path / CONFIG_FILE if path.is_dir() else path
             raise CheckpointError(f"{file}: no vocab_size, and there is no {TOKENIZER_FILE}")
         return Tokenizer(None, files)
-    file = path / TOKENIZER_FILE
+    file = path / TOKENIZER_FILE if path.is_dir() else path
     try:
         library = tokenizers.Tokenizer.from_str(files.tokenizer_json)
         tokenizer = Tokenizer(library, files, path)

@@ -189,8 +189,11 @@ class ToolParser:
         Returns an empty text at the end of the output. If that is cut, a beginning of a marker is
         dropped; if `markers_are_rare`, not a single character, which is common by itself.
         """
+        first_chars = {marker[0] for marker in markers}
         while not (found := self._first_of(markers)):
-            held = max(_beginning_at_end(self._text, marker) for marker in markers)
+            held = 0
+            if not first_chars.isdisjoint(self._text):
+                held = max(_beginning_at_end(self._text, marker) for marker in markers)
             if self._ended and not (self._cut and held > markers_are_rare):
                 held = 0
             emit(self.take(len(self._text) - held))
@@ -394,6 +397,8 @@ class ToolParser:
 
     def _first_of(self, markers: Sequence[str]) -> tuple[int, str] | None:
         """Place and text of the first marker, the longest of those that begin there."""
+        if not any(map(self._text.__contains__, markers)):
+            return None
         found = [(at, m) for m in markers if (at := self._text.find(m)) >= 0]
         return min(found, key=lambda one: (one[0], -len(one[1])), default=None)
 

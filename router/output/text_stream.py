@@ -88,14 +88,14 @@ class TextStream:
         shown = token_ids[:-1] if finish_reason == "stop" else token_ids
         for token in shown:
             text = self._detokenizer.push([token])
-            if marker := next((m for m in parser.markers if text.endswith(m)), None):
+            if is_marker := text.endswith(parser.markers):
+                self._in_header = not text.endswith(MESSAGE)
                 text = self._stops.flush() + text
-                self._in_header = marker != MESSAGE
             elif not self._in_header and parser.part == "content":
                 text, self.stop = self._stops.push(text)
             count += 1
             parts.append(parser.push(text, cut=self.stop is not None, last=self.stop is not None))
-            self._num_reasoning += parser.part == "reasoning" and not (marker or self._in_header)
+            self._num_reasoning += parser.part == "reasoning" and not (is_marker or self._in_header)
             if self.stop is not None:
                 break
         else:

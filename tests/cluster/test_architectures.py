@@ -14,7 +14,10 @@ import torch
 from baton.config import DEMO_MODEL
 from tests.cluster.oracle import ENGINE
 from tests.unit.engine.checkpoints import load_reference, make_checkpoint
+from tests.unit.engine.gguf_files import write_gguf
 from tests.unit.engine.quantized_checkpoints import make_quantized
+from tests.unit.engine.test_gguf import MIXED, SIZES
+from tests.unit.engine.test_gguf import reference as gguf_reference
 from tests.unit.engine.test_model_oracle import VARIANTS
 from tests.unit.engine.test_quantized_checkpoints import FORMATS, PARTS
 
@@ -97,7 +100,17 @@ async def test_quantised_checkpoints_give_the_tokens_of_the_dense_model(form, tm
     reference = make_quantized(
         tmp_path, FORMATS[form], CHECKPOINTS[form], parts=PARTS.get(form, ()), tokenizer=True
     )
-    engine = replace(ENGINE, model=str(tmp_path), kv_cache_bytes=0, kv_blocks=256)
+    await check_greedy_tokens(tmp_path, reference, clusters)
+
+
+async def test_a_gguf_file_gives_the_tokens_of_transformers(tmp_path, clusters):
+    write_gguf(file := tmp_path / "model.gguf", "LlamaForCausalLM", "Q4_K", MIXED, **SIZES)
+    await check_greedy_tokens(file, gguf_reference(file), clusters)
+
+
+async def check_greedy_tokens(model, reference, clusters):
+    """A cluster's greedy tokens are those of the transformers model, each after a handoff."""
+    engine = replace(ENGINE, model=str(model), kv_cache_bytes=0, kv_blocks=256)
     _, client = await clusters(alone=True, engine=engine)
     asked = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
     done = await asyncio.gather(*(client.generate(prompt, **asked) for prompt in PROMPTS))

@@ -422,6 +422,28 @@ async def test_a_tool_that_must_be_called_is_called_though_its_decode_worker_is_
     assert (await own.chat(answered, tools=[WEATHER], max_tokens=4)).usage.prompt_tokens > 20
 
 
+async def test_log_probabilities_of_a_response_are_those_of_the_chat(clusters):
+    cluster, _ = await clusters()
+    include: Any = ["message.output_text.logprobs"]
+    async with openai.AsyncOpenAI(**settings(cluster)) as client:
+        chat = await client.chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=20, temperature=0, logprobs=True,
+            top_logprobs=2,
+        )  # fmt: skip
+        answer = await client.responses.create(
+            model="demo", input=MESSAGES, max_output_tokens=20, temperature=0, include=include,
+            top_logprobs=2,
+        )  # fmt: skip
+    (choice,), (item,) = chat.choices, answer.output
+    assert item.type == "message" and choice.logprobs and choice.logprobs.content
+    (part,) = item.content
+    assert part.type == "output_text" and part.text == choice.message.content and part.logprobs
+    assert [(t.token, t.logprob, len(t.top_logprobs)) for t in part.logprobs] == [
+        (t.token, pytest.approx(t.logprob, abs=1e-4), 2) for t in choice.logprobs.content
+    ][: len(part.logprobs)]
+    assert "".join(t.token for t in part.logprobs) == part.text
+
+
 async def test_a_message_streams_on_though_its_decode_worker_is_killed(clusters):
     """What Anthropic's accumulator has at the end is the SDK's text, and goes back."""
     cluster, own = await clusters(alone=True, decode=2)

@@ -1,4 +1,4 @@
-"""The safetensors files of a model directory: their headers, and the model's fingerprint.
+"""The tensors of a model directory or a GGUF file, by their headers; the model's fingerprint.
 
 Reads headers and JSON only; torch-free. Errors name the file, and the tensor if there is one.
 """
@@ -20,7 +20,9 @@ from baton.checkpoint_files import (
     parse_json,
     read_bytes,
 )
+from baton.engine.checkpoint.gguf import named_tensors
 from baton.errors import CheckpointError, quoted
+from baton.gguf.file import SUFFIX, TYPES, GgufFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -39,17 +41,25 @@ SAMPLES_PER_FILE = 64
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The place of a tensor, and its type and shape by the file's header."""
+    """The place of a tensor, and its type and shape by the file's header.
+
+    offset: in a GGUF file, bytes.
+    """
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int = 0
 
     @property
     def num_bytes(self) -> int:
         """Size of its data."""
-        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
+        count = math.prod(self.shape)
+        if self.dtype in ELEMENT_BYTES:
+            return count * ELEMENT_BYTES[self.dtype]
+        kind = TYPES[self.dtype]
+        return count // kind.elements * kind.num_bytes
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -61,11 +71,16 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def stored_tensors(directory: Path, is_tied: bool = False) -> dict[str, StoredTensor]:
-    """All tensors of the model in `directory`, by name. Raises CheckpointError.
+    """All tensors of the model in `directory`, or of a GGUF file, by name. Raises CheckpointError.
 
     The prefix "model." is added where embedding models lack it. A tied model that is stored with
     its output layer only has that as its embedding.
     """
+    if directory.suffix == SUFFIX:
+        return {
+            name: StoredTensor(name, tensor.file, tensor.type, tensor.shape, tensor.offset)
+            for name, tensor in named_tensors(GgufFile.load(directory)).items()
+        }
     if (directory / SINGLE_FILE).is_file():
         return _named(file_tensors(directory / SINGLE_FILE), is_tied)
     if (directory / INDEX_FILE).is_file():
@@ -133,11 +148,17 @@ def file_tensors(file: Path) -> dict[str, StoredTensor]:
 def fingerprint(path: Path, random_seed: int | None = None) -> str:
     """A hex digest that is equal on two workers if and only if they serve the same model.
 
-    path: a model directory or a config file · random_seed: of random weights. Reads configs,
-    tokenizer, safetensors headers, sizes, and samples of the data, in which alone fine-tuned
-    siblings differ: milliseconds for a model of any size.
+    path: a model directory, a GGUF file or a config file · random_seed: of random weights. Reads
+    configs, tokenizer, headers, sizes, and samples of the data, in which alone fine-tuned siblings
+    differ: milliseconds for a model of any size.
     """
     digest = hashlib.sha256()
+    if path.suffix == SUFFIX:
+        found = GgufFile.load(path)
+        for part in found.files:
+            begin = min(tensor.offset for tensor in found.tensors.values() if tensor.file == part)
+            _digest_samples(digest, part, begin)
+        return digest.hexdigest()
     files = [path]
     if path.is_dir():
         names = ("config.json", "generation_config.json", "tokenizer.json")
@@ -155,12 +176,18 @@ def fingerprint(path: Path, random_seed: int | None = None) -> str:
 
 
 def _digest_weights(digest: hashlib._Hash, file: Path) -> None:
-    size = file.stat().st_size
-    digest.update(f"{file.name} {size}\n".encode())
     with file.open("rb") as stream:
-        header_size = int.from_bytes(stream.read(8), "little")
-        digest.update(stream.read(header_size))
-        data_start = stream.tell()
+        data_start = 8 + int.from_bytes(stream.read(8), "little")
+    digest.update(f"{file.name} ".encode())
+    _digest_samples(digest, file, data_start)
+
+
+def _digest_samples(digest: hashlib._Hash, file: Path, data_start: int) -> None:
+    """Adds a file's size and header, and samples of the data behind it."""
+    size = file.stat().st_size
+    digest.update(f"{size}\n".encode())
+    with file.open("rb") as stream:
+        digest.update(stream.read(data_start))
         stride = max(SAMPLE_BYTES, (size - data_start) // SAMPLES_PER_FILE)
         for offset in range(data_start, size, stride):
             stream.seek(offset)

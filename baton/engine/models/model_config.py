@@ -26,6 +26,7 @@ from baton.engine.checkpoint.fields import (
     one_of,
     whole,
 )
+from baton.engine.checkpoint.gguf import config_values
 from baton.engine.checkpoint.tensors import read_json
 from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.kernels.delta_rule import DeltaRuleShape
@@ -45,6 +46,7 @@ from baton.engine.models.rope_config import Rope, parse_ropes
 from baton.engine.quantization.checkpoint_configs import parse_quantization_config
 from baton.engine.quantization.config import QuantizationConfig
 from baton.errors import CheckpointError, ConfigError
+from baton.gguf.file import SUFFIX, GgufFile
 from baton.kv_groups import LayerGroups
 
 MAX_LAYERS = 1024
@@ -167,20 +169,22 @@ class ModelConfig:
     predicting_layers: int = 0  # layers of the checkpoint that predict further tokens; not used
     quantization: QuantizationConfig | None = None
     wrapper: str = ""
+    interleaved_rope: bool = False  # rotated pairs are neighbours in the checkpoint's q and k
+    norm_plus_one: bool = False  # 1 is added to the checkpoint's norms
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
-        """Reads a model directory, or a bare config file (for random weights).
+        """Reads a model directory, a GGUF file, or a bare config file (for random weights).
 
         Raises CheckpointError naming the file, the key, its value and what is supported.
         """
-        file = path / "config.json" if path.is_dir() else path
-        if path.suffix == ".gguf" or (not file.exists() and any(path.glob("*.gguf"))):
-            raise CheckpointError(
-                f"{path}: GGUF is not supported yet: give a directory with config.json and "
-                "safetensors weights"
-            )
-        whole_model = Fields(file, read_json(file))
+        if path.suffix == SUFFIX:
+            whole_model = Fields(path, config_values(GgufFile.load(path)))
+        else:
+            file = path / "config.json" if path.is_dir() else path
+            if not file.exists() and (files := sorted(path.glob(f"*{SUFFIX}"))):
+                raise CheckpointError(f"{file} is missing: give one of its GGUF files, {files[0]}")
+            whole_model = Fields(file, read_json(file))
         named = _architecture(whole_model)
         architecture, fields = _text_part(whole_model, named)
         arch = ARCHITECTURES[architecture]
@@ -250,6 +254,8 @@ class ModelConfig:
             if experts is not None and experts.mxfp4
             else parse_quantization_config(whole_model),
             wrapper=named if named in WRAPPERS else "",
+            interleaved_rope=fields.read("rope_interleave", BOOLEAN, arch.interleaved_rope),
+            norm_plus_one=fields.read("norm_plus_one", BOOLEAN, arch.norm_plus_one),
         )
 
     def check_settings(self, settings: EngineConfig) -> None:
@@ -317,10 +323,10 @@ class ModelConfig:
             return None
         rope = next((rope for rope in self.ropes if rope is not None), None)
         size = self.head_size if rope is None else rope.size or self.head_size
-        if size == self.head_size and not self.arch.interleaved_rope:
+        if size == self.head_size and not self.interleaved_rope:
             return None
         first, second = range(size // 2), range(size // 2, size)
-        if self.arch.interleaved_rope:
+        if self.interleaved_rope:
             first, second = range(0, size, 2), range(1, size, 2)
         rest = range(size, self.head_size)
         half = len(rest) // 2

@@ -23,11 +23,13 @@ from baton.engine.models.architectures import StackedExperts
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.quantization.config import (
     MXFP4_GROUP,
+    GgufConfig,
     QuantizationConfig,
     Shapes,
     TensorSpec,
 )
 from baton.errors import CheckpointError
+from baton.gguf.file import SUFFIX
 
 STACKED = StackedExperts(transposed=None)  # as transformers names them
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -279,12 +281,15 @@ def as_stored(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> ModelC
 def scheme_of(config: ModelConfig, parts: Shapes) -> QuantizationConfig | None:
     """How the checkpoint has this matrix quantised; None if it is not.
 
-    Raises CheckpointError if its parts differ.
+    Raises CheckpointError if its parts differ, unless it is a GGUF file.
     """
-    if config.quantization is None or EMBEDDING in parts:
+    is_gguf = isinstance(config.quantization, GgufConfig)
+    if config.quantization is None or (EMBEDDING in parts and not is_gguf):
         return None
     modules = [name.removesuffix(".weight") for name, shape in parts.items() if len(shape) == 2]
     found = {module: config.quantization.scheme(module) for module in modules}
+    if is_gguf:
+        return config.quantization if any(found.values()) else None
     if len(set(found.values())) > 1:
         raise CheckpointError(
             f"quantization_config ignores some of {', '.join(found)}, or has them in several "
@@ -331,11 +336,12 @@ def _text_name(name: str) -> str:
 def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Raises CheckpointError unless a checkpoint's tensors are those that its config implies."""
     expected = checkpoint_tensors(config)
+    source = "metadata" if path.suffix == SUFFIX else "config.json"
     for name, (shape, dtypes, optional, is_either) in expected.items():
         if name not in stored:
             if optional:
                 continue
-            raise CheckpointError(f"{path} lacks tensor {name}, which its config.json implies")
+            raise CheckpointError(f"{path} lacks tensor {name}, which its {source} implies")
         found = stored[name]
         if found.dtype not in dtypes:
             raise CheckpointError(
@@ -345,7 +351,7 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
         other = (*shape[:-2], *shape[:-3:-1]) if is_either else shape
         if (found.shape or (1,)) not in (shape, other):
             raise CheckpointError(
-                f"{found.file}: tensor {name} has shape {list(found.shape)}; config.json implies "
+                f"{found.file}: tensor {name} has shape {list(found.shape)}; {source} implies "
                 f"{list(shape)}"
             )
     unused = config.num_layers, config.num_layers + config.predicting_layers
@@ -360,5 +366,5 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
         if not (tied_copy or further or kv_scale or name.endswith("rotary_emb.inv_freq")):
             raise CheckpointError(
                 f"{stored[name].file}: tensor {name} is not part of {config.architecture} as "
-                "config.json describes it"
+                f"{source} describes it"
             )

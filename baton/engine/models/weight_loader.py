@@ -54,11 +54,13 @@ from baton.engine.models.weights import (
     ModelWeights,
     MoeWeights,
 )
-from baton.engine.quantization.config import Shapes, weight_format
+from baton.engine.quantization.config import GgufConfig, Shapes, weight_format
+from baton.engine.quantization.gguf import QUANTIZED, GgufTensors, join_weights, read_gguf
 from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
 from baton.engine.quantization.methods import read_weight
 from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from baton.errors import CheckpointError
+from baton.gguf.file import SUFFIX
 
 log = logging.getLogger(__name__)
 RANDOM_STD = 0.02
@@ -95,7 +97,7 @@ def load_weights(
     Raises CheckpointError naming the file and the tensor when a file is missing, broken, truncated
     or pickled, or when a tensor is missing, unknown or of another shape than the config implies.
     """
-    if not path.is_dir():
+    if not path.is_dir() and path.suffix != SUFFIX:
         raise CheckpointError(f"{path} is not a model directory: it has no weights to load")
     stored, others, other_bytes = text_tensors(path, config)
     if others:
@@ -113,7 +115,9 @@ def load_weights(
     check_tensors(path, config, stored)
     with ExitStack() as stack:
         files = {
-            file: stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+            file: GgufTensors(file, stored)
+            if file.suffix == SUFFIX
+            else stack.enter_context(safe_open(file, framework="pt", device="cpu"))
             for file in {tensor.file for tensor in stored.values()}
         }
         reader = _Reader(config, stored, files, dtype, device, shard)
@@ -132,7 +136,7 @@ class _Reader:
         device: torch.device,
         shard: Shard,
     ) -> None:
-        """files: `safe_open` results by path."""
+        """files: `safe_open` results, or `GgufTensors`, by path."""
         self._config, self._stored, self._files = config, stored, files
         self._dtype, self._device = dtype, device
         self._specs = specs = checkpoint_tensors(config)
@@ -149,6 +153,9 @@ class _Reader:
         parts = result.split([shape[0] for shape in shapes.values()])
         for name, target in zip(shapes, parts, strict=True):
             part = stacked_part(self._config, name)
+            if self._is_ggml(name):
+                read_gguf(self._stored[name].dtype, self._read(name)).dequantize_into(target)
+                continue
             read = self._read
             target.copy_(_read_stacked(part, shapes[name], read) if part else read(name))
         self._log_progress()
@@ -162,12 +169,23 @@ class _Reader:
             weight: LinearWeight = _read_mxfp4(parts, self._read, self._device)
         elif (scheme := scheme_of(config, shapes)) is None:
             return DenseWeight(self.tensor(shapes))
+        elif isinstance(config.quantization, GgufConfig):
+            weight = join_weights([self._ggml_weight(*part) for part in shapes.items()])
         else:
             modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items()}
             self._check_absent_biases(modules)
             weight = read_weight(scheme, modules, self._read_to_device)
         self._log_progress()
         return weight
+
+    def _is_ggml(self, name: str) -> bool:
+        return name in self._stored and self._stored[name].dtype in QUANTIZED
+
+    def _ggml_weight(self, name: str, shape: tuple[int, ...]) -> LinearWeight:
+        """A part in a GGUF file's format, which may be none."""
+        if not self._is_ggml(name):
+            return DenseWeight(self.tensor({name: shape}))
+        return read_gguf(self._stored[name].dtype, self._read(name).to(self._device))
 
     def _check_absent_biases(self, modules: Shapes) -> None:
         """Raises CheckpointError for a bias that the model does not have, unless it is zeros."""
@@ -344,10 +362,10 @@ def _assemble(
     embedding = shard.tensor(config, "embedding", make({EMBEDDING: sizes}))
     layers = tuple(layer(index) for index in range(config.num_layers))
     norm = _arranged(config, "final_norm", make({FINAL_NORM: sizes[1:]}))
-    tied = config.tie_embeddings
     lm_head: LinearWeight = DenseWeight(embedding)
-    if not tied:
-        lm_head = shard.weight(config, "lm_head", make_weight({LM_HEAD: sizes}))
+    stored_head: Shapes = {EMBEDDING if config.tie_embeddings else LM_HEAD: sizes}
+    if not config.tie_embeddings or scheme_of(config, stored_head):
+        lm_head = shard.weight(config, "lm_head", make_weight(stored_head))
     return ModelWeights(embedding, layers, norm, prepare(lm_head, True))
 
 
@@ -356,7 +374,7 @@ def _arranged(config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
     if field.endswith("norm"):
         if config.arch.norm_rounds_once:
             tensor = tensor.float()
-        if config.arch.norm_plus_one:
+        if config.norm_plus_one:
             tensor = tensor + 1
     if field == "sinks":
         return tensor.float()

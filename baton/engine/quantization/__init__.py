@@ -9,6 +9,7 @@
 | AWQ, GPTQ, compressed-tensors checkpoints | `awq.py`, `gptq.py`, `compressed_tensors.py` | |
 | fp8, NVFP4, MXFP4 and MXFP8 checkpoints | `scaled_floats.py` | unquantised |
 | `quantization_config` of a checkpoint | `checkpoint_configs.py`, `config.py` | |
+| GGUF files | `gguf.py` | unquantised |
 | choosing among them | `methods.py` | |
 
 Every format is a `LinearWeight` (`linear_weight.py`). How rows of activations and of the KV cache

@@ -23,6 +23,7 @@ from baton.engine.quantization.config import (
     REMEDY,
     AwqConfig,
     CompressedTensorsConfig,
+    GgufConfig,
     GptqConfig,
     MixedConfig,
     Modules,
@@ -113,11 +114,10 @@ def _modelopt(fields: Fields) -> QuantizationConfig:
     if not layers:
         return _modelopt_format(fields, ignored)
     fields.read("quant_algo", one_of("MIXED_PRECISION"))
-    inside = fields.inside("quantized_layers")
-    parts = [
-        (Modules(within=frozenset({name})), _modelopt_format(inside.inside(name), Modules()))
-        for name in layers
-    ]
+    inside, alike = fields.inside("quantized_layers"), dict[QuantizationConfig, list[str]]()
+    for name in layers:
+        alike.setdefault(_modelopt_format(inside.inside(name), Modules()), []).append(name)
+    parts = [(Modules(within=frozenset(names)), scheme) for scheme, names in alike.items()]
     return _mixed("modelopt", ignored, parts)
 
 
@@ -286,6 +286,11 @@ def _check_floats(group: Fields, bits: int, size: int, strategy: str) -> None:
     weights.read("symmetric", one_of(True), True)
 
 
+def _gguf(fields: Fields) -> QuantizationConfig:
+    """As `baton.engine.checkpoint.gguf` writes it."""
+    return GgufConfig("gguf", "gguf", modules=frozenset(_read_names(fields, "modules")))
+
+
 _METHODS: dict[str, Callable[[Fields], QuantizationConfig]] = {
     "awq": _awq,
     "gptq": _gptq,
@@ -294,6 +299,7 @@ _METHODS: dict[str, Callable[[Fields], QuantizationConfig]] = {
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "modelopt_mixed": _modelopt,
+    "gguf": _gguf,
 }
 
 

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from baton.config import EngineConfig
 from baton.engine.checkpoint.tensors import FLOATS
 from baton.errors import CheckpointError, ConfigError
+from baton.gguf.file import TYPES
 
 GROUP_SIZES = (32, 64, 128)
 BLOCK = 128  # outputs and inputs of an fp8 block, which share a scale
@@ -228,7 +229,8 @@ class MixedConfig(QuantizationConfig):
         return next((scheme for modules, scheme in self.parts if modules.has(module)), None)
 
     def canonical(self, name: str) -> str:
-        scheme = self.scheme(name.rpartition(".")[0])
+        module, _, kind = name.rpartition(".")
+        scheme = self.scheme(module) if kind in _ALIASES else None
         return name if scheme is None else scheme.canonical(name)
 
     def tensors(self, module: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
@@ -272,6 +274,22 @@ class CompressedTensorsConfig(QuantizationConfig):
         if self.act_order:
             tensors[f"{module}.weight_g_idx"] = TensorSpec((inputs,), ints)
         return tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufConfig(QuantizationConfig):
+    """A GGUF file, whose matrices have ggml's types, each its own.
+
+    modules: those whose weights are quantised.
+    """
+
+    modules: frozenset[str]
+
+    def scheme(self, module: str) -> QuantizationConfig | None:
+        return self if module in self.modules else None
+
+    def tensors(self, module: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
+        return {f"{module}.weight": TensorSpec(shape, tuple(TYPES))}
 
 
 def weight_format(settings: EngineConfig, stored: QuantizationConfig | None) -> str:

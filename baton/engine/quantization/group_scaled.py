@@ -59,6 +59,12 @@ class GroupScaledWeight(LinearWeight):
         full: Tensor = groups * self.scales[rows, :, None]
         return full.flatten(1).to(dtype)
 
+    def dequantize_into(self, target: Tensor) -> None:
+        """Fills target `[out, in]` of any type and device, a part of the outputs at a time."""
+        for first in range(0, len(self.values), ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            target[rows] = self.dequantized(target.dtype, rows).to(target.device)
+
     @abstractmethod
     def numbers(self, rows: slice = slice(None)) -> Tensor:
         """Rows of the matrix before scaling: float32 `[rows, in]`."""
@@ -74,5 +80,9 @@ class FourBitWeight(GroupScaledWeight):
 
     def nibbles(self, rows: slice = slice(None)) -> Tensor:
         """Rows of `values` with one number a byte: uint8 `[rows, in]`."""
-        pairs = self.values[rows]
-        return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+        return unpack_nibbles(self.values[rows])
+
+
+def unpack_nibbles(pairs: Tensor) -> Tensor:
+    """uint8 `[rows, n]` → `[rows, 2 * n]` of 0 to 15, the lower bits first."""
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)

@@ -138,6 +138,39 @@ class DenseWeight(LinearWeight):
         return product(x, self.tensor, bias)
 
 
+@dataclass(frozen=True)
+class JoinedWeight(LinearWeight):
+    """Weights of several formats with the same inputs, joined along the outputs."""
+
+    parts: tuple[LinearWeight, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def take_outputs(self, rows: Tensor) -> LinearWeight:
+        """The weight of some of the outputs, those of one part after those of another."""
+        taken, first = list[LinearWeight](), 0
+        for part in self.parts:
+            is_here = (rows >= first) & (rows < first + part.shape[0])
+            taken.append(part.take_outputs(rows[is_here] - first))
+            first += part.shape[0]
+        return JoinedWeight(tuple(taken))
+
+    def take_inputs(self, columns: range) -> LinearWeight:
+        return JoinedWeight(tuple(part.take_inputs(columns) for part in self.parts))
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        sizes = [part.shape[0] for part in self.parts]
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        applied = zip(self.parts, biases, strict=True)
+        return torch.cat([part.apply(x, bias) for part, bias in applied], dim=1)
+
+
 def require(get: Get, name: str) -> Tensor:
     """A tensor that the checkpoint has."""
     tensor = get(name)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM
 
 SMALL: dict[str, Any] = {
     "vocab_size": 320,
@@ -137,11 +138,9 @@ def make_checkpoint(
 def load_reference(directory, dtype=torch.float32):
     """The checkpoint as transformers loads and runs it, eager attention, in eval mode."""
     (architecture,) = transformers.AutoConfig.from_pretrained(directory).architectures
-    return (
-        getattr(transformers, architecture)
-        .from_pretrained(directory, dtype=dtype, attn_implementation="eager")
-        .eval()
-    )
+    multimodal = architecture.endswith("ForConditionalGeneration")
+    model_class = getattr(transformers, architecture) if multimodal else AutoModelForCausalLM
+    return model_class.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
 
 
 def byte_tokenizer():

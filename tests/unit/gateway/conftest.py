@@ -143,8 +143,9 @@ async def says(gateway_of, tmp_path, monkeypatch):
     """Starts a gateway whose model says a text, or what a function makes of the prompt's."""
 
     async def start(
-        text, reason=common_pb2.FINISH_REASON_STOP, template=TEMPLATE, added=THINK, **settings
-    ):
+        text, reason=common_pb2.FINISH_REASON_STOP, template=TEMPLATE, added=THINK,
+        max_context=2000, **settings
+    ):  # fmt: skip
         tokenizer = byte_tokenizer(
             tmp_path, added=added, template=template, max_position_embeddings=9999
         )
@@ -159,7 +160,7 @@ async def says(gateway_of, tmp_path, monkeypatch):
             return tokens[index], reason if ends else UNFINISHED
 
         monkeypatch.setattr(scripted_workers, "token", token)
-        cluster = {"max_context": 2000}
+        cluster = {"max_context": max_context}
         return await gateway_of(tokenizer=tokenizer, cluster=cluster, **settings)
 
     return start

@@ -203,6 +203,55 @@ def test_of_one_step_the_rest_of_a_call_comes_before_text_and_text_before_the_ne
     assert [(call.name, call.arguments) for call in (first, second)] == [("f", "{}"), ("g", "")]
 
 
+def test_log_probabilities_of_a_text_are_those_of_its_tokens():
+    def piece(text, *token_ids, reasoning="", reason=0):
+        positions = [
+            common_pb2.PositionLogprobs(chosen=common_pb2.TokenLogprob(token_id=t, logprob=-t))
+            for t in token_ids
+        ]
+        parsed = ParsedOutput(reasoning)
+        return Piece(text, token_ids, positions, finish_reason=reason, parsed=parsed)
+
+    events = []
+    output = ItemsOutput(
+        lambda started: None,
+        lambda kind, **members: events.append((kind, members)),
+        lambda token_id: (str(token_id), b""),
+    )
+    stop = common_pb2.FINISH_REASON_STOP
+    for one in (piece("", 1, reasoning="Hm."), piece("", 2), piece("ab", 3), piece("c", 4, 5),
+                piece("", 6, reason=stop)):  # fmt: skip
+        output.put(one)
+    found = [
+        ([t.token for t in members["logprobs"]], members.get("delta", members.get("text")))
+        for kind, members in events if kind.startswith("response.output_text")
+    ]  # fmt: skip
+    assert found == [(["2", "3"], "ab"), (["4", "5"], "c"), (["2", "3", "4", "5"], "abc")]
+    logprobs = output.items[1].content[0].logprobs
+    assert [(t.token, t.logprob) for t in logprobs] == [(str(n), -n) for n in (2, 3, 4, 5)]
+
+
+async def test_a_conversation_that_is_too_long_loses_its_oldest_turns(says, client_of):
+    def texts(prompt):
+        return "".join(letter for letter in prompt if letter.isupper())
+
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{# tools #}<tool_call></think>"
+    gateway = await says(texts, template=template, max_context=400)
+    turns = [
+        {"role": "user" if number % 2 == 0 else "assistant", "content": letter + "x" * 100}
+        for number, letter in enumerate("ABCDEFG")
+    ]
+    asked = {"model": "tiny", "input": turns, "instructions": "S", "max_output_tokens": 20}
+    async with client_of(gateway) as client:
+        kept = await client.responses.create(**asked, truncation="auto")
+        assert (kept.output_text, kept.truncation) == ("SEFG", "auto")
+        with pytest.raises(openai.BadRequestError):
+            await client.responses.create(**asked)
+        with pytest.raises(openai.BadRequestError):  # one turn is left, and is too long
+            one = {**asked, "input": "x" * 500}
+            await client.responses.create(**one, truncation="auto")
+
+
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "[]"}
 
 
@@ -213,8 +262,9 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "[]"}
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"truncation": "some"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"n": 2}, "n"),
         ({"max_tokens": 2}, "max_tokens"),
         ({"max_output_tokens": 1 << 20}, "max_output_tokens"),

@@ -1,4 +1,4 @@
-"""Outputs in the formats of families of models, over both of OpenAI's APIs, whole and streamed."""
+"""Outputs in the formats of families of models, over three APIs, whole and streamed."""
 
 import json
 
@@ -75,6 +75,14 @@ async def test_a_call_in_each_format_whole_streamed_and_as_a_response(says, form
     }
     (item,) = (await gateway.post("/v1/responses", asked)).json()["output"]
     assert (item["type"], json.loads(item["arguments"])) == ("function_call", ARGUMENTS)
+    asked = {
+        "model": "tiny",
+        "max_tokens": 500,
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"name": "weather", "input_schema": SCHEMA}],
+    }
+    (block,) = (await gateway.post("/v1/messages", asked)).json()["content"]
+    assert (block["type"], block["name"], block["input"]) == ("tool_use", "weather", ARGUMENTS)
 
 
 async def test_channels_become_reasoning_content_and_calls(says):

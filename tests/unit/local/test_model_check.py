@@ -66,10 +66,3 @@ def test_a_worker_needs_no_tokenizer_and_a_simulated_one_no_weights(model):
     check_model(EngineConfig(model=str(model), simulate="1000,1"), worker=True)
     with pytest.raises(CheckpointError, match="neither"):
         check_model(EngineConfig(model=str(model)), worker=True)
-
-
-def test_gguf_is_named_as_such(tmp_path):
-    (file := tmp_path / "model.gguf").write_bytes(b"GGUF")
-    for named in (file, tmp_path):
-        with pytest.raises(CheckpointError, match="GGUF is not supported yet: give a directory"):
-            check_model(EngineConfig(model=str(named)))

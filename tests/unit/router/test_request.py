@@ -5,6 +5,7 @@ import time
 import pytest
 
 from baton.generation.sampling_params import Reasoning, SamplingParams
+from baton.text.tool_formats.harmony import HARMONY
 from baton.text.tool_formats.json_calls import HERMES, MISTRAL_ARGS
 from baton.v1 import common_pb2
 from router.output.text_stream import TextStream
@@ -217,3 +218,35 @@ def test_the_marker_of_a_call_may_end_reasoning(tmp_path, thought):
     # A worker waits for </think>.
     held = read(tokenizer, text, (), output_format=form, reasoning=form.reasoning)
     assert (held[2] == "") == (thought in ("<think>Hm. ", "<think>"))
+
+
+SAID = (
+    "<|channel|>analysis<|message|>Hé? END<|end|><|start|>assistant<|channel|>commentary<|message|>"
+    "Look. <|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json"
+    '<|message|>{"a": "END"}'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        (SAID, (), ("Look.", "Hé? END", '{"a": "END"}', 8, None)),
+        (SAID, ("END", "channel", "|>"), ("Look.", "Hé? END", '{"a": "END"}', 8, None)),
+        (SAID, ("k. ",), ("Loo", "Hé? END", "", 8, "k. ")),
+        ("<|channel|>final<|message|>aENDb", ("END",), ("a", "", "", 0, "END")),
+        ("aENDb", ("END",), ("a", "", "", 0, "END")),  # it goes on with a message
+    ],
+)
+def test_channels_are_parted_the_same_however_they_come(tmp_path, text, stop, expected):
+    tokenizer = byte_tokenizer(tmp_path, added=HARMONY.markers)
+    pieces = tokenizer.showing(HARMONY.markers)
+    output = OutputFormat(pieces, tools=HARMONY, tool_schemas={"f": {}})
+    fields = {"output_format": output, "stop": stop}
+    assert read(tokenizer, text, (), **fields) == expected
+    for cut in range(1, len(tokenizer.encode(text))):
+        assert read(tokenizer, text, (cut,), **fields) == expected
+        if expected[4] is None:  # what another stream gave out does not come again
+            rest = read(tokenizer, text, (), resumed=cut, **fields)
+            assert rest[3:] == expected[3:]
+            parts = zip(expected[:3], rest[:3], strict=True)
+            assert all(part.endswith(more) for part, more in parts)

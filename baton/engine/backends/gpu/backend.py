@@ -83,6 +83,10 @@ class GpuBackend(Backend):
             raise ConfigError("--tp on GPUs needs Triton's kernels: leave out --kernels torch")
         held = weight_format(settings, config.quantization)
         _refuse_formats(settings, held, capability, kernels)
+        if held == "gguf":
+            log.warning(
+                "GGUF's types but Q4_0 are converted to %s, and take that much memory", dtype
+            )
         self._held_before = self._gpu.allocated()
         load = partial(load_or_make_weights, settings, path, config, dtype, self.device, kernels)
         if kernels == "torch":

@@ -39,9 +39,15 @@ from baton.engine.kernels.triton.skinny_matmul import (
     uses_skinny_matmul,
 )
 from baton.engine.quantization.fp8 import Fp8Weight
+from baton.engine.quantization.gguf import GgufWeight, dense_weight
 from baton.engine.quantization.group_scaled import GroupScaledWeight
 from baton.engine.quantization.int8 import Int8Weight, RowScaledWeight
-from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight, ResidualStream
+from baton.engine.quantization.linear_weight import (
+    DenseWeight,
+    JoinedWeight,
+    LinearWeight,
+    ResidualStream,
+)
 from baton.engine.quantization.methods import quantize_weight
 from baton.errors import CheckpointError
 
@@ -300,12 +306,15 @@ def prepare(
 
     dtype: of the activations; a dense weight has its own. A matrix is not quantised if 8-bit
     products do not support its sizes (an output layer with an odd vocabulary), or if its inputs are
-    not a multiple of an int4 group. Groups that kernels do not support are not packed.
+    not a multiple of an int4 group. Groups that kernels do not support are not packed. GGUF's types
+    but Q4_0 become dense.
 
     Raises CheckpointError for a matrix of an 8-bit checkpoint that --tp splits into unsupported
     sizes.
     """
     kind = "int8" if quantization == "int4" and is_output else quantization
+    if isinstance(weight, GgufWeight | JoinedWeight):
+        weight = dense_weight(weight, dtype)
     if isinstance(weight, DenseWeight):
         dtype = weight.tensor.dtype
         if not any(size % MULTIPLE.get(kind, 1) for size in weight.shape):

@@ -19,8 +19,8 @@ class Linear(Structure):
     """A packed weight and its bias."""
 
     _fields_ = _fields(
-        ("packed scales offsets zeros order bias", c_void_p),
-        ("inputs outputs group format", c_int32),
+        ("packed scales offsets minimums units minimum_units order bias next", c_void_p),
+        ("inputs outputs group format block", c_int32),
     )
 
 

@@ -7,8 +7,10 @@ bits form a group: `[panels][groups][64][group]`, depth and columns padded with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from ctypes import addressof
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +19,16 @@ from baton.engine.kernels.native import library
 from baton.engine.kernels.native.interface import Linear
 from baton.engine.kernels.native.rows import NATIVE_ROW_OPS
 from baton.engine.quantization.fp8 import Fp8BlockWeight
-from baton.engine.quantization.group_scaled import FourBitWeight
+from baton.engine.quantization.gguf import GgufWeight
+from baton.engine.quantization.group_scaled import FourBitWeight, GroupScaledWeight
 from baton.engine.quantization.int4 import Int4Weight
 from baton.engine.quantization.int8 import Int8Weight
-from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
+from baton.engine.quantization.linear_weight import DenseWeight, JoinedWeight, LinearWeight
 from baton.engine.quantization.mxfp4 import Mxfp4Weight
 
 PANEL = 64
-GROUP_FORMATS = ("int4", "fp8", "mxfp4")  # of group-scaled weights, in the order of `GroupFormat`
+# Formats of group-scaled weights, in the order of `GroupFormat`.
+GROUP_FORMATS = ("int4", "fp8", "mxfp4", "uint4", "int6", "uint6", "int8")
 ACTIVATION_OFFSET = 128  # added to int8 activations, which the product takes as unsigned bytes
 
 # Panels packed at a time, so that no second copy of a large weight exists.
@@ -36,9 +40,10 @@ class PackedWeight(LinearWeight):
     """A matrix `[out, in]` as native products read it.
 
     int8: scales float32 `[out]` · offsets: int32 `[out]`, by which `ACTIVATION_OFFSET` increases an
-    output's sum. Group-scaled: scales float32 `[panels][in / group][64]` · zeros: int4's 8 less
-    zero points in the same order, or None where all are 8 · order: int4's int32 `[in]` · format: an
-    index of `GROUP_FORMATS`.
+    output's sum. Group-scaled: scales float32 `[panels][in / group][64]`, or int8 that are
+    multiplied by units float32 `[panels][in / block][64]` · minimums, minimum_units: as those, and
+    added to a group's values, or None · order: int4's int32 `[in]` · format: an index of
+    `GROUP_FORMATS` · following: the weight whose outputs follow, with the same inputs.
     """
 
     packed: Tensor
@@ -46,16 +51,25 @@ class PackedWeight(LinearWeight):
     inputs: int
     scales: Tensor | None = None
     offsets: Tensor | None = None
-    zeros: Tensor | None = None
+    minimums: Tensor | None = None
+    units: Tensor | None = None
+    minimum_units: Tensor | None = None
     order: Tensor | None = None
     group: int = 0
     format: int = 0
+    block: int = 0
+    following: PackedWeight | None = None
 
     ops = NATIVE_ROW_OPS
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.outputs, self.inputs
+        following = self.following.shape[0] if self.following else 0
+        return self.outputs + following, self.inputs
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + (self.following.num_bytes if self.following else 0)
 
     @classmethod
     def from_weight(cls, weight: LinearWeight) -> PackedWeight:
@@ -68,24 +82,33 @@ class PackedWeight(LinearWeight):
             case Int8Weight(values, scales):
                 offsets = values.sum(1, dtype=torch.int32) * ACTIVATION_OFFSET
                 return cls(pack(values), *weight.shape, scales, offsets)
-            case Fp8BlockWeight(values, scales):
-                kind = GROUP_FORMATS.index("fp8")
-                packed = pack_fp8(values)
-                return cls(packed, *weight.shape, pack(scales), group=weight.group, format=kind)
-            case Mxfp4Weight(_, scales):
-                kind = GROUP_FORMATS.index("mxfp4")
-                packed = pack_4_bits(weight)
-                return cls(packed, *weight.shape, pack(scales), group=weight.group, format=kind)
-            case Int4Weight(_, scales, zeros, order):
-                return cls(
-                    pack_4_bits(weight),
-                    *weight.shape,
-                    pack(scales),
-                    zeros=None if zeros is None else pack(Int4Weight.MIDDLE - zeros.float()),
-                    order=None if order is None else order.int(),
-                    group=weight.group,
-                )
+            case JoinedWeight(parts):
+                packed = [cls.from_weight(part) for part in parts]
+                return reduce(lambda after, one: replace(one, following=after), reversed(packed))
+            case GroupScaledWeight():
+                return cls._from_groups(weight)
         raise TypeError(f"native code has no {type(weight).__name__}")
+
+    @classmethod
+    def _from_groups(cls, weight: GroupScaledWeight) -> PackedWeight:
+        more: dict[str, Any] = {}
+        match weight:
+            case Fp8BlockWeight(values):
+                packed, kind = pack_8_bits(values), "fp8"
+            case Mxfp4Weight():
+                packed, kind = pack_4_bits(weight), "mxfp4"
+            case Int4Weight(_, scales, zeros, order):
+                packed, kind = pack_4_bits(weight), "int4"
+                if zeros is not None:
+                    more["minimums"] = pack((Int4Weight.MIDDLE - zeros.float()) * scales)
+                if order is not None:
+                    more["order"] = order.int()
+            case GgufWeight():
+                packed, kind, more = _gguf_parts(weight)
+            case _:
+                raise TypeError(f"native code has no {type(weight).__name__}")
+        kind_number, scales = GROUP_FORMATS.index(kind), pack_scales(weight.scales)
+        return cls(packed, *weight.shape, scales, group=weight.group, format=kind_number, **more)
 
     def linear(self, bias: Tensor | None = None) -> Linear:
         """The structure for native code; it does not keep these tensors alive."""
@@ -95,20 +118,42 @@ class PackedWeight(LinearWeight):
 
     @cached_property
     def _without_bias(self) -> Linear:
-        tensors = (self.packed, self.scales, self.offsets, self.zeros, self.order, None)
-        sizes = (self.inputs, self.outputs, self.group, self.format)
-        return Linear(*map(address, tensors), *sizes)
+        tensors = (
+            *(self.packed, self.scales, self.offsets, self.minimums, self.units),
+            *(self.minimum_units, self.order, None),
+        )
+        following = addressof(self.following._without_bias) if self.following else None
+        sizes = (self.inputs, self.outputs, self.group, self.format, self.block)
+        return Linear(*map(address, tensors), following, *sizes)
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         native, weights, rows = library.load(x.dtype), self.linear(bias), len(x)
         assert native is not None, "weights are packed for it"
-        x, y = x.contiguous(), x.new_empty(rows, self.outputs)
+        x, y = x.contiguous(), x.new_empty(rows, self.shape[0])
         scratch = torch.empty(native.baton_linear_scratch(weights, rows), dtype=torch.uint8)
         threads, floats = torch.get_num_threads(), x.dtype == torch.float32
         native.baton_linear(
             threads, x.data_ptr(), rows, weights, y.data_ptr(), floats, scratch.data_ptr()
         )
         return y
+
+
+def _gguf_parts(weight: GgufWeight) -> tuple[Tensor, str, dict[str, Any]]:
+    """A GGUF weight's packed values, their format, and the fields that not all formats have."""
+    if weight.bits == 4:
+        packed, kind = pack_4_bits(weight), "uint4"
+    elif weight.bits == 6:
+        packed, kind = pack_6_bits(weight), "int6" if weight.offset else "uint6"
+    else:
+        packed, kind = pack_8_bits(weight.values), "int8"
+    more: dict[str, Any] = {}
+    if weight.minimums is not None:
+        more["minimums"] = pack_scales(weight.minimums)
+    if weight.minimum_units is not None:
+        more["minimum_units"] = pack(weight.minimum_units)
+    if weight.units is not None:
+        more |= {"units": pack(weight.units), "block": weight.shape[1] // weight.units.shape[1]}
+    return packed, kind, more
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -134,7 +179,12 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def pack_4_bits(weight: FourBitWeight) -> Tensor:
+def pack_scales(scales: Tensor) -> Tensor:
+    """float32 or int8 `[out, groups]` → `[panels, groups, 64, 1]`."""
+    return pack(scales.float()).to(scales.dtype)
+
+
+def pack_4_bits(weight: FourBitWeight | GgufWeight) -> Tensor:
     """Values `[out, in]` → int32 `[panels, in / 8, 64, 1]`."""
     (outputs, depth), device = weight.shape, weight.values.device
     words = torch.zeros(
@@ -149,7 +199,27 @@ def pack_4_bits(weight: FourBitWeight) -> Tensor:
     return words
 
 
-def pack_fp8(values: Tensor) -> Tensor:
+def pack_6_bits(weight: GgufWeight) -> Tensor:
+    """Values `[out, in]` → int32 `[panels, in / 16, 3, 64]`."""
+    outputs, depth = weight.shape
+    words = torch.empty(-(-outputs // PANEL), depth // 16, 3, PANEL, dtype=torch.int32)
+    for first in range(0, words.shape[0], PANELS_AT_ONCE):
+        rows = slice(first * PANEL, (first + PANELS_AT_ONCE) * PANEL)
+        numbers = weight.values[rows].int() + weight.offset
+        # [out, in / 16, halves, inputs of a half]
+        halves = numbers.view(len(numbers), -1, 8, 2).transpose(2, 3)
+        spare = halves[..., 6:]  # the last two: 4 bits in planes 0 and 1, and 2 each in plane 2
+        high = spare >> 4
+        tops = torch.stack((*(spare & 15).unbind(-1), high[..., 0] | high[..., 1] << 2), dim=-1)
+        planes = halves[..., 0:6:2] | halves[..., 1:6:2] << 6 | tops << 12
+        for plane in range(3):
+            low, top = planes[..., plane].unbind(-1)
+            packed = pack(low | top << 16).squeeze(-1)
+            words[first : first + PANELS_AT_ONCE, :, plane] = packed
+    return words
+
+
+def pack_8_bits(values: Tensor) -> Tensor:
     """Values `[out, in]`, inputs a multiple of 4 → int8 `[panels, in / 4, 64, 4]`."""
     words = values.view(torch.int8).unflatten(1, (-1, 4))
     return pack(words[..., [0, 2, 1, 3]].flatten(1))

@@ -69,9 +69,9 @@ Linear weight(int in, int out, Form form, bool bias = false) {
         auto* words = room<uint32_t>(columns * in / 8);
         for (size_t i = 0; i < columns * in / 8; i++) words[i] = random_bits() ^ random_bits() << 16;
         made.group = 32;
-        auto* zeros = room<float>(columns * in / made.group);
-        for (size_t i = 0; i < columns * in / made.group; i++) zeros[i] = int(random_bits() % 16) - 8;
-        made.packed = words, made.zeros = zeros;
+        auto* minimums = room<float>(columns * in / made.group);
+        for (size_t i = 0; i < columns * in / made.group; i++) minimums[i] = (int(random_bits() % 16) - 8) * wide / 8;
+        made.packed = words, made.minimums = minimums;
         made.scales = scales(columns * in / made.group, wide / 8);
     }
     return made;

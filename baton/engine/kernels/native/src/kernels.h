@@ -11,19 +11,23 @@
 namespace baton {
 
 // The formats of group-scaled weights, in the order of GROUP_FORMATS in packing.py.
-enum GroupFormat : int32_t { INT4, FP8, MXFP4 };
+enum GroupFormat : int32_t { INT4, FP8, MXFP4, UINT4, INT6, UINT6, INT8 };
 
 // y = x @ weight.T + bias.
 struct Linear {
     const void* packed;      // [panels][groups][PANEL][GROUP]; depth and columns padded with zeros
-    const float* scales;     // int8: [out]; group-scaled: as `zeros`; otherwise null
+    const void* scales;      // int8: float [out]; group-scaled: [panels][in / group][PANEL]; otherwise null
     const int32_t* offsets;  // int8: [out], 128 times the sum of an output's weights
-    const float* zeros;      // int4: [panels][in / group][PANEL], 8 less zero points, or null
+    const void* minimums;    // group-scaled: as `scales`, added to all values of a group, or null
+    const float *units, *minimum_units;  // [panels][in / block][PANEL]: scales and minimums are int8, and
+                                         // multiplied by these; or null: they are floats
     const int32_t* order;    // int4: [in], the input at each place in the depth, or null
-    const Activation* bias;  // [out], or null
+    const Activation* bias;  // [out], also of `next`, or null
+    const Linear* next;      // the weight whose outputs follow, with the same inputs, or null
     int32_t in, out;
-    int32_t group;    // inputs that share a scale, a multiple of 32; 0: not group-scaled
+    int32_t group;       // inputs that share a scale, a multiple of 16; 0: not group-scaled
     GroupFormat format;  // of group-scaled weights
+    int32_t block;       // inputs that share a unit
 };
 
 constexpr int PANEL = 64;  // columns packed side by side
@@ -36,10 +40,11 @@ template <class Output>
 void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
             void* scratch);
 
-// Rows of results: floats or activations.
+// Rows of results: floats or activations, `stride` apart, of which a weight's outputs begin at `first`.
 struct Results {
     void* rows;
     bool floats;
+    int stride, first;
 };
 
 // `linear_scratch` and `linear` for group-scaled weights.

@@ -75,21 +75,6 @@ inline void widened(Words words, const Work& work) {
     }
 }
 
-// Sixteen int8 as floats.
-inline f32x16 load_floats(const int8_t* from) {
-    const i8x16 bytes = load<i8x16>(from);
-#ifdef __AVX512F__
-    const i32x16 whole = (i32x16)_mm512_maskz_cvtepi8_epi32(0xffff, (__m128i)bytes);
-#elif defined(__aarch64__)
-    const i32x16 whole = __builtin_convertvector(bytes, i32x16);
-#else
-    const __m128i low = (__m128i)bytes, high = _mm_unpackhi_epi64(low, low);
-    const __m256i halves[2] = {_mm256_cvtepi8_epi32(low), _mm256_cvtepi8_epi32(high)};
-    const i32x16 whole = load<i32x16>(halves);
-#endif
-    return __builtin_convertvector(whole, f32x16);
-}
-
 // 16 * VECTORS columns of GROUP rows as factors.
 template <int VECTORS, class Row>
 inline void take_columns(const char* row, size_t stride, Words (&to)[VECTORS * LANES / WORDS]) {

@@ -49,7 +49,7 @@ struct Finish {
     Finish(const Linear& weights, int column, int count) {
         if (weights.bias) bias = load_floats(weights.bias + column, count);
         if (!weights.offsets) return;
-        scales = load_floats(weights.scales + column, count);
+        scales = load_floats((const float*)weights.scales + column, count);
         offsets = load_some<i32x16>(weights.offsets + column, count);
     }
     f32x16 operator()(f32x16 sums, float) const { return sums + bias; }
@@ -161,7 +161,7 @@ struct Panel {
         const Finish outputs(weights, first, count);
         for (int r = 0; r < rows; r++) {
             const float row_scale = left.scales ? left.scales[row + r] : 1.0f;
-            const size_t at = size_t(row + r) * weights.out + first;
+            const size_t at = size_t(row + r) * y.stride + y.first + first;
             write(y, at, outputs(sums[r * step], row_scale), count);
         }
     }
@@ -251,17 +251,23 @@ float quantize(const Activation* x, int size, Left* to, int stride) {
 }  // namespace
 
 size_t linear_scratch(const Linear& weights, int rows) {
-    if (weights.group) return group_scaled_scratch(weights, rows);
+    size_t size = 0;
+    if (weights.next) size = linear_scratch(*weights.next, rows);
+    if (weights.group) return std::max(size, group_scaled_scratch(weights, rows));
     if (weights.scales)
-        return rows * (scratch_stride<int8_t>(weights.in) * sizeof(Int8Operand) + sizeof(float));
-    if (std::is_same_v<Operand<Activation>, Activation>) return 0;
-    return rows * scratch_stride<Activation>(weights.in) * sizeof(Operand<Activation>);
+        size = std::max(size, rows * (scratch_stride<int8_t>(weights.in) * sizeof(Int8Operand) +
+                                      sizeof(float)));
+    else if (!std::is_same_v<Operand<Activation>, Activation>)
+        size = std::max(size, rows * scratch_stride<Activation>(weights.in) *
+                                  sizeof(Operand<Activation>));
+    return size;
 }
 
-template <class Output>
-void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* to,
-            void* scratch) {
-    const Results y{to, std::is_same_v<Output, float>};
+namespace {
+
+// `linear` for one of the weights whose outputs are side by side.
+void one_linear(Team& team, const Activation* x, int rows, const Linear& weights, Results y,
+                void* scratch) {
     const size_t in = weights.in;
     if (weights.group) return group_scaled_linear(team, x, rows, weights, y, scratch);
     Linear padded = weights;  // to whole groups, as weights and rows in scratch memory are
@@ -278,6 +284,21 @@ void linear(Team& team, const Activation* x, int rows, const Linear& weights, Ou
         scales[row] = quantize(x + row * in, weights.in, bytes + row * stride, int(stride));
     });
     product(team, Left<int8_t>{bytes, stride, scales}, rows, padded, y);
+}
+
+}  // namespace
+
+template <class Output>
+void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* to,
+            void* scratch) {
+    Results y{to, std::is_same_v<Output, float>, 0, 0};
+    for (const Linear* part = &weights; part; part = part->next) y.stride += part->out;
+    for (const Linear* part = &weights; part; part = part->next) {
+        Linear one = *part;
+        if (weights.bias) one.bias = weights.bias + y.first;
+        one_linear(team, x, rows, one, y, scratch);
+        y.first += part->out;
+    }
 }
 
 template void linear(Team&, const Activation*, int, const Linear&, Activation*, void*);

@@ -140,6 +140,21 @@ inline f32x16 load_floats(const bf16* from, int count = LANES) {
     return widen_bf16(load_some<u16x16>(from, count));
 }
 
+// Sixteen int8 as floats.
+inline f32x16 load_floats(const int8_t* from) {
+    const i8x16 bytes = load<i8x16>(from);
+#ifdef __AVX512F__
+    const i32x16 whole = (i32x16)_mm512_maskz_cvtepi8_epi32(0xffff, (__m128i)bytes);
+#elif defined(__aarch64__)
+    const i32x16 whole = __builtin_convertvector(bytes, i32x16);
+#else
+    const __m128i low = (__m128i)bytes, high = _mm_unpackhi_epi64(low, low);
+    const __m256i halves[2] = {_mm256_cvtepi8_epi32(low), _mm256_cvtepi8_epi32(high)};
+    const i32x16 whole = load<i32x16>(halves);
+#endif
+    return __builtin_convertvector(whole, f32x16);
+}
+
 inline void store_floats(float* to, f32x16 value, int count = LANES) { store_some(to, value, count); }
 
 inline void store_floats(bf16* to, f32x16 value, int count = LANES) {
@@ -382,6 +397,7 @@ inline void multiply(const typename Product<Element>::Left* a, size_t a_stride, 
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < REGISTERS; v++) held[r][v] = load<typename L::Sum>(at(r, v));
     for (int g = 0; g < groups; g++) {
+#pragma GCC unroll 16
         for (int part = 0; part < L::PARTS; part++) {
             decltype(L::right(b, part)) columns[REGISTERS];
             for (int v = 0; v < REGISTERS; v++) columns[v] = L::right(b + v * WORDS * WIDTH, part);
