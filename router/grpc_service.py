@@ -23,8 +23,8 @@ from router import adapters
 from router.admission.tenants import Tenants
 from router.generation_service import Caller, GenerationService
 from router.output import sink
+from router.output.output_parser import ParsedOutput
 from router.output.sink import Piece, UnreadLimit
-from router.output.text_stream import ParsedOutput
 from router.shared_state import SharedState
 
 _TENANT_METHODS = "/baton.v1.InferenceService/"

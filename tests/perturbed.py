@@ -29,7 +29,11 @@ def perturbed_model(directory: Path) -> None:
 
 def random_adapter(directory: Path, merged: Path) -> None:
     """Writes an adapter of the demo model in PEFT's format, and the model with it merged in."""
-    weights, dice, stored = load_file(DEMO_MODEL / _WEIGHTS), torch.Generator().manual_seed(2), {}
+    weights, dice, stored = (
+        load_file(DEMO_MODEL / _WEIGHTS),
+        torch.Generator().manual_seed(2),
+        dict[str, torch.Tensor](),
+    )
     for name in [one for one in weights if one.endswith("_proj.weight")]:
         outputs, inputs = weights[name].shape
         scale = (_NOISE * weights[name].float().std() / _ALPHA).sqrt()

@@ -170,8 +170,10 @@ def load(
     except torch.OutOfMemoryError as error:  # another process allocated meanwhile
         raise memory.lost(layout, settings) from error
     log.info(
-        "%d KV blocks of %d tokens (%.0f MiB, %s), contexts of up to %d tokens",
-        layout.num_blocks, layout.block_size, layout.num_bytes / 2**20, layout.dtype, max_context,
+        "%d KV blocks of %d tokens (%.0f MiB, %s; windows of groups of layers: %s), contexts of up "
+        "to %d tokens",
+        layout.num_blocks, layout.block_size, layout.num_bytes / 2**20, layout.dtype,
+        ", ".join(str(window or "none") for window in layout.windows), max_context,
     )  # fmt: skip
     if max_context < config.max_context and not settings.max_context:
         log.warning(

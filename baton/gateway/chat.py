@@ -22,7 +22,7 @@ from baton.gateway.parsed_request import (
 from baton.generation.sampling_params import FILL_CONTEXT
 from baton.generation.tool_call import ToolCallDelta
 from baton.v1 import common_pb2, inference_pb2
-from router.output.text_stream import ParsedOutput
+from router.output.output_parser import ParsedOutput
 
 
 def parse_chat(text: bytes) -> ParsedRequest:

@@ -20,7 +20,7 @@ from baton.gateway.parsed_request import (
     structured_output_of,
 )
 from baton.v1 import common_pb2
-from router.output.text_stream import ParsedOutput
+from router.output.output_parser import ParsedOutput
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

@@ -112,5 +112,6 @@ class DatabaseThread(Generic[Store]):
             ) from error
 
     def close(self) -> None:
-        """Ends the thread once its calls have ended."""
-        self._thread.shutdown(cancel_futures=True)
+        """Closes the store and ends the thread, once its calls have ended."""
+        self._thread.submit(lambda: self._store and self._store.close())
+        self._thread.shutdown()

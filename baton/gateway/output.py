@@ -16,8 +16,8 @@ from baton.generation.enum_names import FINISH_REASONS
 from baton.generation.tool_call import ToolCallDelta
 from baton.text import Tokenizer
 from baton.v1 import common_pb2, inference_pb2
+from router.output.output_parser import ParsedOutput
 from router.output.sink import Piece
-from router.output.text_stream import ParsedOutput
 
 MIN_LOGPROB = -9999.0  # JSON has no infinity
 Position = tuple[int, float, int, list[tuple[int, float]]]

@@ -107,14 +107,19 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
 
 
 def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
-    tokens, groups, batch = layout.num_tokens, layout.groups, settings.max_batch
-    state = f" and {layout.state_bytes / 2**20:,.3g} MiB a sequence" if layout.state_blocks else ""
-    count = layout.num_blocks // groups.most_blocks(_SHORT, layout.step_tokens)
-    each = groups.longest(layout.num_blocks // batch, layout.step_tokens)
+    groups, tokens, beyond = layout.groups, layout.num_tokens, ""
+    if layout.state_blocks:
+        beyond = f" and {layout.state_bytes / 2**20:,.3g} MiB a sequence"
+    if groups.slide:
+        tokens = min(tokens, context + 1)
+        size = groups.windows.count(0) * layout.block_bytes / layout.block_size
+        beyond = f", {size / 1024:,.3g} beyond windows of {max(groups.windows):,}"
+    share = groups.longest(layout.num_blocks // settings.max_batch, layout.step_tokens)
     text = (
-        f"{layout.bytes_per_token / 1024:,.3g} KiB a token{state}; {layout.num_bytes / _GIB:.2f} "
-        f"GiB hold {tokens:,} tokens: {count:,} sequences of {_SHORT:,}, or --max-batch {batch} of "
-        f"{each:,}"
+        f"{layout.bytes_per_token / 1024:,.3g} KiB a token{beyond}; "
+        f"{layout.num_bytes / _GIB:.2f} GiB hold {tokens:,} tokens: "
+        f"{layout.num_bytes // layout.bytes_of(_SHORT):,} sequences of {_SHORT:,}, or "
+        f"--max-batch {settings.max_batch} of {min(share, tokens):,}"
     )
     if tokens > context:
         return ok("KV", text)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from baton.kv_descriptor import pool_tokens
 from baton.planner.decision import DECODE, MIXED, PREFILL, Observation, Worker
 from baton.registry.membership import ROLES
 from baton.v1 import fleet_pb2
@@ -167,7 +168,7 @@ class Observer:
             "sequence_ms": sequence_ms,
             "max_batch": int(usual(DECODE, lambda one: one.record.max_batch)),
             "kv_tokens": int(
-                usual(DECODE, lambda one: one.record.blocks_total * one.record.kv.block_size)
+                usual(DECODE, lambda one: pool_tokens(one.record.kv, one.record.blocks_total))
             ),
         }
 

@@ -47,6 +47,9 @@ class WorkerColumns(NamedTuple):
     ready: Flags
     block_size: Column
     token_bytes: Column
+    full_groups: Column  # groups of layers that attend to all tokens, with a block table each
+    window_groups: Column  # those with a window
+    window_tokens: Column  # the longest of these windows
     chunk_tokens: Column
     rate: Column  # prefill, tokens a second; 0: not measured
     step_ms: Column
@@ -128,7 +131,7 @@ class Snapshot:
     def __post_init__(self) -> None:
         self.rows = {view.incarnation: row for row, view in enumerate(self.workers)}
         # Kinds of KV cache, each with its number and the size of a block and of a token.
-        self.kvs: dict[bytes, tuple[int, int, int]] = {}
+        self.kvs: dict[bytes, tuple[int, int, tuple[int, int, int, int]]] = {}
         self.hosts: dict[str, int] = {}  # with their numbers
         numbers = [self._reported_numbers(view) for view in self.workers]
         self.table = Table(numbers, self.workers)
@@ -180,8 +183,9 @@ class Snapshot:
         record, load = view.record, view.load
         kv = record.kv.SerializeToString()
         if kv not in self.kvs:
-            self.kvs[kv] = len(self.kvs), record.kv.block_size, kv_descriptor.token_bytes(record.kv)
-        number, block_size, token_bytes = self.kvs[kv]
+            sizes = kv_descriptor.token_bytes(record.kv), *kv_descriptor.groups(record.kv)
+            self.kvs[kv] = len(self.kvs), record.kv.block_size, sizes
+        number, block_size, sizes = self.kvs[kv]
         cached = load.blocks_cached
         return (
             number,
@@ -190,7 +194,7 @@ class Snapshot:
             record.role,
             view.ready,
             max(1, block_size),
-            token_bytes,
+            *sizes,
             load.chunk_tokens,
             load.prefill_tokens_per_s,
             load.step_ms,

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from baton.errors import Cancelled
 from baton.v1 import common_pb2, inference_pb2
-from router.output.text_stream import ParsedOutput
+from router.output.output_parser import ParsedOutput
 
 # Limits on output that waits because a caller reads slowly.
 MAX_UNREAD_BYTES = 1 << 20

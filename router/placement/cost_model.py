@@ -152,7 +152,10 @@ class Costs:
         self.fleet = _fleet_costs(snapshot)
         workers = snapshot.columns
         # Blocks that the sequence and its next token need of the available ones.
-        whole = demand.num_tokens // workers.block_size + 1
+        size = workers.block_size
+        whole = _in_groups(
+            workers, demand.num_tokens // size + 1, workers.window_tokens // size + 2
+        )
         cached, blocks = np.zeros(len(workers.slot)), whole
         for block_size in {size for _, size, _ in snapshot.kvs.values()} - {0}:
             found = snapshot.index.leading(demand.hashes(block_size))
@@ -160,7 +163,8 @@ class Costs:
                 cached = np.maximum(cached, found[workers.slot] * block_size)
                 # Those shared with a running sequence are not needed again. Of the cached ones, as
                 # many as the pool has unheld may be among the available ones and are counted so.
-                shared = cached // workers.block_size - workers.blocks_cached
+                held = _in_groups(workers, cached // size, workers.window_tokens // size)
+                shared = held - workers.blocks_cached
                 blocks = whole - np.maximum(shared, 0)
         uncached = demand.num_tokens - cached
         self.prefill = self._prefill_costs(cached, uncached, blocks)
@@ -213,7 +217,8 @@ class Costs:
             return DecodeCosts(cached, blocks, no, no, *costs)
         full = fleet.batch_full | (blocks > w.blocks_available)
         # Blocks that decode does not cache are sent, in the gap before the second token.
-        near_us, far_us = np.rint(uncached * w.token_bytes * _BYTE_US + _HANDOFF_US + rest_us)
+        sent = _in_groups(w, uncached, w.window_tokens) / (w.full_groups + w.window_groups)
+        near_us, far_us = np.rint(sent * w.token_bytes * _BYTE_US + _HANDOFF_US + rest_us)
         may = is_mixed
         if demand.local_prefill_max_tokens > 0:
             always = uncached <= demand.local_prefill_max_tokens
@@ -314,6 +319,14 @@ class Costs:
         decode = _room_ms(w, self.decode.blocks, excess)
         decode[~w.ready] = np.inf
         return prefill, decode
+
+
+def _in_groups(workers: WorkerColumns, count: Column, most: Column) -> Column:
+    """The sum of a count over groups of layers; those with a window have at most `most`."""
+    if not workers.window_groups.any():
+        return count * workers.full_groups
+    within = np.minimum(count, most)
+    return count * workers.full_groups + within * workers.window_groups
 
 
 def _room_ms(workers: WorkerColumns, blocks: Column, excess: Any) -> Column:

@@ -37,6 +37,7 @@ from baton.gateway.batch_runner import parse_line
 from baton.gateway.chat import parse_chat
 from baton.gateway.completions import parse_completion
 from baton.gateway.messages import parse_message
+from baton.gateway.responses import parse_response
 from baton.gateway.tokenize import parse_tokenize
 from baton.local import ports
 from baton.local.cluster import LocalCluster
@@ -153,6 +154,7 @@ class Fuzz:
             (parse_completion, inputs.COMPLETIONS, InvalidRequest),
             (parse_chat, inputs.CHATS, InvalidRequest),
             (parse_message, inputs.MESSAGES, InvalidRequest),
+            (parse_response, inputs.RESPONSES, InvalidRequest),
             (parse_tokenize, [*inputs.CHATS, b'{"prompt":"x"}'], InvalidRequest),
             (parse_line, inputs.BATCHES, InvalidRequest),
             (template, inputs.TEMPLATES, Exception),
@@ -164,6 +166,7 @@ class Fuzz:
             "completion",
             "chat",
             "message",
+            "response",
             "tokenize",
             "batch",
             "template",
@@ -278,7 +281,7 @@ async def run(seed: int, seconds: float) -> Fuzz:
     engine = EngineConfig(simulate="1e9,0", kv_blocks=512)
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-fuzz-"))
-        api = ApiConfig(batch_dir=Path(folder))
+        api = ApiConfig(batch_dir=Path(folder), response_dir=Path(folder))
         config = ClusterConfig(
             engine=engine, port=0, http_port=ports.free(), restart=False, api=api
         )

@@ -79,6 +79,10 @@ HTTP = [
     b"POST /v1/batches/batch_0/cancel HTTP/1.1\r\norigin: http://x\r\ncontent-length: 0\r\n\r\n",
     b"DELETE /v1/files/file-0/../x HTTP/1.1\r\n\r\n",
     b'POST /tokenize HTTP/1.1\r\ncontent-length: 14\r\n\r\n{"prompt":"x"}',
+    b"GET /v1/responses/resp_0/input_items?limit=1&after=x&order=asc HTTP/1.1\r\n\r\n",
+    b"DELETE /v1/responses/resp_0 HTTP/1.1\r\n\r\n",
+    b"POST /v1/responses HTTP/1.1\r\ncontent-length: 48\r\n\r\n"
+    b'{"input":"x","background":true,"stream":false}  ',
     b"POST /v1/messages HTTP/1.1\r\nx-api-key: key\r\nanthropic-version: 2023-06-01\r\n"
     b'content-length: 77\r\n\r\n{"max_tokens":3,"stream":true,"messages":[{"role":"user",'
     b'"content":"hello"}]}',
@@ -112,6 +116,14 @@ MESSAGES = [
     b'"thinking":{"type":"enabled","budget_tokens":9,"display":"omitted"},"messages":[{"role":'
     b'"user","content":[{"type":"text","text":"x"}]},{"role":"assistant","content":"y"}],'
     b'"output_config":{"effort":"low","format":{"type":"json_schema","schema":{}}}}',
+]
+RESPONSES = [
+    b'{"input":[{"role":"user","content":[{"type":"input_text","text":"x"}]},{"type":"reasoning",'
+    b'"content":[{"type":"reasoning_text","text":"t"}]},{"type":"function_call","call_id":"1",'
+    b'"name":"f","arguments":"{}"},{"type":"function_call_output","call_id":"1","output":"r"}],'
+    b'"tools":[{"type":"function","name":"f"},{"type":"web_search"}],"truncation":"auto"}',
+    b'{"input":"x","previous_response_id":"resp_0","store":false,"background":true,"top_logprobs":'
+    b'2,"include":["message.output_text.logprobs"],"text":{"format":{"type":"json_object"}}}',
 ]
 TEMPLATES = [
     b"{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}{% endfor %}"

@@ -17,7 +17,7 @@ def test_some_inputs_break_no_parser(tmp_path):
     fuzz = Fuzz(7, 0.0)
     fuzz.parsers(tmp_path)
     assert fuzz.broken == []
-    assert len(fuzz.tried) == 9 and set(fuzz.tried.values()) == {40}
+    assert len(fuzz.tried) == 10 and set(fuzz.tried.values()) == {40}
 
 
 @pytest.mark.parametrize("breaks", [ZeroDivisionError("oops"), None])

@@ -38,7 +38,7 @@ def run(make_engine, *sequences):
     """(what each sequence got, tokens proposed, accepted and kept, preemptions, cached hashes)."""
     with Bench(make_engine) as bench:
         got = bench.finish(*sequences)
-        cached = bench.engine._blocks._by_hash
+        cached = bench.engine._blocks._by_hash[0]
         assert bench.engine.load().result(WAIT_S).blocks_held == 0
     counts = [
         sum(getattr(report, name) for report in bench.reports)

@@ -11,8 +11,8 @@ from baton.gateway.responses import parse_response
 from baton.gateway.responses_output import ItemsOutput
 from baton.generation.tool_call import ToolCallDelta
 from baton.v1 import common_pb2
+from router.output.output_parser import ParsedOutput
 from router.output.sink import Piece
-from router.output.text_stream import ParsedOutput
 
 from .conftest import CALLS
 

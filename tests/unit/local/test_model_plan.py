@@ -105,3 +105,15 @@ def test_doctor_reports_a_model_and_one_that_cannot_be_served(tmp_path, free, ca
     assert cli.main(argv) == 1
     report = json.loads(capsys.readouterr().out)
     assert "has neither model.safetensors nor" in report["model"][0]["text"]
+
+
+def test_a_plan_counts_what_is_beyond_windows(tmp_path, free):
+    make_checkpoint(
+        tmp_path, "GptOssForCausalLM", tokenizer=True, num_local_experts=4, sliding_window=64
+    )
+    free(64 * GIB)
+    text = plan(tmp_path, kv_cache_bytes=1 << 20, chunk_tokens=32)["KV"].text
+    # Two groups of a layer of 2 heads of 16 elements in float32.
+    assert text.startswith("0.5 KiB a token, 0.25 beyond windows of 64; ")
+    sequences = 256 // (1024 // 16 + (64 + 32) // 16 + 1)
+    assert f"tokens: {sequences} sequences of 1,024" in text
