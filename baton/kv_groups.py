@@ -32,11 +32,13 @@ def held(block_ids: Iterable[int]) -> list[int]:
 class KvGroups:
     """The groups of a model whose blocks hold `block_size` tokens.
 
-    windows: for each group, the number of tokens that a token attends to, itself included; 0: all.
+    windows: for each group, the number of tokens that a token attends to, itself included; 0: all ·
+    state_blocks: blocks that a sequence has besides, for its state; then no group has a window.
     """
 
     windows: tuple[int, ...] = (0,)
     block_size: int = 16
+    state_blocks: int = 0
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -54,6 +56,13 @@ class KvGroups:
     def handoff_start(self, cached_tokens: int, num_tokens: int) -> int:
         """The first token whose KV a handoff of `num_tokens` sends, if so many are cached."""
         return max(cached_tokens, min(self.first_blocks(num_tokens)) * self.block_size)
+
+    def handoff_end(self, num_tokens: int) -> int:
+        """The token slots of a handoff of `num_tokens`: with a state those of whole blocks, the
+        state's last."""
+        if not self.state_blocks:
+            return num_tokens
+        return (-(-num_tokens // self.block_size) + self.state_blocks) * self.block_size
 
     def needed(
         self, block_ids: Sequence[int], first: int, end: int, position: int
@@ -113,7 +122,7 @@ class KvGroups:
         """Most blocks that a sequence of `num_tokens` holds, if a step computes `step_tokens`."""
         size = self.block_size
         whole = -(-num_tokens // size)
-        return sum(
+        return self.state_blocks + sum(
             min(whole, -(-(window + step_tokens) // size) + 1) if window else whole
             for window in self.windows
         )

@@ -93,10 +93,11 @@ class Transfer:
 class Handoff:
     """A sequence that holds blocks here, or asks for them.
 
-    `block_ids` (`Sequence.block_ids`) cover its `num_tokens` tokens in order, as far as windows
-    need them; more may follow. The first `cached_tokens`, a multiple of the block size, are valid
-    already, perhaps shared, and never written. Only KV of
-    the tokens of `token_digest` (`baton.block_hash`) may come in. `deadline`: of the event loop's
+    `block_ids` (`Sequence.handoff_blocks`) cover its `num_slots` token slots in order, as far as
+    windows need them: those of its `num_tokens` tokens, and then those of its state; more may
+    follow. The first `cached_tokens`, a multiple of the block size, are valid already, perhaps
+    shared, and never written. Only KV of the tokens of `token_digest` (`baton.block_hash`) may come
+    in. `deadline`: of the event loop's
     clock.
     """
 
@@ -121,6 +122,7 @@ class Handoff:
 
     def __post_init__(self) -> None:
         self.num_tokens = self.sequence.num_tokens  # of the prompt; the sequence grows
+        self.num_slots = self.groups.handoff_end(self.num_tokens)
 
     @property
     def about(self) -> Mapping[str, str]:
@@ -152,9 +154,9 @@ class Handoff:
             text = f"tokens from {first_token} were announced, {transfer.next_token} are next"
             cached = f" ({self.first_token} are not needed)"
             raise InvalidRequest(text + cached, "first_token")
-        if num_tokens == 0 or end > self.num_tokens:
+        if num_tokens == 0 or end > self.num_slots:
             raise InvalidRequest(f"[{first_token}, {end}) is not reserved", "num_tokens")
-        if end % self.groups.block_size and end != self.num_tokens:
+        if end % self.groups.block_size and end != self.num_slots:
             raise InvalidRequest(f"only the last block may be partial, not at {end}", "num_tokens")
         transfer.next_token = end
         return self._slots(first_token, end)
@@ -162,7 +164,7 @@ class Handoff:
     @property
     def received_slots(self) -> Slots:
         """All slots that the handoff's sender wrote, once everything has been announced."""
-        return self._slots(self.first_token, self.num_tokens)
+        return self._slots(self.first_token, self.num_slots)
 
     @property
     def first_token(self) -> int:
@@ -175,8 +177,8 @@ class Handoff:
         if request.token_digest != self.token_digest:
             text = f"handoff {self.handoff_id}: other tokens were prefilled than were reserved"
             raise InvalidRequest(text, "token_digest")
-        self._compare("tokens", request.num_tokens, self.num_tokens)
-        self._compare("tokens announced", transfer.next_token, self.num_tokens)
+        self._compare("tokens", request.num_tokens, self.num_slots)
+        self._compare("tokens announced", transfer.next_token, self.num_slots)
 
     def check_bytes(self, request: pb.CommitRequest, arrived: LinkDigest) -> None:
         """Raises KvCorrupted unless exactly the sent bytes are here."""

@@ -165,8 +165,17 @@ class Handoffs:
                 raise transfer.failure
             self._check_current(handoff, transfer)
             handoff.check_tokens(transfer, request)
-            if not link.transport.one_sided:
+            is_verified = not link.transport.one_sided
+            if is_verified:
                 handoff.check_bytes(request, transfer.digest)
+            elif (
+                self._limits.groups.state_blocks
+            ):  # which decoding would change before it is read back
+                async with asyncio.timeout(self._verify_timeout_s):
+                    arrived = await link.checksum(handoff.received_slots)
+                self._check_current(handoff, transfer)
+                handoff.check_bytes(request, arrived)
+                is_verified = True
             self._limits.check_token(request.first_token_id, "first_token_id")
         except BatonError as error:
             handoff.warn(request.incarnation, error)
@@ -176,17 +185,16 @@ class Handoffs:
             raise
         handoff.events.awaited = False
         handoff.transfer = None  # Commit says that everything has been written
-        is_verified = not link.transport.one_sided
         handoff.enter(State.RUNNING if is_verified else State.COMMITTED)
         self._start_decoding(handoff)
         # What a one-sided sender wrote is read back while the sequence decodes.
-        arrived = None if is_verified else link.checksum(handoff.received_slots)
+        reading = None if is_verified else link.checksum(handoff.received_slots)
         token_id, num_tokens = request.first_token_id, handoff.num_tokens
         resumed = self._engine.resume(handoff.handoff_id, num_tokens, token_id, is_verified)
-        if arrived is None:
+        if reading is None:
             await asyncio.wrap_future(resumed)
         else:
-            await self._verify(handoff, request, arrived, resumed)
+            await self._verify(handoff, request, reading, resumed)
 
     async def _verify(
         self, handoff: Handoff, request: pb.CommitRequest, arrived: asyncio.Future[LinkDigest],

@@ -58,12 +58,12 @@ class TransferStats:
 class HandoffSender:
     """The transfer of one sequence's KV: an async context that aborts unless it was committed.
 
-    The blocks must be held until it is left. `num_tokens`: tokens of the sequence, including cached
-    ones · `timeout_s`: the request's remaining time · `step_timeout_s`: limit of every single wait
-    · `parent`: the parent of the span `kv.transfer` · `token_digest`: of the tokens whose KV is
-    sent; Commit fails if other tokens were reserved · `groups`: groups of layers that share the
-    pool; None: one without a window · `abort_wait_s`: time that leaving waits for the first try of
-    an Abort; others follow in the background.
+    The blocks must be held until it is left. `num_tokens`: token slots of the handoff
+    (`KvGroups.handoff_end`), including cached ones · `timeout_s`: the request's remaining time ·
+    `step_timeout_s`: limit of every single wait · `parent`: the parent of the span `kv.transfer` ·
+    `token_digest`: of the tokens whose KV is sent; Commit fails if other tokens were reserved ·
+    `groups`: groups of layers that share the pool; None: one without a window · `abort_wait_s`:
+    time that leaving waits for the first try of an Abort; others follow in the background.
     """
 
     links: OutgoingLinks

@@ -64,7 +64,7 @@ class Prompt:
     sequence: Sequence
     num_tokens: int  # tokens of the handoff; the sequence gets one more, sampled here
     trace: Context
-    sent: int  # tokens whose blocks were sent, or are not needed by the decode worker
+    sent: int  # token slots whose blocks were sent, or are not needed by the decode worker
     arrived_ns: int = field(default_factory=time.time_ns)
     computed: int | None = None  # tokens; None before the first chunk
     pooled: Vector | None = None  # for an embedding: the sum of hidden states so far
@@ -253,7 +253,7 @@ class PrefillPart(Part):
             self.tracer,
             request.target,
             sequence.seq_id,
-            prompt.num_tokens,
+            self.limits.groups.handoff_end(prompt.num_tokens),
             request.sequence.time_left_ms / 1000 or self.config.lease_s,
             parent=prompt.trace,
             token_digest=token_digest(sequence.tokens, sequence.cache_salt),
@@ -313,10 +313,12 @@ class PrefillPart(Part):
         size = groups.block_size
         if end < prompt.num_tokens:
             end -= end % size
+        else:
+            end = groups.handoff_end(end)
         if end <= prompt.sent:
             return
         # Block ids of a prompt do not change while it runs, so reading them here is safe.
-        block_ids = prompt.sequence.block_ids
+        block_ids = prompt.sequence.handoff_blocks(prompt.num_tokens, size)
         if not block_ids:  # the prompt has ended; the report of that is already queued
             return
         slots = handoff_slots(groups, block_ids, prompt.sent, end, prompt.num_tokens)

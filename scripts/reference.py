@@ -161,8 +161,8 @@ def _differences(one: Architecture) -> Iterator[str]:
         yield "scaled embeddings"
     if one.sinks:
         yield "sinks"
-    if one.latent:
-        yield "latent KV (MLA)"
+    if one.latent or one.delta_rule:
+        yield "latent KV (MLA)" if one.latent else "gated attention in each 4th layer, else linear"
     if one.experts:
         yield from _moe_differences(one.experts)
 

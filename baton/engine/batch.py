@@ -31,7 +31,9 @@ class StepBatch:
     padded with 0, also where a group has none · logit_rows: `[n]`, rows whose logits are
     wanted, ascending · num_decodes: number of sequences with one
     row (known to the host) · wants_hidden: whether `StepModel.hidden` is to be written ·
-    lora_slots: `[rows]`, the slot of each row's adapter or -1; None if no row has one.
+    lora_slots: `[rows]`, the slot of each row's adapter or -1; None if no row has one ·
+    state_tables: `[sequences, blocks]`, the blocks of each sequence's state; None in models
+    without.
     """
 
     token_ids: Tensor
@@ -42,6 +44,7 @@ class StepBatch:
     num_decodes: int
     wants_hidden: bool = False
     lora_slots: Tensor | None = None
+    state_tables: Tensor | None = None
 
 
 class StepModel(Protocol):
@@ -129,6 +132,7 @@ class BatchBuilder:
             num_decodes=num_decodes,
             wants_hidden=any(item.sequence.params.embedding for item in scheduled),
             lora_slots=None if (slots := lora_slots(scheduled)) is None else self._tensor(slots),
+            state_tables=None if (of := state_tables(scheduled)) is None else self._tensor(of),
         )
 
     def _tensor(self, values: Ints) -> torch.Tensor:
@@ -141,6 +145,12 @@ def lora_slots(scheduled: list[ScheduledSequence]) -> Ints | None:
     if max(slots) < 0:
         return None
     return np.repeat(np.array(slots, np.int32), [item.count for item in scheduled])
+
+
+def state_tables(scheduled: list[ScheduledSequence]) -> Ints | None:
+    """As of `StepBatch`."""
+    tables = [item.sequence.state_blocks for item in scheduled]
+    return np.array(tables, np.int32) if tables[0] else None
 
 
 def on_device(values: Ints, device: torch.device) -> torch.Tensor:
@@ -164,6 +174,7 @@ class _DecodeBatch:
         self._sequences = [item.sequence for item in scheduled]
         self._blocks = [sequence.block_ids for sequence in self._sequences]
         self._num_blocks = [len(blocks) for blocks in self._blocks]
+        self._states = [sequence.state_blocks for sequence in self._sequences]
         width = max(self._num_blocks) + _SPARE_BLOCKS * num_groups
         self._rows = np.zeros((2, count), np.int32)  # token ids, context_lens
         self._tables = np.zeros((count, width), np.int32)
@@ -174,10 +185,11 @@ class _DecodeBatch:
         query_lens = torch.ones(count, dtype=torch.int32)
         logit_rows = torch.arange(count, dtype=torch.int32)
         tables = torch.from_numpy(self._tables)
-        slots = lora_slots(scheduled)
+        slots, states = lora_slots(scheduled), state_tables(scheduled)
         self._batch = StepBatch(
             *(token_ids, context_lens, query_lens, tables, logit_rows, count),
             lora_slots=None if slots is None else torch.from_numpy(slots),
+            state_tables=None if states is None else torch.from_numpy(states),
         )
 
     def continues(self, scheduled: list[ScheduledSequence]) -> bool:
@@ -185,6 +197,8 @@ class _DecodeBatch:
         if [item.sequence for item in scheduled] != self._sequences:
             return False
         for at, sequence in enumerate(self._sequences):
+            if sequence.state_blocks is not self._states[at]:
+                return False
             blocks = sequence.block_ids
             same = blocks is self._blocks[at] and len(blocks) == self._num_blocks[at]
             if not same and not self._take(at, blocks):

@@ -17,7 +17,7 @@ group, which has no window if any has none.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,8 +54,11 @@ class BlockManager:
         block_size: int,
         prefix_cache: bool = True,
         windows: tuple[int, ...] = (0,),
+        zero: Callable[[list[int]], object] = list,
     ) -> None:
-        """windows: of each group of layers, as of `KvGroups`."""
+        """windows: of each group of layers, as of `KvGroups` · zero: zeroes blocks' memory."""
+        self._zero = zero
+        self._not_kv: set[int] = set()  # blocks whose last content was a state
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups = KvGroups(windows, block_size)
@@ -90,13 +93,22 @@ class BlockManager:
     def num_available(self) -> int:
         return self.num_free + self.num_cached
 
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one holder each, or None when there are not enough."""
+    def allocate(self, count: int, states: bool = False) -> list[int] | None:
+        """`count` blocks with one holder each, or None when there are not enough.
+
+        states: whether they are to hold a state. Where KV is to come, no bytes of a state are left:
+        read as KV they might be numbers that are not finite.
+        """
         if count > self.num_available:
             return None
         blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._refs[block] = 1
+        if states:
+            self._not_kv.update(blocks)
+        elif self._not_kv and (stale := self._not_kv.intersection(blocks)):
+            self._zero(sorted(stale))
+            self._not_kv -= stale
         return blocks
 
     def get_computed_blocks(

@@ -92,12 +92,13 @@ class Loaded:
         settings, runner, most = self.settings, self.runner, self.max_context
         layout = self.layout
         sizes = layout.num_blocks, layout.block_size
-        blocks = BlockManager(*sizes, settings.prefix_cache, layout.windows)
+        cache = settings.prefix_cache and not layout.state_blocks
+        blocks = BlockManager(*sizes, cache, layout.windows, runner.zero_blocks)
         proposer = NgramProposer(settings.speculate, most) if settings.speculate else None
         usual = _CHUNKS[runner.pool.device.type]
         alone_s = 0.0 if settings.chunk_ms else usual.alone_s
         chunk = ChunkBudget(settings.chunk_tokens, self.chunk_s, usual.min_tokens, alone_s)
-        scheduler = Scheduler(blocks, chunk, settings.max_batch, proposer)
+        scheduler = Scheduler(blocks, chunk, settings.max_batch, proposer, layout.state_blocks)
         eos = frozenset(self.model_config.eos_token_ids)
         overlap = settings.overlap and not proposer  # proposals need known tokens
         engine = Engine(runner, scheduler, eos, most, publish, overlap, settings.lora_slots)
@@ -127,6 +128,7 @@ def load(
     ranks_here = settings.tp - len(remote_ranks.connections)
     path = model_path(settings.model)
     config = ModelConfig.load(path)
+    config.check_settings(settings)
     backend = backend or backend_of(settings, ranks_here)
     backend.remote_ranks = remote_ranks
     settings = Shard(0, ranks_here).settings(backend.settings)
@@ -197,7 +199,12 @@ def longest_context(settings: EngineConfig, config: ModelConfig) -> int:
 
 
 def _check_context(settings: EngineConfig, layout: KvLayout) -> None:
-    """Raises ConfigError if the pool is smaller than the requested context."""
+    """Raises ConfigError if the pool is smaller than a state, or than the requested context."""
+    if layout.num_tokens < 1:
+        raise ConfigError(
+            f"the state of a sequence takes {layout.state_blocks} KV blocks, and there are "
+            f"{layout.num_blocks}: give the KV cache {_kv_for(layout, layout.block_size)}"
+        )
     if settings.max_context >= layout.num_tokens:
         raise ConfigError(
             f"--max-context {settings.max_context} does not fit the KV cache, which holds "
@@ -221,11 +228,15 @@ def warm_up(loaded: Loaded) -> None:
     """
     loaded.prepare()
     chunk = min(512, loaded.settings.chunk_tokens, loaded.max_context)
-    groups = len(loaded.layout.windows)
+    groups, num_blocks = len(loaded.layout.windows), loaded.layout.num_blocks
     blocks = list(range(-(-chunk // loaded.layout.block_size) * groups))
-    sequence = Sequence("warm-up", [1] * chunk, chunk, SamplingParams(), block_ids=blocks)
+    states = list(range(num_blocks - loaded.layout.state_blocks, num_blocks))
+    params = SamplingParams()
+    sequence = Sequence(
+        "warm-up", [1] * chunk, chunk, params, block_ids=blocks, state_blocks=states
+    )
     single = ScheduledSequence(
-        Sequence("warm-up", [1], 1, SamplingParams(), block_ids=blocks[:groups]), 0, 1
+        Sequence("warm-up", [1], 1, params, block_ids=blocks[:groups], state_blocks=states), 0, 1
     )
     loaded.runner.run(
         ScheduledStep(
@@ -233,6 +244,7 @@ def warm_up(loaded: Loaded) -> None:
         )
     )
     loaded.runner.run(ScheduledStep([ScheduledSequence(sequence, chunk - 1, 1)]))
+    loaded.runner.zero_blocks(states)  # which may hold KV next
 
 
 def backend_of(settings: EngineConfig, ranks: int) -> Backend:

@@ -26,8 +26,8 @@ RETRY_S = 0.2  # advised when there is no room: room comes whenever a sequence e
 
 @dataclass(frozen=True)
 class Reserved:
-    """Blocks held for a sequence (`Sequence.block_ids`); those of its first `num_cached` tokens are
-    filled.
+    """Blocks held for a sequence (`Sequence.handoff_blocks`); those of its first `num_cached`
+    tokens are filled.
 
     started: it runs already, and needs no `resume`.
     """
@@ -96,12 +96,13 @@ class Engine(EngineLoop):
                 f"{self._blocks.num_blocks} KV blocks are available",
                 RETRY_S,
             )
-        reserved = Reserved(sequence.num_computed, tuple(sequence.block_ids), starts)
+        blocks = sequence.handoff_blocks(sequence.num_tokens, self._blocks.block_size)
+        reserved = Reserved(sequence.num_computed, tuple(blocks), starts)
         if starts:
             self._scheduler.add(sequence)
         else:
             # The writers are other processes, which are not ordered with steps that run here.
-            self._runner.wait_for_writes(held(sequence.block_ids))
+            self._runner.wait_for_writes(held(blocks))
         return reserved
 
     @_command
@@ -177,8 +178,8 @@ class Engine(EngineLoop):
         quarantined: list[int] = []
         if quarantine_from is not None:
             first = self._entry(quarantine_from)
-            quarantined = held(sequence.block_ids[first:])
-            sequence.block_ids = sequence.block_ids[:first]
+            quarantined = held(sequence.block_ids[first:]) + sequence.state_blocks
+            sequence.block_ids, sequence.state_blocks = sequence.block_ids[:first], []
             self._blocks.quarantine(quarantined)
         if sequence.awaits_kv:
             first = self._entry(sequence.num_computed)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from baton.engine.kernels.delta_rule import StateLayout
 from baton.engine.kernels.torch.row_quantization import SCALE_BYTES, is_quantized
 from baton.engine.models.model_config import ModelConfig
 from baton.errors import ConfigError
@@ -49,6 +50,7 @@ class KvLayout:
     parts: int = 2
     windows: tuple[int, ...] = (0,)
     step_tokens: int = 0
+    state_blocks: int = 0  # of each sequence's state; 0 in models without states
 
     @property
     def row_size(self) -> int:
@@ -69,13 +71,18 @@ class KvLayout:
     @property
     def groups(self) -> KvGroups:
         """The groups of layers that share the pool."""
-        return KvGroups(self.windows, self.block_size)
+        return KvGroups(self.windows, self.block_size, self.state_blocks)
 
     @property
     def block_bytes(self) -> int:
         """Size of a block."""
         rows = self.num_layers * self.parts * self.num_kv_heads * self.block_size
         return rows * self.row_size * self.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the blocks of a sequence's state."""
+        return self.state_blocks * self.block_bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -117,6 +124,22 @@ class KvLayout:
         )
 
 
+def _state_blocks(config: ModelConfig, layout: KvLayout) -> int:
+    """Blocks of a sequence's state. Raises ConfigError where a block cannot hold a row of it."""
+    rule = config.delta_rule
+    if rule is None:
+        return 0
+    chunk_bytes = layout.block_size * layout.row_size * layout.dtype.itemsize
+    heads, chunks = layout.num_kv_heads, layout.num_layers * layout.parts
+    states = StateLayout(rule.shape, sum(rule.layers), heads, chunk_bytes, chunks)
+    if not states.chunk_rows:
+        raise ConfigError(
+            f"the model's states have rows of {rule.shape.value_size} floats, which do not fit the "
+            f"{chunk_bytes} bytes that a KV head has in a block: raise --block-size"
+        )
+    return states.num_blocks
+
+
 def plan_layout(
     config: ModelConfig, dtype: torch.dtype, block_size: int, num_blocks: int, budget_bytes: int,
     step_tokens: int = 0,
@@ -128,6 +151,7 @@ def plan_layout(
     groups, heads = config.layer_groups, (config.num_kv_heads, block_size, config.head_size)
     of_groups = config.kv_parts, groups.windows, step_tokens
     one = KvLayout(1, groups.size, *heads, dtype, *of_groups)
+    one = replace(one, state_blocks=_state_blocks(config, one))
     count = num_blocks or budget_bytes // one.num_bytes
     if count < 1:
         raise ConfigError(

@@ -108,26 +108,27 @@ class ZeroBlocks:
 
 @dataclass(frozen=True)
 class RunStep:
-    """Compute a step. tensors: the batch's, in the order of `StepBatch`'s fields; the last one,
-    of adapters, only if it has one."""
+    """Compute a step. tensors: the batch's, by the name of `StepBatch`'s field."""
 
-    tensors: Sequence[Ints]
+    tensors: dict[str, Ints]
     num_decodes: int
 
     @classmethod
     def from_batch(cls, batch: StepBatch) -> RunStep:
         """The command for a batch that the first rank is about to compute."""
-        tensors = [one for one in vars(batch).values() if isinstance(one, Tensor)]
-        return cls([tensor.cpu().numpy() for tensor in tensors], batch.num_decodes)
+        tensors = {
+            name: value.cpu().numpy()
+            for name, value in vars(batch).items()
+            if isinstance(value, Tensor)
+        }
+        return cls(tensors, batch.num_decodes)
 
     def batch(self, device: torch.device) -> StepBatch:
         """The batch, on the device of a rank."""
-        tensors = [on_device(array, device) for array in self.tensors]
-        tokens, contexts, queries, tables, logit_rows, *lora_slots = tensors
-        return StepBatch(
-            *(tokens, contexts, queries, tables, logit_rows, self.num_decodes),
-            lora_slots=next(iter(lora_slots), None),
-        )
+        fields: dict[str, Any] = {
+            name: on_device(array, device) for name, array in self.tensors.items()
+        }
+        return StepBatch(**fields, num_decodes=self.num_decodes)
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,10 @@ class Scheduler:
         chunk: ChunkBudget,
         max_batch: int,
         proposer: Proposer | None = None,
+        state_blocks: int = 0,
     ) -> None:
+        """state_blocks: blocks of a sequence's state; 0 in models without states."""
+        self.state_blocks = state_blocks
         self.blocks = blocks
         self.chunk = chunk
         self.max_batch = max_batch
@@ -207,15 +210,18 @@ class Scheduler:
         Returns False, with no block held, when there are not enough.
         """
         self.use_cache(sequence)
-        if self._grow(sequence, extra_tokens):
+        if not sequence.state_blocks and self.state_blocks:
+            sequence.state_blocks = self.blocks.allocate(self.state_blocks, states=True) or []
+        has_state = len(sequence.state_blocks) == self.state_blocks
+        if has_state and self._grow(sequence, extra_tokens):
             return True
         self.free(sequence)
         return False
 
     def free(self, sequence: Sequence) -> None:
         """Releases a sequence's blocks, so that none of its tokens is computed any more."""
-        self.blocks.release(sequence.block_ids)
-        sequence.block_ids = []
+        self.blocks.release([*sequence.block_ids, *sequence.state_blocks])
+        sequence.block_ids, sequence.state_blocks = [], []
         sequence.num_computed = sequence.num_slots = 0
 
     def schedule(self) -> ScheduledStep:

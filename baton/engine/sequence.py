@@ -48,6 +48,7 @@ class Sequence:
     limit: int = _ENDLESS
     preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
+    state_blocks: list[int] = field(default_factory=list)  # of its state, in models with states
     num_slots: int = 0  # tokens that all groups of layers have blocks for, set by the scheduler
     block_hashes: list[int] = field(default_factory=list)
     token_counts: TokenCounts = field(default_factory=TokenCounts)  # on demand of penalties
@@ -60,6 +61,13 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    def handoff_blocks(self, num_tokens: int, block_size: int) -> list[int]:
+        """The blocks of a handoff of `num_tokens`: of at least those, or exactly of those and then
+        of the state."""
+        if not self.state_blocks:
+            return self.block_ids
+        return self.block_ids[: -(-num_tokens // block_size)] + self.state_blocks
 
     @property
     def num_pending(self) -> int:

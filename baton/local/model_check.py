@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.config import EngineConfig, model_path
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.models.tensor_names import check_tensors, text_tensors
+from baton.engine.models.tensor_names import as_stored, check_tensors, text_tensors
 from baton.engine.quantization.config import weight_format
 from baton.errors import CheckpointError, ConfigError
 from baton.gguf.file import SUFFIX
@@ -23,9 +23,11 @@ def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
             f"--model {settings.model} is a file: give its directory, or a file *{SUFFIX}"
         )
     config = ModelConfig.load(path)
+    config.check_settings(settings)
     weight_format(settings, config.quantization)
     if not (settings.random_weights or settings.simulate):
-        check_tensors(path, config, text_tensors(path, config)[0])
+        stored = text_tensors(path, config)[0]
+        check_tensors(path, as_stored(config, stored), stored)
     if worker:
         text_fingerprint(path)
         return

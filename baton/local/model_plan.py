@@ -108,6 +108,8 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
 
 def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
     groups, tokens, beyond = layout.groups, layout.num_tokens, ""
+    if layout.state_blocks:
+        beyond = f" and {layout.state_bytes / 2**20:,.3g} MiB a sequence"
     if groups.slide:
         tokens = min(tokens, context + 1)
         size = groups.windows.count(0) * layout.block_bytes / layout.block_size

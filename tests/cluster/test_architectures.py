@@ -24,6 +24,7 @@ from tests.unit.engine.test_quantized_checkpoints import FORMATS, PARTS
 FORMS = (
     *("demo", "LlamaForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Glm4ForCausalLM"),
     *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
+    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"),
 )
 OF_EACH = dict(reversed(VARIANTS.values()))  # the first variant of each
 PROMPTS = [[(7 * i + 5 * one) % 250 + 2 for i in range(75)] for one in range(6)]
@@ -114,6 +115,25 @@ async def check_greedy_tokens(model, reference, clusters):
     asked = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
     done = await asyncio.gather(*(client.generate(prompt, **asked) for prompt in PROMPTS))
     assert all(one.route.prefill != one.route.decode for one in done)
+    with torch.inference_mode():
+        texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, done, strict=True)]
+        expected = reference(torch.tensor(texts)).logits.argmax(dim=-1)
+    assert [text[75:] for text in texts] == expected[:, 74:-1].tolist()
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("2", "1"), ("1", "2")])
+async def test_states_are_handed_over_between_workers_of_other_ranks(
+    prefill, decode, tmp_path, clusters
+):
+    reference = make_checkpoint(tmp_path, "Qwen3_5ForCausalLM", tokenizer=True)
+    engine = replace(
+        ENGINE, model=str(tmp_path), kv_cache_bytes=0, kv_blocks=256, tp_backend="gloo"
+    )
+    ranks = {"prefill": ["--tp", prefill], "decode": ["--tp", decode]}
+    _, client = await clusters(alone=True, engine=engine, extra_args=ranks)
+    options = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
+    done = await asyncio.gather(*(client.generate(prompt, **options) for prompt in PROMPTS))
+    assert all(one.route.prefill and one.route.attempts == 1 for one in done)
     with torch.inference_mode():
         texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, done, strict=True)]
         expected = reference(torch.tensor(texts)).logits.argmax(dim=-1)

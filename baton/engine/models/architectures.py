@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
+# Values of `layer_types`.
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 QkNorm = Literal["none", "head", "row"]
 """Norms of queries and keys: over each head, or over all heads of a row."""
@@ -77,7 +78,8 @@ class Architecture:
     "alternate", every other one before it; "unrotated", those without rotary embedding; n, all but
     each n-th; "none" and "always" ignore `layer_types`; where `use_sliding_window` is a key and not
     set, none · rotates: "sliding" if layers of full attention have no rotary embedding where others
-    have windows · models: well-known models, for the documentation.
+    have windows · delta_rule: projections of layers with linear attention: two by key head, or four
+    by part · models: well-known models, for the documentation.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -97,6 +99,8 @@ class Architecture:
     rotates: Literal["all", "sliding"] = "all"
     interleaved_rope: bool = False  # rotated pairs are neighbours
     sinks: bool = False  # each head's softmax has a further score, whose value is 0
+    gated_attention: bool = False  # outputs are multiplied by a gate, projected beside each query
+    delta_rule: tuple[str, ...] = ()
     latent: bool = False  # attention is over latent KV (MLA)
     experts: ExpertNames | None = None  # if layers have a mixture of experts
     models: str = ""
@@ -135,6 +139,36 @@ _QWEN_DEFAULTS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+_QWEN_NEXT_DEFAULTS = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_QWEN_NEXT_MOE = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 10,
+    "num_experts": 512,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_QWEN_NEXT: dict[str, Any] = {
+    "qkv_bias": "attention_bias",
+    "o_bias": "attention_bias",
+    "qk_norm": "head",
+    "norm_plus_one": True,
+    "norm_rounds_once": True,
+    "gated_attention": True,
+}
+_QWEN_EXPERTS = ExpertNames(shared_size="shared_expert_intermediate_size", shared_gate=True)
+_BY_PART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _LATENT = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -339,6 +373,32 @@ ARCHITECTURES: dict[str, Architecture] = {
         windows="always",
         experts=ExpertNames(),
         models="Qwen3-MoE",
+    ),
+    "Qwen3NextForCausalLM": Architecture(
+        {**_QWEN_NEXT_DEFAULTS, **_QWEN_NEXT_MOE},
+        **_QWEN_NEXT,
+        delta_rule=("in_proj_qkvz", "in_proj_ba"),
+        experts=_QWEN_EXPERTS,
+        models="Qwen3-Next",
+    ),
+    "Qwen3_5ForCausalLM": Architecture(
+        _QWEN_NEXT_DEFAULTS,
+        **_QWEN_NEXT,
+        delta_rule=_BY_PART,
+        models="Qwen3.5 (text)",
+    ),
+    "Qwen3_5MoeForCausalLM": Architecture(
+        {
+            **_QWEN_NEXT_DEFAULTS,
+            **_QWEN_NEXT_MOE,
+            "intermediate_size": 5632,  # of no layer
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+        },
+        **_QWEN_NEXT,
+        delta_rule=_BY_PART,
+        experts=_QWEN_EXPERTS,
+        models="Qwen3.5-MoE (text)",
     ),
     "Qwen3VLMoeForConditionalGeneration": Architecture(
         {**_SPARSE, "num_experts_per_tok": 8, "norm_topk_prob": True},
@@ -554,6 +614,13 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "Qwen3VLMoeForConditionalGeneration": Wrapper(
         {"qwen3_vl_moe_text": "Qwen3VLMoeForConditionalGeneration"}, models="Qwen3-VL-MoE"
+    ),
+    "Qwen3_5ForConditionalGeneration": Wrapper(
+        {"qwen3_5_text": "Qwen3_5ForCausalLM"}, models="Qwen3.5, Qwen3.6"
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper(
+        {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+        models="Qwen3.5-MoE, Qwen3.6-MoE",
     ),
     "InternVLForConditionalGeneration": Wrapper(
         {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}, models="InternVL 3"

@@ -19,9 +19,11 @@ from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.torch.attention import Scoring, attend, place, softcapped, write_kv
+from baton.engine.kernels.torch.delta_rule import States, rowwise
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.moe_routing import route
 from baton.engine.kernels.torch.rows import Norm, RowOps, rms_norm, rotate
+from baton.engine.models.linear_attention import LinearAttention
 from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.rope import rope_tables
@@ -39,6 +41,7 @@ class DecoderModel:
     """
 
     ops = RowOps()
+    linear_attention = LinearAttention
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class DecoderModel:
             self.expert_tokens = torch.zeros(counts, dtype=torch.int64, device=device)
             moe_layers = [index for index, has in enumerate(config.experts.layers) if has]
             self._tokens_of = dict(zip(moe_layers, self.expert_tokens, strict=True))
+        self._linear = self.linear_attention(config, weights.layers)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
     @torch.inference_mode()
@@ -83,7 +87,10 @@ class DecoderModel:
         """Runs a batch and writes its K and V into the pool: logits `[logit_rows, vocab_size]`."""
         num_rows, num_logits, self.hidden = len(batch.token_ids), len(batch.logit_rows), None
         placed = self._place(batch, pool)
-        hidden = self._forward(batch.token_ids, placed, pool, batch.lora_slots)
+        states = None
+        if batch.state_tables is not None:
+            states = States(batch.state_tables, batch.context_lens, batch.query_lens)
+        hidden = self._forward(batch.token_ids, placed, pool, batch.lora_slots, states)
         if not num_logits:
             return hidden.rows.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         if num_logits < num_rows:
@@ -116,23 +123,49 @@ class DecoderModel:
         self.lora.write(slot, adapter)
 
     def _forward(
-        self, token_ids: Tensor, placed: Any, pool: Tensor, lora_slots: Tensor | None = None
-    ) -> ResidualStream:
+        self, token_ids: Tensor, placed: Any, pool: Tensor, lora_slots: Tensor | None = None,
+        states: States | None = None,
+    ) -> ResidualStream:  # fmt: skip
         """The residual stream after all layers. placed: as `_place` returned it."""
         embedded = self._embed(token_ids)
         if self._embedding_scale != 1:
             embedded = embedded * self._embedding_scale
         hidden = ResidualStream(embedded, lora_slots=lora_slots)
         for index, layer in enumerate(self._weights.layers):
-            lora = self._lora(hidden, index)
-            qkv = self._normed_product(
-                hidden, layer.input_norm, layer.qkv, layer.qkv_bias, lora=lora.get("qkv")
-            )
-            attended = self._attention(qkv, placed, index, layer, pool)
-            norm = layer.attention_norm
-            self._add_product(hidden, attended, layer.o, layer.o_bias, norm, lora.get("o"))
+            if layer.delta is None:
+                self._add_attention(hidden, layer, placed, index, pool)
+            else:
+                assert states is not None, "a model with states has them"
+                self._add_linear_attention(hidden, layer, states, index, pool)
             self._add_mlp(hidden, layer, placed, index)
         return hidden
+
+    def _add_attention(
+        self, hidden: ResidualStream, layer: LayerWeights, placed: Any, index: int, pool: Tensor
+    ) -> None:
+        """Adds the output of attention to the stream, and writes K and V."""
+        assert layer.qkv is not None and layer.o is not None
+        lora, gates = self._lora(hidden, index), None
+        qkv = self._normed_product(
+            hidden, layer.input_norm, layer.qkv, layer.qkv_bias, lora=lora.get("qkv")
+        )
+        if self.config.arch.gated_attention:
+            size = self.config.num_heads * self.config.head_size
+            gates, qkv = qkv[:, -size:], qkv[:, :-size].contiguous()
+        attended = self._attention(qkv, placed, index, layer, pool)
+        if gates is not None:
+            attended = attended * rowwise(torch.sigmoid, gates)
+        norm = layer.attention_norm
+        self._add_product(hidden, attended, layer.o, layer.o_bias, norm, lora.get("o"))
+
+    def _add_linear_attention(
+        self, hidden: ResidualStream, layer: LayerWeights, states: States, index: int, pool: Tensor
+    ) -> None:
+        """Adds the output of linear attention to the stream, and updates states."""
+        assert layer.delta is not None
+        normed = self._normed(hidden, layer.input_norm)
+        out = self._linear.run(index, normed, states, pool)
+        self._add_product(hidden, out, layer.delta.delta_out, None, layer.attention_norm)
 
     def _lora(self, hidden: ResidualStream, index: int) -> Mapping[str, LoraMatrices]:
         """What adapters add to a layer's products, by field; empty where no row has an adapter."""

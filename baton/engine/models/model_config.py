@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from baton.config import EngineConfig
 from baton.engine.checkpoint.fields import (
     BOOLEAN,
     COUNT,
@@ -27,10 +29,12 @@ from baton.engine.checkpoint.fields import (
 from baton.engine.checkpoint.gguf import config_values
 from baton.engine.checkpoint.tensors import read_json
 from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.kernels.routing import Routing
 from baton.engine.models.architectures import (
     ARCHITECTURES,
     FULL,
+    LINEAR,
     REFUSED,
     SLIDING,
     WRAPPERS,
@@ -41,7 +45,7 @@ from baton.engine.models.architectures import (
 from baton.engine.models.rope_config import Rope, parse_ropes
 from baton.engine.quantization.checkpoint_configs import parse_quantization_config
 from baton.engine.quantization.config import QuantizationConfig
-from baton.errors import CheckpointError
+from baton.errors import CheckpointError, ConfigError
 from baton.gguf.file import SUFFIX, GgufFile
 from baton.kv_groups import LayerGroups
 
@@ -77,11 +81,25 @@ class ExpertsConfig:
     layers: tuple[bool, ...]
     shared_size: int = 0
     mxfp4: bool = False
+    stacked: bool = False  # whether the checkpoint has them together, whatever its architecture
 
     @property
     def counts(self) -> tuple[int, int]:
         """`(layers with experts, experts)`: the shape of `expert_tokens`."""
         return sum(self.layers), self.count
+
+
+@dataclass(frozen=True)
+class DeltaRuleConfig:
+    """Linear attention by the gated delta rule. layers: whether each layer has it."""
+
+    layers: tuple[bool, ...]
+    shape: DeltaRuleShape
+
+    @property
+    def state_layers(self) -> tuple[int | None, ...]:
+        """Each layer's index among those with a state; None for the others."""
+        return _numbered(self.layers)
 
 
 @dataclass(frozen=True)
@@ -145,6 +163,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of the outputs of attention and MLP
     experts: ExpertsConfig | None = None
+    delta_rule: DeltaRuleConfig | None = None
     latent: LatentConfig | None = None
     has_qk_norm: bool = True  # whether there are norms that the architecture may have
     predicting_layers: int = 0  # layers of the checkpoint that predict further tokens; not used
@@ -227,6 +246,7 @@ class ModelConfig:
             embedding_scale=hidden_size**0.5 if arch.scaled_embedding else float(embedding_scale),
             residual_scale=float(read_if_known("residual_multiplier", NUMBER, 1.0)),
             experts=experts,
+            delta_rule=_delta_rule(fields, arch, num_layers, num_kv_heads),
             latent=latent,
             has_qk_norm=read_if_known("use_qk_norm", BOOLEAN, True),
             predicting_layers=read_if_known("num_nextn_predict_layers", whole(0, MAX_LAYERS), 0),
@@ -238,6 +258,21 @@ class ModelConfig:
             norm_plus_one=fields.read("norm_plus_one", BOOLEAN, arch.norm_plus_one),
         )
 
+    def check_settings(self, settings: EngineConfig) -> None:
+        """Raises ConfigError for options that a model with states cannot have."""
+        if self.delta_rule is None:
+            return
+        if settings.speculate:
+            raise ConfigError(
+                f"--speculate: {self.architecture} has linear attention, whose states cannot go "
+                "back to before a rejected token; leave the option out"
+            )
+        if settings.lora_slots:
+            raise ConfigError(
+                f"--max-loras: {self.architecture} has linear attention, which adapters are not "
+                "supported for; leave --lora and --max-loras out"
+            )
+
     @property
     def arch(self) -> Architecture:
         """The architecture's differences from Llama."""
@@ -246,7 +281,16 @@ class ModelConfig:
     @cached_property
     def layer_groups(self) -> LayerGroups:
         """The groups of layers, each with a block table."""
-        return LayerGroups.from_windows(self.windows)
+        if self.delta_rule is None:
+            return LayerGroups.from_windows(self.windows)
+        linear = self.delta_rule.layers
+        kept = [at for at in range(self.num_layers) if not linear[at]]
+        groups = LayerGroups.from_windows([self.windows[at] for at in kept])
+        places = dict(zip(kept, groups.places, strict=True))
+        # Layers with linear attention have no KV, and no place.
+        return replace(
+            groups, places=tuple(places.get(at, (0, 0)) for at in range(self.num_layers))
+        )
 
     @property
     def qk_norm(self) -> QkNorm:
@@ -437,6 +481,45 @@ def _windows(
     else:
         slides = [True] * count
     return tuple(window if slide else None for slide in slides)
+
+
+def _delta_rule(
+    fields: Fields, arch: Architecture, num_layers: int, num_kv_heads: int
+) -> DeltaRuleConfig | None:
+    if not arch.delta_rule:
+        return None
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        period = fields.read("full_attention_interval", COUNT)
+        kinds = [FULL if (index + 1) % period == 0 else LINEAR for index in range(num_layers)]
+    known = isinstance(kinds, list) and all(kind in (FULL, LINEAR) for kind in kinds)
+    if not known or len(kinds) != num_layers or FULL not in kinds:
+        supported = f"{num_layers} times {FULL} or {LINEAR}, at least once the former"
+        raise fields.error("layer_types", kinds, supported)
+    key_heads = fields.read("linear_num_key_heads", COUNT)
+    value_heads = fields.read("linear_num_value_heads", COUNT)
+    if key_heads % num_kv_heads:  # a state is divided as KV is
+        supported = f"a multiple of {num_kv_heads} KV heads"
+        raise fields.error("linear_num_key_heads", key_heads, supported)
+    if value_heads % key_heads:
+        supported = f"a multiple of {key_heads} key heads"
+        raise fields.error("linear_num_value_heads", value_heads, supported)
+    return DeltaRuleConfig(
+        layers=tuple(kind == LINEAR for kind in kinds),
+        shape=DeltaRuleShape(
+            key_heads,
+            value_heads,
+            key_size=fields.read("linear_key_head_dim", COUNT),
+            value_size=fields.read("linear_value_head_dim", COUNT),
+            kernel=fields.read("linear_conv_kernel_dim", whole(2, 16)),
+        ),
+    )
+
+
+def _numbered(chosen: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """The index of each chosen layer among them; None for the others."""
+    before = accumulate(chosen, initial=0)
+    return tuple(index if is_one else None for index, is_one in zip(before, chosen, strict=False))
 
 
 def _experts(fields: Fields, arch: Architecture, num_layers: int) -> ExpertsConfig | None:

@@ -29,6 +29,7 @@ _KEYS = {
     *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor"),
     *("low_freq_factor", "high_freq_factor"),
+    *("mrope_section", "mrope_interleaved"),  # of images; texts are rotated as without
 }
 
 

@@ -20,7 +20,7 @@ from baton.engine.models.model_config import ModelConfig
 from baton.engine.quantization.linear_weight import LinearWeight
 from baton.errors import ConfigError
 
-BY_INPUTS = ("o", "down")
+BY_INPUTS = ("o", "down", "delta_out")
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ class Shard:
                 raise ConfigError(
                     f"--tp {ranks} does not divide the model's {name}, {size}{remedy}"
                 )
+        if config.delta_rule is not None and config.num_kv_heads % ranks:
+            raise ConfigError(
+                f"--tp {ranks} does not divide the model's {config.num_kv_heads} KV heads, by "
+                "which the states of its linear attention are divided"
+            )
         if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
             raise ConfigError(
                 f"--tp {ranks} neither divides the model's {config.num_kv_heads} KV heads nor is a "
@@ -83,8 +88,13 @@ class Shard:
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """The model's configuration with this rank's heads; other sizes are the model's."""
-        heads = len(self._part(config.num_heads))
-        return replace(config, num_heads=heads, num_kv_heads=len(self.kv_heads(config)))
+        heads, delta = len(self._part(config.num_heads)), config.delta_rule
+        if delta is not None:
+            shape, ranks = delta.shape, self.count
+            own = {"key_heads": shape.key_heads // ranks, "value_heads": shape.value_heads // ranks}
+            delta = replace(delta, shape=replace(shape, **own))
+        kv_heads = len(self.kv_heads(config))
+        return replace(config, num_heads=heads, num_kv_heads=kv_heads, delta_rule=delta)
 
     def weight(self, config: ModelConfig, field: str, weight: LinearWeight) -> LinearWeight:
         """This rank's part of the matrix of a field of `ModelWeights`."""
@@ -101,6 +111,10 @@ class Shard:
             field in ("q_norm", "k_norm") and config.qk_norm == "row"
         )
         if self.count == 1 or (field.endswith("norm") and not is_of_heads):
+            return tensor
+        if field in ("conv", "log_decay", "decay_bias"):
+            return tensor[self._part(len(tensor)).start : self._part(len(tensor)).stop]
+        if field == "head_scale":
             return tensor
         if is_of_heads:
             keys = field == "k_norm"
@@ -125,16 +139,18 @@ class Shard:
                 parts = [range(heads.start * size, heads.stop * size)]
             case "qkv":
                 size, keys = config.head_size, self.kv_heads(config)
-                starts = accumulate((config.num_heads, config.num_kv_heads), initial=0)
+                counts, own = [config.num_heads, *[config.num_kv_heads] * 2], [heads, keys, keys]
+                if config.arch.gated_attention:
+                    counts, own = [*counts, config.num_heads], [*own, heads]
                 parts = [
                     range((start + part.start) * size, (start + part.stop) * size)
-                    for start, part in zip(starts, (heads, keys, keys), strict=True)
+                    for start, part in zip(accumulate(counts, initial=0), own, strict=False)
                 ]
             case "gate_up":
                 half = outputs // 2
                 part = self._part(half)
                 parts = [part, range(half + part.start, half + part.stop)]
-            case "embedding" | "lm_head":
+            case "embedding" | "lm_head" | "delta_in" | "delta_gates":
                 parts = [self._part(outputs)]
             case _:  # routers and shared gates are replicated
                 parts = [range(outputs)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from baton.engine.quantization.config import (
 from baton.errors import CheckpointError
 from baton.gguf.file import SUFFIX
 
+STACKED = StackedExperts(transposed=None)  # as transformers names them
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PART = re.compile(r"(.+)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
@@ -100,13 +102,15 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
     for field in ("input_norm", "attention_norm", "mlp_norm", "output_norm"):
         if name := getattr(arch, field):
             tensors[field] = {f"{layer}.{name}.weight": (hidden,)}
-    if config.qk_norm != "none":
+    linear = config.delta_rule is not None and config.delta_rule.layers[index]
+    if config.qk_norm != "none" and not linear:
         sizes = (head, head) if config.qk_norm == "head" else (q, kv)
         for name, size in zip("qk", sizes, strict=True):
             tensors[f"{name}_norm"] = {f"{attention}.{name}_norm.weight": (size,)}
-    if arch.sinks:
+    if arch.sinks and not linear:
         tensors["sinks"] = {f"{attention}.sinks": (config.num_heads,)}
-    projections = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    queries = 2 * q if arch.gated_attention else q  # each with its gate
+    projections = {"self_attn.q_proj": queries, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
     if (latent := config.latent) is not None:
         projections = {
             **(
@@ -117,9 +121,12 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
             "self_attn.kv_a_proj_with_mqa": head,
         }
     values = config.num_heads * config.value_size
-    for field, outputs, inputs, biased in (
+    attention_fields = (
         ("qkv", projections, hidden, config.qkv_bias),
         ("o", {"self_attn.o_proj": hidden}, values, config.o_bias),
+    )
+    for field, outputs, inputs, biased in (
+        *(() if linear else attention_fields),
         *((field, *matrix) for field, matrix in _mlp(config, index).items()),
     ):
         parts = {f"{layer}.{name}": size for name, size in outputs.items()}
@@ -130,6 +137,30 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
         if biased:
             tensors[f"{field}_bias"] = {f"{name}.bias": (size,) for name, size in parts.items()}
     return tensors
+
+
+def delta_rule_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
+    """The parts that each field of a layer's `DeltaRuleWeights` is joined from; empty without."""
+    if config.delta_rule is None or not config.delta_rule.layers[index]:
+        return {}
+    delta, hidden = config.delta_rule.shape, config.hidden_size
+    module, names = f"model.layers.{index}.linear_attn", config.arch.delta_rule
+    values, heads = delta.value_heads * delta.value_size, delta.value_heads
+    channels = delta.key_heads * delta.head_channels
+    sizes = {"qkvz": channels + values, "qkv": channels, "z": values} | {
+        "ba": 2 * heads, "b": heads, "a": heads
+    }  # fmt: skip
+    parts = {f"{module}.{name}.weight": (sizes[name.rpartition("_")[2]], hidden) for name in names}
+    half = len(names) // 2
+    return {
+        "delta_in": dict(list(parts.items())[:half]),
+        "delta_gates": dict(list(parts.items())[half:]),
+        "delta_out": {f"{module}.out_proj.weight": (hidden, values)},
+        "conv": {f"{module}.conv1d.weight": (channels, 1, delta.kernel)},
+        "log_decay": {f"{module}.A_log": (heads,)},
+        "decay_bias": {f"{module}.dt_bias": (heads,)},
+        "head_scale": {f"{module}.norm.weight": (delta.value_size,)},
+    }
 
 
 def _mlp(config: ModelConfig, index: int) -> dict[str, tuple[dict[str, int], int, bool]]:
@@ -206,7 +237,8 @@ def _parts(config: ModelConfig) -> Iterator[Shapes]:
     yield {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         shared, each = expert_tensors(config, index)
-        for fields in (layer_tensors(config, index), latent_tensors(config, index), shared, *each):
+        delta, latent = delta_rule_tensors(config, index), latent_tensors(config, index)
+        for fields in (layer_tensors(config, index), latent, delta, shared, *each):
             yield from fields.values()
     yield {FINAL_NORM: (config.hidden_size,)}
     if not config.tie_embeddings:
@@ -232,9 +264,18 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
 def stacked_part(config: ModelConfig, name: str) -> StackedPart | None:
     """The place of an expert's tensor, where the checkpoint stacks experts; else None."""
     names, experts = config.arch.experts, config.experts
-    if names is None or names.stacked is None or experts is None:
+    if names is None or experts is None:
         return None
-    return StackedPart.from_name(name, names.stacked, experts.size)
+    stacked = names.stacked or (STACKED if experts.stacked else None)
+    return StackedPart.from_name(name, stacked, experts.size) if stacked else None
+
+
+def as_stored(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> ModelConfig:
+    """The configuration with `experts.stacked` as the checkpoint's names say: some architectures'
+    checkpoints, as Qwen3.5's, have experts in either form."""
+    if config.experts is None or not any(name.endswith(f".{STACKED.down}") for name in stored):
+        return config
+    return replace(config, experts=replace(config.experts, stacked=True))
 
 
 def scheme_of(config: ModelConfig, parts: Shapes) -> QuantizationConfig | None:
@@ -319,8 +360,10 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
             continue  # layers that predict further tokens
         # Old exports saved rotary tables, and copies of a tied embedding.
         tied_copy = config.tie_embeddings and name == LM_HEAD
+        # Of heads that predict further tokens, which are not used.
+        further = bool(config.arch.delta_rule) and name.startswith("mtp.")
         kv_scale = config.quantization is not None and _KV_SCALE.fullmatch(name)
-        if not (tied_copy or kv_scale or name.endswith("rotary_emb.inv_freq")):
+        if not (tied_copy or further or kv_scale or name.endswith("rotary_emb.inv_freq")):
             raise CheckpointError(
                 f"{stored[name].file}: tensor {name} is not part of {config.architecture} as "
                 f"{source} describes it"

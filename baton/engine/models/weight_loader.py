@@ -23,6 +23,7 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine.checkpoint.tensors import StoredTensor
+from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
@@ -31,8 +32,10 @@ from baton.engine.models.tensor_names import (
     FINAL_NORM,
     LM_HEAD,
     StackedPart,
+    as_stored,
     check_tensors,
     checkpoint_tensors,
+    delta_rule_tensors,
     expert_tensors,
     is_float32,
     latent_tensors,
@@ -43,6 +46,7 @@ from baton.engine.models.tensor_names import (
     text_tensors,
 )
 from baton.engine.models.weights import (
+    DeltaRuleWeights,
     ExpertWeights,
     HeadWeights,
     LatentWeights,
@@ -107,6 +111,7 @@ def load_weights(
             "config.json should be false", path,
         )  # fmt: skip
         config = replace(config, tie_embeddings=False)
+    config = as_stored(config, stored)
     check_tensors(path, config, stored)
     with ExitStack() as stack:
         files = {
@@ -314,8 +319,8 @@ def _assemble(
             return make(parts).flatten()
         if any(len(shape) != 2 for shape in parts.values()):
             return shard.tensor(config, field, _arranged(config, field, make(parts)))
-        weight = make_weight(parts)
-        if field == "qkv" and config.head_order is not None:
+        weight, rearranged = make_weight(parts), config.arch.gated_attention or config.head_order
+        if (field == "qkv" and rearranged) or field in ("delta_in", "delta_gates"):
             rows = torch.arange(weight.shape[0])[:, None]
             weight = weight.take_outputs(_arranged(config, field, rows)[:, 0])
         if (order := _latent_order(config, field, weight.shape[0])) is not None:
@@ -350,7 +355,9 @@ def _assemble(
                     skip(parts)
         if each:
             experts = MoeWeights(experts=tuple(own), **parts_of(once))
-        return LayerWeights(**fields, experts=experts, latent=latent(index))
+        delta = delta_rule_tensors(config, index)
+        rule = DeltaRuleWeights(**parts_of(delta)) if delta else None
+        return LayerWeights(**fields, experts=experts, latent=latent(index), delta=rule)
 
     embedding = shard.tensor(config, "embedding", make({EMBEDDING: sizes}))
     layers = tuple(layer(index) for index in range(config.num_layers))
@@ -371,12 +378,44 @@ def _arranged(config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
             tensor = tensor + 1
     if field == "sinks":
         return tensor.float()
+    if config.delta_rule is not None and field in _DELTA_RULE_FIELDS:
+        return _by_key_head(config, config.delta_rule.shape, field, tensor)
+    if config.arch.gated_attention and field in ("qkv", "qkv_bias"):
+        heads = tensor.view(-1, config.head_size, *tensor.shape[1:])
+        gated = heads[: 2 * config.num_heads]
+        tensor = torch.cat([gated[::2], heads[2 * config.num_heads :], gated[1::2]]).flatten(0, 1)
     order = config.head_order
     if order is not None and field in ("qkv", "qkv_bias", "q_norm", "k_norm"):
         heads = tensor.view(-1, config.head_size, *tensor.shape[1:])
         rotated = heads[: config.num_heads + config.num_kv_heads]  # values follow
         rotated.copy_(rotated[:, order])
     return tensor
+
+
+_DELTA_RULE_FIELDS = ("delta_in", "delta_gates", "conv", "log_decay", "decay_bias", "head_scale")
+
+
+def _by_key_head(config: ModelConfig, delta: DeltaRuleShape, field: str, tensor: Tensor) -> Tensor:
+    """Orders outputs or channels by key head, whose parts follow each other. Vectors are float32.
+
+    A checkpoint has them by part, each of which has all key heads; but Qwen3-Next's projections are
+    by key head already.
+    """
+    if field == "conv":
+        tensor = tensor.flatten(1)
+    elif tensor.dim() == 1:
+        return tensor.float()
+    elif len(config.arch.delta_rule) == 2:
+        return tensor
+    keys, values = delta.key_size, delta.values_per_key * delta.value_size
+    sizes = {
+        "delta_in": (keys, keys, values, values),
+        "conv": (keys, keys, values),
+        "delta_gates": (delta.values_per_key,) * 2,
+    }[field]
+    parts = tensor.split([delta.key_heads * size for size in sizes])
+    by_head = [part.unflatten(0, (delta.key_heads, -1)) for part in parts]
+    return torch.cat(by_head, dim=1).flatten(0, 1)
 
 
 def _by_head(config: ModelConfig, kv_b: LinearWeight, like: Tensor) -> Iterator[list[Tensor]]:

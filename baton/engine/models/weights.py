@@ -65,16 +65,38 @@ class LatentWeights:
     q_b: LinearWeight | None = None
 
 
+@dataclass(frozen=True)
+class DeltaRuleWeights:
+    """Linear attention by the gated delta rule. Outputs and channels are in the order of key heads.
+
+    delta_in: of each key head its query, key, values and output gates · delta_gates: of each key
+    head the write strength and the decay of each of its value heads · conv: `[channels, kernel]`
+    · log_decay, decay_bias: `[value_heads]` · head_scale: `[value_size]`, of the norm of each value
+    head's output.
+    """
+
+    delta_in: LinearWeight
+    delta_gates: LinearWeight
+    delta_out: LinearWeight
+    conv: Tensor
+    log_decay: Tensor
+    decay_bias: Tensor
+    head_scale: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer. Absent biases and norms are None."""
+    """One decoder layer. Absent biases and norms are None; it has either `qkv` and `o` or `delta`.
+
+    Where attention is gated, the outputs of `qkv` end with the gate of each query head.
+    """
 
     input_norm: Tensor | None = None
-    qkv: LinearWeight
+    qkv: LinearWeight | None = None
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    o: LinearWeight
+    o: LinearWeight | None = None
     o_bias: Tensor | None = None
     mlp_norm: Tensor | None = None
     gate_up: LinearWeight | None = None  # in layers with experts, of the one that all tokens take
@@ -85,6 +107,7 @@ class LayerWeights:
     output_norm: Tensor | None = None  # of the MLP's output
     experts: MoeWeights | None = None
     sinks: Tensor | None = None  # float32 `[heads]`
+    delta: DeltaRuleWeights | None = None
     latent: LatentWeights | None = None
 
 

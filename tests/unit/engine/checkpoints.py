@@ -41,6 +41,18 @@ VISION: dict[str, Any] = {
     "fullatt_block_indexes": [0],
     "deepstack_visual_indexes": [0],
 }
+# Of models with linear attention, beside SMALL.
+SMALL_DELTA_RULE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -72,17 +84,12 @@ def make_model(architecture, seed=0, dtype=torch.float32, **overrides):
     Those of a multimodal model are of its text part.
     """
     model_class = getattr(transformers, architecture)
-    config_class, values = (
-        model_class.config_class,
-        {
-            **SMALL,
-            **SIZES.get(architecture, {}),
-            **overrides,
-        },
-    )
+    sizes = SMALL_DELTA_RULE if architecture.startswith(("Qwen3Next", "Qwen3_5")) else {}
+    values = {**SMALL, **sizes, **SIZES.get(architecture, {}), **overrides}
+    config_class = model_class.config_class
     if "text_config" in config_class.sub_configs:
         if "Qwen" in architecture:
-            values = {"rope_parameters": MROPE, **values}
+            values = {"rope_parameters": dict(MROPE), **values}  # which transformers changes
         tied = values.pop("tie_word_embeddings", False)
         values = {"text_config": values, "vision_config": VISION, "tie_word_embeddings": tied}
     model = model_class(config_class(**values)).to(dtype)

@@ -1,6 +1,7 @@
 """Drives a model over a scattered KV pool in tests, without scheduler or runner."""
 
 import random
+from dataclasses import replace
 
 import torch
 
@@ -13,9 +14,10 @@ NUM_BLOCKS = 320
 class PagedSequence:
     """A sequence's known tokens and its scattered blocks."""
 
-    def __init__(self, tokens, block_ids):
+    def __init__(self, tokens, block_ids, state_blocks=()):
         self.tokens = tokens
         self.block_ids = block_ids
+        self.state_blocks = list(state_blocks)
         self.computed = 0
 
 
@@ -26,6 +28,7 @@ class PagedRun:
         """kv_dtype: of the pool; the model's own if it is None."""
         kv_dtype = kv_dtype or model.dtype
         layout = plan_layout(model.config, kv_dtype, block_size, NUM_BLOCKS, 0)
+        self._state_blocks = layout.state_blocks
         self.model = model
         self.block_size = block_size
         self.num_groups = len(layout.windows)
@@ -38,7 +41,8 @@ class PagedRun:
         """A sequence with blocks for its tokens and `room` more."""
         count = -(-(len(tokens) + room) // self.block_size) * self.num_groups
         blocks = [self._free.pop() for _ in range(count)]
-        return PagedSequence(list(tokens), blocks)
+        states = [self._free.pop() for _ in range(self._state_blocks)]
+        return PagedSequence(list(tokens), blocks, states)
 
     @torch.inference_mode()
     def step(self, *work):
@@ -57,7 +61,9 @@ class PagedRun:
         for sequence, count in work:
             token_ids += sequence.tokens[sequence.computed : sequence.computed + count]
         contexts, counts = [one.computed for one, _ in work], [count for _, count in work]
-        return batch_of(token_ids, contexts, counts, [self._blocks(*one) for one in work])
+        batch = batch_of(token_ids, contexts, counts, [self._blocks(*one) for one in work])
+        states = _ints([sequence.state_blocks for sequence, _ in work])
+        return replace(batch, state_tables=states) if self._state_blocks else batch
 
     def _blocks(self, sequence, count):
         needed = -(-(sequence.computed + count) // self.block_size)

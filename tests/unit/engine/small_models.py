@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.engine.backends import unsupported
-from baton.engine.backends.cpu.native_model import NativeModel
+from baton.engine.backends.cpu.native_model import NativeModel, lacking
 from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.packing import PackedWeight
@@ -62,6 +62,8 @@ def make(kernels, config, weights, dtype=torch.float32):
     weights = packed(weights)
     if unsupported(config, 16, "native"):
         return NativeOps(config, weights, dtype, attends=False)
+    if lacking(config):
+        return NativeOps(config, weights, dtype)
     return NativeModel(config, weights, dtype)
 
 

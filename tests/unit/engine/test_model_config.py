@@ -34,6 +34,10 @@ PHI = {"architectures": ["Phi3ForCausalLM"]}
 GEMMA = {"architectures": ["Gemma3ForCausalLM"]}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 8}
 SMOL = {"architectures": ["SmolLM3ForCausalLM"]}
+QWEN_NEXT = {
+    "architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 3,
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+}  # fmt: skip
 DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "num_key_value_heads": 4,
@@ -349,6 +353,20 @@ REFUSED_FORMATS: list[Any] = [
             ["head_dim is 2", "more than two dimensions"],
         ),
         ({"eos_token_id": 10**30}, ["eos_token_id"]),
+        ({**QWEN_NEXT, "layer_types": ["linear_attention"] * 3}, ["layer_types", "at least once"]),
+        (
+            {**QWEN_NEXT, "layer_types": ["sliding_attention"] * 3},
+            ["layer_types", "linear_attention"],
+        ),
+        (
+            {**QWEN_NEXT, "linear_num_key_heads": 3},
+            ["linear_num_key_heads is 3", "multiple of 2 KV"],
+        ),
+        (
+            {**QWEN_NEXT, "linear_num_value_heads": 6},
+            ["linear_num_value_heads is 6", "4 key heads"],
+        ),
+        ({**QWEN_NEXT, "linear_conv_kernel_dim": 1}, ["linear_conv_kernel_dim is 1"]),
         ({"architectures": ["x" * 1_000_000]}, ["architectures"]),
     ],
 )

@@ -7,10 +7,11 @@ makes greedy and seeded output independent of batching, chunking, workers and fa
 import pytest
 import torch
 
+from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.kernels.routing import Routing
 from baton.engine.kernels.torch.linear import product
 from baton.engine.kernels.torch.rows import act_mul
-from baton.engine.models.model_config import ExpertsConfig, LatentConfig
+from baton.engine.models.model_config import DeltaRuleConfig, ExpertsConfig, LatentConfig
 from baton.engine.models.rope import rope_table
 from baton.engine.models.rope_config import Rope
 from tests.unit.engine.small_models import Kind, feed, run_of, tokens
@@ -22,6 +23,7 @@ PLACES = (("torch", torch.float32), ("native", torch.float32), ("native", torch.
 PLAIN = [Kind(*place) for place in PLACES]
 HELD = ((True, False), (False, True), (True, True))
 INT8 = [Kind(*place, *held) for place in PLACES for held in HELD]
+DELTA_RULE = DeltaRuleConfig((True, False), DeltaRuleShape(2, 6, 16, 32, 4))
 by_plain_kind = pytest.mark.parametrize("kind", PLAIN, ids=str)
 
 
@@ -141,6 +143,8 @@ def test_a_positions_angles_are_the_same_whatever_the_longest_context():
                 6, 48, Routing(3, True, True, 3, 2, 2, 1.5), (False, True), shared_size=32
             ),
         },
+        {"architecture": "Qwen3NextForCausalLM", "delta_rule": DELTA_RULE},
+        {"architecture": "Qwen3_5ForCausalLM", "delta_rule": DELTA_RULE},
     ],
     ids=lambda changes: changes["architecture"],
 )
@@ -151,6 +155,15 @@ def test_other_architectures_tokens_do_not_depend_on_their_batch(kind, changes):
     assert whole.isfinite().all()
     for chunk in (1, 7, 64):
         assert torch.equal(feed(run, run.add(mine), chunk), whole), f"chunks of {chunk}"
+    others = [run.add(tokens(length, seed=length), room=8) for length in (5, 140)]
+    sequence = run.add(mine)
+    run.step((sequence, 20))
+    got = run.step((others[0], 5), (sequence, 100), (others[1], 140))[1]
+    assert torch.equal(got, whole[20:120])
+    for other in others:
+        other.tokens += tokens(1, seed=9)
+    got = run.step((others[0], 1), (sequence, 1), (others[1], 1))[1]
+    assert torch.equal(got[0], whole[120])
 
 
 @pytest.mark.parametrize("kind", INT8, ids=str)

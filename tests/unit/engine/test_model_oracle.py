@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from baton.engine.backends.cpu.native_model import NativeModel
 from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS
@@ -152,6 +153,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3 next": ("Qwen3NextForCausalLM", {}),
+    "qwen3 next odd sizes": (
+        "Qwen3NextForCausalLM",
+        {"linear_value_head_dim": 24, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1]},
+    ),
+    "qwen3.5": ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 4}),
+    "qwen3.5 moe": ("Qwen3_5MoeForCausalLM", {"linear_value_head_dim": 32, "head_dim": 32}),
     "olmoe": ("OlmoeForCausalLM", {"num_experts": 5, "num_experts_per_tok": 3}),
     "glm": ("GlmForCausalLM", {}),
     "seed-oss": ("SeedOssForCausalLM", {"attention_out_bias": True, "mlp_bias": True}),
@@ -199,6 +207,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3VLMoeForConditionalGeneration",
         {**EXPERTS, "num_experts": 6},
     ),
+    "qwen3.5 of images": ("Qwen3_5ForConditionalGeneration", {}),
+    "qwen3.5 moe of images": ("Qwen3_5MoeForConditionalGeneration", {}),
     "internvl": ("InternVLForConditionalGeneration", {}),
     "deepseek v2": ("DeepseekV2ForCausalLM", {"routed_scaling_factor": 1.5}),
     "deepseek v2 lite": ("DeepseekV2ForCausalLM", {"q_lora_rank": None, "n_shared_experts": 1}),
@@ -336,6 +346,27 @@ def test_equals_transformers_however_the_prompt_is_fed(name, tmp_path, load):
         sequence = run.add(tokens)
         got = torch.cat([run.step((sequence, count))[0] for count in query_lens])
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+
+
+def test_experts_may_be_stored_together_whatever_the_architecture(tmp_path, load):
+    """As Qwen3.5's are."""
+    make_checkpoint(tmp_path, "Qwen3_5MoeForConditionalGeneration")
+    run = PagedRun(load(tmp_path))
+    expected = run.step((run.add(prompt()), 75))[0]
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    names = [name for name in tensors if name.endswith("experts.0.down_proj.weight")]
+    for prefix in (name.removesuffix(".0.down_proj.weight") for name in names):
+        each = [
+            [tensors.pop(f"{prefix}.{one}.{part}_proj.weight") for part in ("gate", "up", "down")]
+            for one in range(6)
+        ]
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat(one[:2]) for one in each])
+        tensors[f"{prefix}.down_proj"] = torch.stack([one[2] for one in each])
+    save_file(tensors, file)
+    assert any("mlp.experts.gate_up_proj" in name for name in tensors)
+    run = PagedRun(load(tmp_path))
+    assert torch.equal(run.step((run.add(prompt()), 75))[0], expected)
 
 
 @pytest.mark.parametrize("name", EDITED)

@@ -107,6 +107,8 @@ def generated(loaded):
          {"tp": 4, "tp_backend": "gloo"}),
         ("Qwen2MoeForCausalLM", {"num_experts": 4, "shared_expert_intermediate_size": 64},
          {"tp": 2, "tp_backend": "gloo", "kernels": "torch"}),
+        ("Qwen3NextForCausalLM", {}, {"tp": 2, "tp_backend": "gloo"}),
+        ("Qwen3_5ForCausalLM", {}, {"tp": 2, "tp_backend": "gloo", "kernels": "torch"}),
         ("DeepseekV3ForCausalLM", {}, {"tp": 2, "tp_backend": "gloo"}),
         ("DeepseekV2ForCausalLM", {"q_lora_rank": None},
          {"tp": 4, "expert_parallel": True, "tp_backend": "gloo", "kernels": "torch"}),
@@ -116,6 +118,7 @@ def generated(loaded):
         "shared KV head, biases", "tied, odd vocabulary", "experts", "whole experts, not as many",
         "whole experts, of an odd size", "rows normed", "rows normed, gloo",
         "rows normed, whole experts", "int8", "gloo", "gloo torch",
+        "states", "states torch",
         "latent KV", "latent KV, whole experts", "shared expert without gate",
     ],
 )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed
 from baton.engine.backends import Backend, unsupported
-from baton.engine.backends.cpu.native_model import NativeModel
+from baton.engine.backends.cpu.native_model import NativeModel, lacking
 from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.batch import StepModel
 from baton.engine.collectives import SINGLE_RANK, GroupCollectives
@@ -74,7 +74,7 @@ class CpuBackend(Backend):
                 "cuda, or take the model in int8 or int4"
             )
         if settings.tp > 1 and self.shares_pool:
-            reason = unsupported(config, settings.block_size, "native")
+            reason = unsupported(config, settings.block_size, "native") or lacking(config)
             if reason or not self._is_native(dtype):
                 reason = reason or "they cannot be had here: see `baton doctor`"
                 raise ConfigError(
@@ -105,7 +105,7 @@ class CpuBackend(Backend):
         reason = unsupported(config, settings.block_size, "native")
         if reason:
             log.info("native products, norms and gates, but attention by torch: %s", reason)
-        if reason or isinstance(exchange, GroupCollectives):
+        if reason or lacking(config) or isinstance(exchange, GroupCollectives):
             return NativeOps(config, weights, dtype, not reason, shard, group)
         return NativeModel(config, weights, dtype, shard, exchange)
 

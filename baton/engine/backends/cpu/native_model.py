@@ -39,6 +39,11 @@ from baton.engine.runner import RunnerFailed
 _HUGE_PAGE = 2 << 20  # where a workspace begins; elsewhere prompts take up to a tenth longer
 
 
+def lacking(config: ModelConfig) -> str:
+    """What of a model one native call cannot compute; empty if it can."""
+    return "linear attention" if config.delta_rule is not None else ""
+
+
 class NativeModel(NativeOps):
     """Packed weights, and scratch memory for one thread at a time."""
 

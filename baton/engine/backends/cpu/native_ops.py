@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from baton.engine.backends import MAX_LATENT_SIZE, MAX_QUERIES, MULTIPLE
+from baton.engine.backends.cpu.linear_attention import NativeLinearAttention, spans_of
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.native import library
-from baton.engine.kernels.native.interface import AttentionShape, Pool, Span
+from baton.engine.kernels.native.interface import AttentionShape, Pool
 from baton.engine.kernels.native.rows import NATIVE_ROW_OPS, c_norm
 from baton.engine.kernels.torch.rows import Norm
 from baton.engine.models.decoder import DecoderModel
@@ -23,13 +24,12 @@ from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.weights import LayerWeights, ModelWeights
 
-INT32 = 4  # bytes
-
 
 class NativeOps(DecoderModel):
     """Norms, gates and products are native, and attention if `attends`."""
 
     ops = NATIVE_ROW_OPS
+    linear_attention = NativeLinearAttention
 
     def __init__(
         self,
@@ -63,13 +63,7 @@ class NativeOps(DecoderModel):
 
     def _spans(self, batch: StepBatch) -> Any:
         """The rows of each sequence."""
-        query_lens, row = batch.query_lens.tolist(), 0
-        spans = (Span * len(query_lens))()
-        table, stride = batch.block_tables.data_ptr(), batch.block_tables.shape[1] * INT32
-        for at, context in enumerate(batch.context_lens.tolist()):
-            spans[at] = Span(row, query_lens[at], context, table + at * stride)
-            row += query_lens[at]
-        return spans
+        return spans_of(batch.context_lens, batch.query_lens, batch.block_tables)
 
     def _rope_and_write(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor

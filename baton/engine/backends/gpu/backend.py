@@ -42,6 +42,8 @@ LEAST_CAPABILITY: dict[str, Capability] = {
 SMALL_MEMORY, SMALL_HEAD_SIZE = ((8, 6), (8, 9), (12, 0), (12, 1)), 128
 
 
+NO_STATES = "linear attention, whose states are computed on CPUs only"
+
 # Before torch 2.12, products of many fp8 rows ran on another stream on Ada (pytorch#177651).
 ADA, FP8_ON_ADA = (8, 9), (2, 12)
 
@@ -65,6 +67,8 @@ class GpuBackend(Backend):
         exchange: rank_executor.Exchange | None = None,
     ) -> StepModel:  # fmt: skip
         settings = self.settings
+        if config.delta_rule is not None:
+            raise ConfigError(f"{config.architecture} has {NO_STATES}: use --device cpu")
         self._gpu.use()
         try:  # these import triton, which may not be installed
             from baton.engine.backends.gpu.linear import prepare  # noqa: PLC0415
@@ -258,6 +262,8 @@ def refused(config: ModelConfig, block_size: int, capability: Capability) -> str
             f"heads of {config.head_size} elements, and {gpu} has shared memory for tiles of "
             f"{SMALL_HEAD_SIZE}"
         )
+    if config.delta_rule is not None:
+        return NO_STATES
     return unsupported(config, block_size, "Triton's")
 
 

@@ -59,6 +59,17 @@ class AttentionShape(Structure):
     )
 
 
+class DeltaRule(Structure):
+    """The gated delta rule of a layer."""
+
+    _fields_ = _fields(
+        ("conv decay decay_bias scale pool", c_void_p),
+        ("key_heads values_per_key key_size value_size kernel", c_int32),
+        ("layer kv_heads chunk_rows block_chunks chunk_bytes", c_int32),
+        ("eps", c_float),
+    )
+
+
 class Expert(Structure):
     """One expert of a mixture."""
 
@@ -147,6 +158,10 @@ _ON_THREADS: dict[str, tuple[Any, ...]] = {
     "add_lora": (c_void_p, c_int32, c_void_p, POINTER(Lora), c_void_p, c_void_p),
     "rotate": _ROW_ARGUMENTS,
     "attend": (*_ROW_ARGUMENTS, c_void_p),
+    "delta_rule": (
+        *(c_void_p, c_void_p, POINTER(Span), c_int32),
+        *(POINTER(DeltaRule), c_void_p),
+    ),
     "step": (POINTER(Model), POINTER(Step)),
 }
 _SIZES = {"linear_scratch": Linear, "lora_scratch": Lora, "workspace": Model}

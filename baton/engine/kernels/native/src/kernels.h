@@ -183,6 +183,23 @@ void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_sp
 void attend(Team& team, const Activation* qkv, const Span* spans, int num_spans,
             const AttentionShape& shape, const Pool& pool, Activation* out);
 
+// The gated delta rule of a layer; heads, rows and chunks as in kernels/delta_rule.py.
+struct DeltaRule {
+    const float* conv;                // [key_heads][kernel][channels of a key head]
+    const float *decay, *decay_bias;  // [value heads]
+    const float* scale;               // [value_size]
+    char* pool;                       // [blocks][block_chunks][kv_heads][chunk_bytes]
+    int32_t key_heads, values_per_key, key_size, value_size, kernel;  // sizes are multiples of 16
+    int32_t layer, kv_heads, chunk_rows, block_chunks, chunk_bytes;
+    float eps;
+};
+
+// Advances the states of spans, whose tables are those of states, by their rows: mixed [rows][key_heads]
+// [query, key, values, output gates], gates [rows][key_heads][2][values_per_key] -> out [rows][value heads]
+// [value_size]. A row's bits depend on its own sequence alone, not on how it is divided into spans.
+void delta_rule(Team& team, const Activation* mixed, const Activation* gates, const Span* spans,
+                int num_spans, const DeltaRule& rule, Activation* out);
+
 // Adjacent positions of one block, from a multiple of RUN on.
 constexpr int RUN = 16;
 

@@ -1,0 +1,47 @@
+"""Layers with linear attention by the gated delta rule: products, and the rule over states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from baton.engine.kernels.torch.delta_rule import DeltaRule, DeltaRuleTensors, States, layout_of
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.weights import DeltaRuleWeights, LayerWeights
+
+
+class LinearAttention:
+    """Linear attention of the layers that have it, by torch. Config and weights are a shard's."""
+
+    def __init__(self, config: ModelConfig, layers: Sequence[LayerWeights]) -> None:
+        self._config = config
+        self._weights = [layer.delta for layer in layers]
+        self._rules: dict[int, DeltaRule] = {}  # by layer
+
+    def run(self, index: int, x: Tensor, states: States, pool: Tensor) -> Tensor:
+        """Advances states by normed rows x: `[rows, value_heads * value_size]`.
+
+        pool: always of the same shape.
+        """
+        weights = self._weights[index]
+        assert weights is not None, "the layer has linear attention"
+        if index not in self._rules:
+            self._rules[index] = self._rule(index, weights, pool)
+        mixed, gates = weights.delta_in.product(x), weights.delta_gates.product(x)
+        return self._advance(self._rules[index], mixed, gates, states, pool)
+
+    def _rule(self, index: int, weights: DeltaRuleWeights, pool: Tensor) -> DeltaRule:
+        config = self._config.delta_rule
+        assert config is not None
+        layer = config.state_layers[index]
+        assert layer is not None
+        layout = layout_of(config.shape, sum(config.layers), pool)
+        conv, decay = weights.conv.float().contiguous(), -weights.log_decay.exp()
+        tensors = DeltaRuleTensors(conv, decay, weights.decay_bias, weights.head_scale)
+        return DeltaRule(layout, tensors, layer, self._config.rms_eps)
+
+    def _advance(
+        self, rule: DeltaRule, mixed: Tensor, gates: Tensor, states: States, pool: Tensor
+    ) -> Tensor:
+        return rule.run(mixed, gates, states, pool)
