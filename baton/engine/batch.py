@@ -93,10 +93,8 @@ class BatchBuilder:
         last known token and of each proposed token after it.
         """
         scheduled = step.sequences
-        on_cpu = (
-            self._device.type == "cpu"
-        )  # on a GPU, decode steps have an input batch of their own
-        if not on_cpu or scheduled[-1].count > 1 or not all(map(_decodes, scheduled)):
+        only_decodes = scheduled[-1].count == 1 and all(map(_decodes, scheduled))
+        if self._device.type != "cpu" or not only_decodes:  # a GPU's have an input batch
             return self.new_batch(scheduled)
         if self._last is None or not self._last.continues(scheduled):
             self._last = _DecodeBatch(scheduled, self._num_groups)

@@ -39,9 +39,7 @@ class SequenceQueue:
 
     def __init__(self) -> None:
         self.tokens = 0  # pending tokens, counted when their sequences were added
-        self._entries: list[
-            tuple[float, int, Sequence, int]
-        ] = []  # (*order, sequence, pending tokens)
+        self._entries: list[tuple[float, int, Sequence, int]] = []  # (*order, sequence, pending)
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -184,10 +184,8 @@ class Dispatch:
             except BaseException as error:
                 attempt.unassign()
                 decode.unsubscribe(attempt.handoff_id)
-                if isinstance(error, Overloaded):
-                    self._fleet.breakers.succeeded(
-                        pair.decode.incarnation
-                    )  # a refusal is an answer
+                if isinstance(error, Overloaded):  # a refusal is an answer
+                    self._fleet.breakers.succeeded(pair.decode.incarnation)
                 else:
                     decode.cancel(attempt.handoff_id)  # it may have reserved blocks
                     if isinstance(error, BatonError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,18 +23,17 @@ from baton.engine.kernels.torch.delta_rule import States, rowwise
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.moe_routing import route
 from baton.engine.kernels.torch.rows import Norm, RowOps, rms_norm, rotate
+from baton.engine.models.latent_attention import LatentAttention
 from baton.engine.models.linear_attention import LinearAttention
 from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.models.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights
+from baton.engine.models.weights import LayerWeights, ModelWeights, MoeWeights
 from baton.engine.quantization.linear_weight import LinearWeight, ResidualStream
 
-Placed = TypeVar("Placed")
 
-
-class DecoderModel:
+class DecoderModel(LatentAttention):
     """Weights and the arithmetic on them; a step's only state is the KV pool.
 
     The operations are torch's; `baton.engine.backends` has subclasses with faster ones.
@@ -87,9 +86,8 @@ class DecoderModel:
         """Runs a batch and writes its K and V into the pool: logits `[logit_rows, vocab_size]`."""
         num_rows, num_logits, self.hidden = len(batch.token_ids), len(batch.logit_rows), None
         placed = self._place(batch, pool)
-        states = None
-        if batch.state_tables is not None:
-            states = States(batch.state_tables, batch.context_lens, batch.query_lens)
+        lens = batch.context_lens, batch.query_lens
+        states = None if batch.state_tables is None else States(batch.state_tables, *lens)
         hidden = self._forward(batch.token_ids, placed, pool, batch.lora_slots, states)
         if not num_logits:
             return hidden.rows.new_empty((0, self.config.vocab_size), dtype=torch.float32)
@@ -163,8 +161,7 @@ class DecoderModel:
     ) -> None:
         """Adds the output of linear attention to the stream, and updates states."""
         assert layer.delta is not None
-        normed = self._normed(hidden, layer.input_norm)
-        out = self._linear.run(index, normed, states, pool)
+        out = self._linear.run(index, self._normed(hidden, layer.input_norm), states, pool)
         self._add_product(hidden, out, layer.delta.delta_out, None, layer.attention_norm)
 
     def _lora(self, hidden: ResidualStream, index: int) -> Mapping[str, LoraMatrices]:
@@ -332,56 +329,6 @@ class DecoderModel:
         q = self._rope_and_write(qkv, placed, index, layer, pool)
         return self._attend(q, placed, index, pool)
 
-    def _latent_attention(
-        self, projected: Tensor, placed: Any, index: int, weights: LatentWeights, pool: Tensor
-    ) -> Tensor:
-        """Attention over latent rows, of which each head's keys and values are projections.
-
-        The projections are absorbed: a query is projected to where rows are, and the sum of rows to
-        a value, so that one row serves all heads, and rows of the context are never expanded.
-        Prompts are computed so, too: a token's result is then the same to the bit, whether a prompt
-        or a decode step computed it.
-        """
-        latent, size = self.config.latent, self.config.head_size
-        assert latent is not None
-        q, row = projected.split([projected.shape[1] - size, size], dim=1)
-        if weights.q_b is not None:
-            assert weights.q_a_norm is not None
-            norm = Norm(weights.q_a_norm, self.config.rms_eps)
-            q = weights.q_b.apply(self.ops.add_rms_norm(q.contiguous(), None, norm)[0])
-        q, q_end = q.view(len(q), -1, latent.query_size).split(
-            [latent.nope_size, latent.rope_size], dim=2
-        )
-        norm = Norm(weights.kv_a_norm, self.config.rms_eps)
-        sums = self._attend_latent(weights.keys.apply(q), q_end, row, norm, placed, index, pool)
-        return weights.values.apply(sums).flatten(1)
-
-    def _attend_latent(
-        self, q: Tensor, q_end: Tensor, row: Tensor, norm: Norm, placed: Any, index: int,
-        pool: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Norms, rotates and writes latent rows, and attends: `[rows, heads, kv_rank]`.
-
-        q: `[rows, heads, kv_rank]` · q_end: `[rows, heads, rope_size]` · row: `[rows, head_size]`.
-        """
-        queries = self._write_latent(q, q_end, row, norm, placed, index, pool)
-        attention, at = self._in_pool(placed[0], index)
-        attended = attend(queries, pool, at, attention, self._scoring[index])
-        return attended.view(queries.shape)[..., : q.shape[2]]
-
-    def _write_latent(
-        self, q: Tensor, q_end: Tensor, row: Tensor, norm: Norm, placed: Any, index: int,
-        pool: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """The first part of `_attend_latent`: queries `[rows, heads, head_size]`."""
-        rank, (cos, sin) = q.shape[2], placed[1][self._table_of[index]]
-        normed, _ = self.ops.add_rms_norm(row[:, :rank].contiguous(), None, norm)
-        row_end = rotate(row[:, None, rank:], cos, sin)
-        rows = torch.cat((normed[:, None], row_end), dim=2)
-        attention, at = self._in_pool(placed[0], index)
-        write_kv(pool, at, attention.slots, rows)
-        return torch.cat((q, rotate(q_end, cos, sin)), dim=2)
-
     def _rope_and_write(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
@@ -397,11 +344,6 @@ class DecoderModel:
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         write_kv(pool, at, attention.slots, k, self._by_head(v))
         return q
-
-    def _in_pool(self, by_group: Sequence[Placed], index: int) -> tuple[Placed, int]:
-        """What a layer's group has, and the layer's index in the blocks of the group."""
-        group, at = self._groups.places[index]
-        return by_group[group], at
 
     def _by_head(self, x: Tensor) -> Tensor:
         return x.reshape(len(x), -1, self.config.head_size)
