@@ -20,8 +20,11 @@ ALERTS = OBSERVABILITY / "alerts.yaml"
 GRAFANA = {"$__rate_interval": "30s", "$job": "prefill|decode", "$instance": ".*"}
 # In queries of panels that are empty while nothing fails, and without routes and canaries.
 MAY_BE_EMPTY = (
-    "baton_kv_transfer_failures_total", 'error_type!=""', "baton_route_share_ratio", "baton_canary_",
-)  # fmt: skip
+    "baton_kv_transfer_failures_total",
+    'error_type!=""',
+    "baton_route_share_ratio",
+    "baton_canary_",
+)
 
 
 def configured(jobs):
