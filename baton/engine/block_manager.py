@@ -54,7 +54,7 @@ class BlockManager:
         block_size: int,
         prefix_cache: bool = True,
         windows: tuple[int, ...] = (0,),
-        zero: Callable[[list[int]], object] = list,
+        zero: Callable[[list[int]], object] = lambda blocks: None,
     ) -> None:
         """windows: of each group of layers, as of `KvGroups` · zero: zeroes blocks' memory."""
         self._zero = zero

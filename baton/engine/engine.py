@@ -224,8 +224,8 @@ class Engine(EngineLoop):
 
     def _register(self, sequence: Sequence) -> None:
         assert sequence.seq_id not in self._sequences, "sequence ids are unique"
-        step_tokens = self._scheduler.chunk.max_tokens
-        needed = self._blocks.groups.most_blocks(sequence.num_tokens + 1, step_tokens)
+        tokens = sequence.num_tokens + 1, self._scheduler.chunk.max_tokens
+        needed = self._blocks.groups.most_blocks(*tokens) + self._scheduler.state_blocks
         if needed > self._blocks.num_blocks:
             raise Overloaded(
                 f"the sequence needs {needed} KV blocks and the pool has {self._blocks.num_blocks}"

@@ -164,7 +164,7 @@ class GenerateOptions(Struct, kw_only=True):
 
     @property
     def dropped_tools(self) -> list[str]:
-        """Types of the tools that are no functions, of which the model is not told."""
+        """Types of the tools that are not functions; they are dropped from the prompt."""
         return []
 
 
