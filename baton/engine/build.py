@@ -92,13 +92,15 @@ class Loaded:
         settings, runner, most = self.settings, self.runner, self.max_context
         layout = self.layout
         sizes = layout.num_blocks, layout.block_size
-        cache = settings.prefix_cache and not layout.state_blocks
-        blocks = BlockManager(*sizes, cache, layout.windows, runner.zero_blocks)
+        # Checkpoints of states are copies, which are not made in pools on other hosts.
+        copies = not layout.state_blocks or len(runner.pools) == settings.tp
+        cache, groups = settings.prefix_cache and copies, (layout.windows, layout.state_blocks)
+        blocks = BlockManager(*sizes, cache, *groups, runner.zero_blocks, runner.copy_blocks)
         proposer = NgramProposer(settings.speculate, most) if settings.speculate else None
         usual = _CHUNKS[runner.pool.device.type]
         alone_s = 0.0 if settings.chunk_ms else usual.alone_s
         chunk = ChunkBudget(settings.chunk_tokens, self.chunk_s, usual.min_tokens, alone_s)
-        scheduler = Scheduler(blocks, chunk, settings.max_batch, proposer, layout.state_blocks)
+        scheduler = Scheduler(blocks, chunk, settings.max_batch, proposer)
         eos = frozenset(self.model_config.eos_token_ids)
         overlap = settings.overlap and not proposer  # proposals need known tokens
         engine = Engine(runner, scheduler, eos, most, publish, overlap, settings.lora_slots)

@@ -455,7 +455,7 @@ class EngineLoop:
         Its blocks leave the prefix cache and are zeroed, so that no other sequence reads them.
         """
         log.error("sequence %s is aborted: %s", sequence.seq_id, NOT_FINITE)
-        private = self._blocks.uncache(held(sequence.block_ids))
+        private = self._blocks.uncache(held(sequence.block_ids), sequence.block_hashes)
         progress = self._abort(sequence, NOT_FINITE)
         self._runner.zero_blocks(private)
         return progress
