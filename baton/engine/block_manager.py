@@ -4,8 +4,7 @@ Bookkeeping over block numbers; the memory is allocated by `kv_cache`. A block i
 four states, which `check()` proves:
 
     free         not held, with no cached content
-    cached       not held, with content of the prefix cache, until it is evicted: KV, or a part of a
-                 checkpoint
+    cached       not held, with content of the prefix cache, until it is evicted
     held         one or more sequences hold it; it may be in the prefix cache too
     quarantined  not to be allocated: a remote writer may still write into it
 
@@ -13,20 +12,12 @@ Groups of layers (`baton.kv_groups`) take their blocks from one pool; a cached b
 group that filled it. A prefix is cached if the groups without a window have all of its blocks, and
 those with one have the blocks that the next token attends to. Cache changes are about the first
 group, which has no window if any has none.
-
-In models with states a prefix is of use only with the state after it. A checkpoint is a copy of
-that state, in blocks of its own, and is cached with the hash of the prefix's last block. Then KV is
-cached only as far as a checkpoint follows it, and evicted with the last one that does: checkpoints
-are evicted in LRU order, and with each the KV that led to it alone.
-
-    a - b* - c - d*     *: a checkpoint follows. Evicting that of d frees the blocks of d and c;
-          \\ e*          evicting that of b frees no KV.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,14 +32,6 @@ class _CacheEntry(NamedTuple):
     parent: int
     tokens: tuple[int, ...]
     group: int = 0
-
-
-class CachedPrefix(NamedTuple):
-    """The prefix that blocks hold. hashes: of each block · root: the parent of the first."""
-
-    hashes: list[int]
-    root: int
-    tokens: Sequence[int]
 
 
 @dataclass
@@ -71,17 +54,11 @@ class BlockManager:
         block_size: int,
         prefix_cache: bool = True,
         windows: tuple[int, ...] = (0,),
-        state_blocks: int = 0,
-        zero: Callable[[list[int]], object] = list,
-        copy: Callable[[list[int], list[int]], object] = zip,
     ) -> None:
-        """windows, state_blocks: as of `KvGroups` · zero: zeroes blocks' memory · copy: copies that
-        of its first blocks to its second ones."""
-        self._zero, self._copy = zero, copy
-        self._not_kv: set[int] = set()  # blocks whose last content was a state
+        """windows: of each group of layers, as of `KvGroups`."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.groups = KvGroups(windows, block_size, state_blocks)
+        self.groups = KvGroups(windows, block_size)
         self._prefix_cache = prefix_cache
         self._refs = [0] * num_blocks
         self._free: deque[int] = deque(range(num_blocks))
@@ -89,8 +66,6 @@ class BlockManager:
         self._quarantined: set[int] = set()
         self._by_hash: list[dict[int, int]] = [{} for _ in windows]  # of each group
         self._entries: dict[int, _CacheEntry] = {}  # by block
-        self._checkpoints: OrderedDict[int, list[int]] = OrderedDict()  # by hash, oldest first
-        self._children: Counter[int] = Counter()  # cached blocks by their parents, with states
         self._changes = CacheChanges()
 
     @property
@@ -100,7 +75,7 @@ class BlockManager:
     @property
     def num_cached(self) -> int:
         """Blocks that are not held and cache a prefix."""
-        return len(self._evictable) + len(self._checkpoints) * self.groups.state_blocks
+        return len(self._evictable)
 
     @property
     def num_quarantined(self) -> int:
@@ -115,24 +90,13 @@ class BlockManager:
     def num_available(self) -> int:
         return self.num_free + self.num_cached
 
-    def allocate(self, count: int, states: bool = False) -> list[int] | None:
-        """`count` blocks with one holder each, or None when there are not enough.
-
-        states: whether they are to hold a state. Where KV is to come, no bytes of a state are left:
-        read as KV they might be numbers that are not finite.
-        """
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one holder each, or None when there are not enough."""
         if count > self.num_available:
             return None
-        while self._checkpoints and len(self._free) < count:
-            self._drop_checkpoint(next(iter(self._checkpoints)))
         blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._refs[block] = 1
-        if states:
-            self._not_kv.update(blocks)
-        elif self._not_kv and (stale := self._not_kv.intersection(blocks)):
-            self._zero(sorted(stale))
-            self._not_kv -= stale
         return blocks
 
     def get_computed_blocks(
@@ -189,58 +153,12 @@ class BlockManager:
             return
         by_hash[block_hash_] = block
         self._entries[block] = _CacheEntry(block_hash_, parent, tuple(tokens), group)
-        if self.groups.state_blocks:
-            self._children[parent] += 1
         if group:
             return
         if block_hash_ in self._changes.evicted:
             self._changes.evicted.remove(block_hash_)
         else:
             self._changes.stored.add(block_hash_)
-
-    def checkpointed(self, hashes: Sequence[int]) -> int:
-        """How many of the leading blocks of these hashes the deepest checkpoint follows."""
-        for count in range(len(hashes), 0, -1):
-            if hashes[count - 1] in self._checkpoints:
-                self._checkpoints.move_to_end(hashes[count - 1])
-                return count
-        return 0
-
-    def cache_state(
-        self, state: list[int], blocks: list[int], prefix: CachedPrefix, moved: int | None = None
-    ) -> bool:
-        """Caches a prefix's held, verified blocks, with a copy of the state after them.
-
-        moved: the hash of a checkpoint that this one takes the place of. Returns whether there is a
-        new checkpoint: not if there is one already, or too few blocks.
-        """
-        end, size, parents = prefix.hashes[-1], self.block_size, [prefix.root, *prefix.hashes]
-        known = self._by_hash[0].get(end)
-        last = parents[-2], tuple(prefix.tokens[-size:])
-        if known is not None and self._entries[known][1:3] != last:
-            return False  # other content has this hash
-        if not self._prefix_cache or end in self._checkpoints:
-            return False
-        copy = self._checkpoints.pop(moved, None) if moved is not None else None
-        if copy is None and (copy := self.allocate(len(state), states=True)) is None:
-            return False
-        for index, (block, block_hash_) in enumerate(zip(blocks, prefix.hashes, strict=True)):
-            tokens = prefix.tokens[index * size : (index + 1) * size]
-            self.cache_block(block, block_hash_, parents[index], tokens)
-        for block in copy:
-            self._refs[block] = 0
-        self._copy(state, copy)
-        self._checkpoints[end] = copy
-        if moved is not None:
-            self._prune(moved)
-        return True
-
-    def load_state(self, block_hash_: int, state: list[int]) -> bool:
-        """Copies the checkpoint after the block of a hash to a state; False if it was evicted."""
-        copy = self._checkpoints.get(block_hash_)
-        if copy is not None:
-            self._copy(copy, state)
-        return copy is not None
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Adds one holder to each of these blocks, which are held."""
@@ -263,19 +181,15 @@ class BlockManager:
             else:
                 self._free.append(block)
 
-    def uncache(self, blocks: Iterable[int], hashes: Iterable[int] = ()) -> list[int]:
+    def uncache(self, blocks: Iterable[int]) -> list[int]:
         """Removes those of these held blocks that have one holder from the prefix cache.
 
-        hashes: of blocks after which checkpoints are removed. Returns the blocks: their content is
-        that holder's alone.
+        Returns them: their content is that holder's alone.
         """
-        for block_hash_ in self._checkpoints.keys() & hashes:
-            self._drop_checkpoint(block_hash_)
         private = [block for block in blocks if self._refs[block] == 1]
         for block in private:
-            if entry := self._entries.get(block):
+            if block in self._entries:
                 self._remove_entry(block)
-                self._prune(entry.parent)
         return private
 
     def quarantine(self, blocks: Iterable[int]) -> None:
@@ -300,8 +214,7 @@ class BlockManager:
     def check(self) -> None:
         """Asserts every invariant of this class; cheap enough for tests to call always."""
         held = {block for block, refs in enumerate(self._refs) if refs}
-        copies = [block for blocks in self._checkpoints.values() for block in blocks]
-        groups = [set(self._free), {*self._evictable, *copies}, self._quarantined, held]
+        groups = [set(self._free), self._cached_blocks(), self._quarantined, held]
         assert sum(map(len, groups)) == self.num_blocks, "every block is in one state"
         assert len(set().union(*groups)) == self.num_blocks, "no block is in two states"
         assert len(self._free) == len(groups[0]), "no block is free twice"
@@ -309,41 +222,14 @@ class BlockManager:
         assert not groups[0] & self._entries.keys(), "a free block caches nothing"
         assert not self._quarantined & self._entries.keys(), "a quarantined block caches nothing"
         assert self._evictable.keys() <= self._entries.keys(), "an evictable block caches something"
-        assert len(groups[1]) == self.num_cached, "no block is in two checkpoints"
-        if self.groups.state_blocks:
-            self._check_checkpoints()
+        assert len(groups[1]) == self.num_cached, "no block is cached twice"
         for group, by_hash in enumerate(self._by_hash):
             assert by_hash == {
                 entry.hash: block for block, entry in self._entries.items() if entry.group == group
             }, "index is exact"
 
-    def _check_checkpoints(self) -> None:
-        entries = self._entries.values()
-        parents = Counter(entry.parent for entry in entries)
-        assert +self._children == parents, "cached blocks are counted at their parents"
-        by_hash = self._by_hash[0]
-        assert self._checkpoints.keys() <= by_hash.keys(), "a checkpoint follows a cached block"
-        assert all(entry.hash in self._checkpoints or parents[entry.hash] for entry in entries), (
-            "a checkpoint follows each cached block"
-        )
-
-    def _drop_checkpoint(self, block_hash_: int) -> None:
-        """Frees a checkpoint, and the cached blocks that led to it alone."""
-        self._free.extend(self._checkpoints.pop(block_hash_))
-        self._prune(block_hash_)
-
-    def _prune(self, block_hash_: int) -> None:
-        """Uncaches the block of a hash and those before it, as far as no checkpoint follows."""
-        by_hash = self._by_hash[0]
-        while self.groups.state_blocks and block_hash_ in by_hash:
-            if block_hash_ in self._checkpoints or self._children[block_hash_]:
-                return
-            block = by_hash[block_hash_]
-            block_hash_ = self._entries[block].parent
-            self._remove_entry(block)
-            if not self._refs[block]:
-                del self._evictable[block]
-                self._free.append(block)
+    def _cached_blocks(self) -> set[int]:
+        return set(self._evictable)
 
     def _evict(self) -> int:
         block, _ = self._evictable.popitem(last=False)
@@ -351,12 +237,8 @@ class BlockManager:
         return block
 
     def _remove_entry(self, block: int) -> None:
-        evicted, parent, _, group = self._entries.pop(block)
+        evicted, _, _, group = self._entries.pop(block)
         del self._by_hash[group][evicted]
-        if self.groups.state_blocks:
-            self._children[parent] -= 1
-            if not self._children[parent]:
-                del self._children[parent]
         if group:
             return
         if evicted in self._changes.stored:

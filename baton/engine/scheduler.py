@@ -9,12 +9,6 @@ most `chunk_tokens + max_batch` rows. Torch-free; it handles block numbers, neve
 
 A prompt whose log-probabilities are wanted needs logits of every row, so that at most `SCORED_ROWS`
 of it run in a step, and computes every position, so that it does not use the prefix cache.
-
-Models with states resume only where a checkpoint is (`baton.engine.block_manager`), which is taken
-of the state after a step. A chunk ends where one is wanted: where a prompt leaves a cached one, as
-others may leave it there too; at its last full block, from which the conversation goes on; and in
-long prompts at distances at which the KV between takes as many blocks as a checkpoint, so that
-checkpoints at most double a prompt's memory. A decoding sequence has one that moves along.
 """
 
 from __future__ import annotations
@@ -26,13 +20,13 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from baton.engine.block_manager import BlockManager, CachedPrefix
+from baton.engine.block_manager import BlockManager
 from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.sequence import UNKNOWN, Sequence
 from baton.engine.speculative import Proposer
-from baton.kv_groups import NO_BLOCK
+from baton.engine.state_blocks import StateBlockManager, plan_checkpoints, take_checkpoint
+from baton.kv_groups import NO_BLOCK, held
 
-MIN_CHECKPOINT = 256  # tokens that a checkpoint saves; it costs a step's end, a copy and its memory
 SCORED_ROWS = 128  # a step: their logits are 80 MB with a vocabulary of 150,000
 _SEQUENCE_OF = itemgetter(2)
 
@@ -150,6 +144,7 @@ class Scheduler:
         proposer: Proposer | None = None,
     ) -> None:
         self.blocks = blocks
+        self._states = blocks if isinstance(blocks, StateBlockManager) else None
         self.chunk = chunk
         self.max_batch = max_batch
         self.running = SequenceQueue()
@@ -201,8 +196,8 @@ class Scheduler:
         sequence.block_ids = blocks.get_computed_blocks(
             sequence.tokens, sequence.cache_salt, sequence.block_hashes
         )
-        if blocks.groups.state_blocks:
-            self._plan_checkpoints(sequence)
+        if self._states:
+            plan_checkpoints(self._states, sequence)
         sequence.num_computed = len(sequence.block_ids) // len(blocks.groups) * blocks.block_size
         if not sequence.preemptions:
             sequence.num_cached = sequence.num_computed
@@ -214,31 +209,18 @@ class Scheduler:
         Returns False, with no block held, when there are not enough.
         """
         self.use_cache(sequence)
-        state_blocks = self.blocks.groups.state_blocks
-        if state_blocks and not sequence.state_blocks:
-            sequence.state_blocks = self.blocks.allocate(state_blocks, states=True) or []
-        has_state = len(sequence.state_blocks) == state_blocks
+        if self._states and not sequence.state_blocks:
+            sequence.state_blocks = self._states.allocate_state() or []
+        has_state = not self._states or bool(sequence.state_blocks)
         if not has_state or not self._grow(sequence, extra_tokens):
             self.free(sequence)
             return False
-        if state_blocks and sequence.num_computed and not sequence.awaits_kv:
+        if self._states and sequence.num_computed and not sequence.awaits_kv:
             end = sequence.block_hashes[sequence.num_computed // self.blocks.block_size - 1]
-            if not self.blocks.load_state(end, sequence.state_blocks):  # its own blocks evicted it
+            if not self._states.load_state(end, sequence.state_blocks):  # its own blocks evicted it
                 self.free(sequence)
                 return self.reserve(sequence, extra_tokens)
         return True
-
-    def _plan_checkpoints(self, sequence: Sequence) -> None:
-        """Leaves a sequence the cached blocks that a checkpoint follows, and plans its own."""
-        blocks, size, cached = self.blocks, self.blocks.block_size, sequence.block_ids
-        kept = blocks.checkpointed(sequence.block_hashes[: len(cached)])
-        blocks.release(cached[kept:])
-        sequence.block_ids, sequence.checkpoint, sequence.moving = cached[:kept], kept * size, None
-        last = (sequence.num_tokens - 1) // size
-        spacing = max(MIN_CHECKPOINT // size, blocks.groups.state_blocks)
-        ends = {len(cached), last, *range(spacing, last, spacing)}
-        worth = kept + MIN_CHECKPOINT // size
-        sequence.checkpoints = sorted(end * size for end in ends if end >= worth)
 
     def free(self, sequence: Sequence) -> None:
         """Releases a sequence's blocks, so that none of its tokens is computed any more."""
@@ -325,8 +307,8 @@ class Scheduler:
         """Caches the full blocks that verified KV of positions [start, end) completes."""
         if sequence.unverified:
             return
-        if self.blocks.groups.state_blocks:
-            self._cache_state(sequence, end)
+        if self._states:
+            take_checkpoint(self._states, sequence, end)
             return
         size, count = self.blocks.block_size, len(self.blocks.groups)
         for index in range(start // size, end // size):
@@ -338,23 +320,12 @@ class Scheduler:
                 if block != NO_BLOCK:
                     self.blocks.cache_block(block, block_hash, parent, tokens, group)
 
-    def _cache_state(self, sequence: Sequence, end: int) -> None:
-        """Takes a checkpoint of the state after `end` tokens, if one is wanted there."""
-        size, planned = self.blocks.block_size, end in sequence.checkpoints
-        moves = end % size == 0 and end >= max(
-            sequence.num_tokens - 1, sequence.checkpoint + MIN_CHECKPOINT
-        )
-        if not planned and not moves:
-            return
-        count = end // size
-        hashes = [sequence.hash_of(index, size) for index in range(count)]
-        prefix = CachedPrefix(hashes, sequence.parent_hash(0), sequence.tokens[:end])
-        moved = None if planned else sequence.moving
-        blocks = sequence.block_ids[:count]
-        is_new = self.blocks.cache_state(sequence.state_blocks, blocks, prefix, moved)
-        sequence.checkpoint = end
-        if not planned:
-            sequence.moving = hashes[-1] if is_new else None
+    def uncache(self, sequence: Sequence) -> list[int]:
+        """Removes from the prefix cache what a sequence computed; returns the blocks that it alone
+        holds."""
+        if self._states:
+            self._states.drop_checkpoints(sequence.block_hashes)
+        return self.blocks.uncache(held(sequence.block_ids))
 
     def _separate_exclusive(self, step: ScheduledStep) -> None:
         """Leaves either one exclusive sequence in the step, or all others, in turns."""

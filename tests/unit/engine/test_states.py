@@ -8,15 +8,15 @@ import torch
 
 from baton.block_hash import root_hash
 from baton.config import EngineConfig
-from baton.engine import build, scheduler
+from baton.engine import build, state_blocks
 from baton.engine.backends.gpu.backend import refused
-from baton.engine.block_manager import BlockManager, CachedPrefix
 from baton.engine.kernels.delta_rule import DeltaRuleShape, StateLayout
 from baton.engine.kernels.torch.delta_rule import state_rows
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
 from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
+from baton.engine.state_blocks import CachedPrefix, StateBlockManager
 from baton.errors import ConfigError, Overloaded
 from baton.generation.sampling_params import SamplingParams
 from baton.kv_groups import KvGroups
@@ -58,10 +58,10 @@ def test_rows_of_a_state_have_places_of_their_own_in_its_blocks():
 
 def test_blocks_that_held_a_state_are_zeroed_before_they_hold_kv():
     zeroed: list[list[int]] = []
-    blocks = BlockManager(6, SIZE, zero=zeroed.append)
-    state = blocks.allocate(4, states=True)
+    blocks = StateBlockManager(6, SIZE, True, 4, zeroed.append, zip)
+    state = blocks.allocate_state()
     blocks.release(state)
-    again = blocks.allocate(3, states=True)
+    again = blocks.allocate_state()
     assert not zeroed, "a state does not read what was there"
     blocks.release(again)
     assert set(blocks.allocate(6)) == set(range(6))
@@ -69,7 +69,7 @@ def test_blocks_that_held_a_state_are_zeroed_before_they_hold_kv():
 
 
 def test_a_sequence_has_a_state_until_it_ends_or_is_preempted():
-    blocks = BlockManager(12, SIZE, prefix_cache=False, state_blocks=3)
+    blocks = StateBlockManager(12, SIZE, False, 3, zero=list, copy=zip)
     scheduler = Scheduler(blocks, ChunkBudget(64), max_batch=4)
     first, second = (Sequence(name, [5] * 8, 8, GREEDY) for name in "ab")
     for one in (first, second):
@@ -179,8 +179,8 @@ class Machine:
 
     def __init__(self, num_blocks, state_blocks=3):
         self.memory = dict.fromkeys(range(num_blocks))
-        self.blocks = BlockManager(
-            num_blocks, SIZE, state_blocks=state_blocks, copy=self.copy,
+        self.blocks = StateBlockManager(
+            num_blocks, SIZE, True, state_blocks, copy=self.copy,
             zero=lambda blocks: self.memory.update(dict.fromkeys(blocks)),
         )  # fmt: skip
         self.scheduler = Scheduler(self.blocks, ChunkBudget(24), max_batch=3)
@@ -237,7 +237,7 @@ class Machine:
 
 @pytest.fixture
 def short_checkpoints(monkeypatch):
-    monkeypatch.setattr(scheduler, "MIN_CHECKPOINT", 2 * SIZE)
+    monkeypatch.setattr(state_blocks, "MIN_CHECKPOINT", 2 * SIZE)
 
 
 def prompt_of(tokens):
@@ -323,7 +323,7 @@ def test_content_that_is_broken_leaves_the_cache_with_its_checkpoints(short_chec
     machine.scheduler.add(sequence)
     machine.step()
     assert sequence.num_cached == 32
-    private = machine.blocks.uncache(sequence.block_ids, sequence.block_hashes)
+    private = machine.scheduler.uncache(sequence)
     machine.check()
     assert private == sequence.block_ids
     assert not machine.blocks.num_cached
@@ -332,8 +332,8 @@ def test_content_that_is_broken_leaves_the_cache_with_its_checkpoints(short_chec
 
 
 def test_other_content_under_the_same_hash_gets_no_checkpoint():
-    blocks, tokens = BlockManager(20, SIZE, state_blocks=2), [1, 2, 3, 4]
-    (state, kv), hashes = (blocks.allocate(2, states=True), blocks.allocate(1)), [77]
+    blocks, tokens = StateBlockManager(20, SIZE, True, 2, zero=list, copy=zip), [1, 2, 3, 4]
+    (state, kv), hashes = (blocks.allocate_state(), blocks.allocate(1)), [77]
     assert blocks.cache_state(state, kv, CachedPrefix(hashes, root_hash(""), tokens))
     other = CachedPrefix(hashes, root_hash(""), [5, 6, 7, 8])
     assert not blocks.cache_state(state, blocks.allocate(1), other)
