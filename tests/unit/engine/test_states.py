@@ -369,22 +369,30 @@ def test_whatever_is_resumed_is_the_state_of_its_tokens(seed, short_checkpoints)
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_tokens_are_those_of_transformers_with_and_without_a_warm_cache(kernels, directory):
-    shared = [(7 * i) % 250 + 2 for i in range(430)]
-    prompts = [shared, shared, [*shared[:300], 9, 8, 7], [*shared[:300], 7, 8, 9]]
-    loaded = load(directory, kernels=kernels, kv_blocks=400, chunk_tokens=200)
-    with Bench(loaded.engine) as bench:
-        sequences = list[Sequence]()
-        for prompt in (*prompts, []):
-            # Last, the conversation goes on.
-            tokens = prompt or [*sequences[0].tokens, 5, 5, 5]
-            sequences.append(Sequence(f"{len(sequences)}", list(tokens), len(tokens), GREEDY))
-            bench.tokens(sequences[-1])
-        assert not bench.engine.load().result(WAIT_S).blocks_held
-    assert [one.num_cached for one in sequences] == [0, 416, 256, 256, 416]
+def test_logits_are_the_same_with_and_without_a_warm_cache(kernels, directory):
+    """The tokens' log-probabilities, which a wrong state changes even where no token changes."""
+    shared, params = [(7 * i) % 250 + 2 for i in range(430)], replace(GREEDY, logprobs=4)
+
+    def generated(prompts, **settings):
+        loaded = load(directory, kernels=kernels, kv_blocks=400, chunk_tokens=200, **settings)
+        with Bench(loaded.engine) as bench:
+            for number, prompt in enumerate(prompts):
+                sequence = Sequence(f"{number}", list(prompt), len(prompt), params)
+                got = bench.finish(sequence)[sequence.seq_id]
+                yield sequence, [one for progress in got for one in progress.logprobs]
+            assert not bench.engine.load().result(WAIT_S).blocks_held
+
+    (first, _), *_ = generated([shared])
+    goes_on = [*first.tokens, 5, 5, 5]
+    others = [[*shared[:300], 9, 8, 7], [*shared[:300], 7, 8, 9]]
+    prompts = [shared, shared, *others, goes_on]
+    warm, cold = list(generated(prompts)), list(generated(prompts, prefix_cache=False))
+    assert [one.num_cached for one, _ in warm] == [0, 416, 256, 256, 416]
+    assert [one.num_cached for one, _ in cold] == [0] * 5
+    assert [logprobs for _, logprobs in warm] == [logprobs for _, logprobs in cold]
     reference = load_reference(directory)
     with torch.inference_mode():
-        for one in sequences:
+        for one, _ in warm:
             expected = reference(torch.tensor([one.tokens])).logits[0].argmax(dim=-1)
             assert one.tokens[one.prompt_tokens :] == expected[one.prompt_tokens - 1 : -1].tolist()
 
