@@ -50,6 +50,7 @@ class WorkerColumns(NamedTuple):
     full_groups: Column  # groups of layers that attend to all tokens, with a block table each
     window_groups: Column  # those with a window
     window_tokens: Column  # the longest of these windows
+    state_blocks: Column  # of each sequence's state
     chunk_tokens: Column
     rate: Column  # prefill, tokens a second; 0: not measured
     step_ms: Column
@@ -184,6 +185,7 @@ class Snapshot:
         kv = record.kv.SerializeToString()
         if kv not in self.kvs:
             sizes = kv_descriptor.token_bytes(record.kv), *kv_descriptor.groups(record.kv)
+            sizes = *sizes, record.kv.state_blocks
             self.kvs[kv] = len(self.kvs), record.kv.block_size, sizes
         number, block_size, sizes = self.kvs[kv]
         cached = load.blocks_cached

@@ -118,6 +118,7 @@ def test_a_pool_has_room_for_a_state_and_a_context(directory):
     loaded = load(directory, kv_blocks=20)
     states = loaded.layout.state_blocks
     assert loaded.max_context == (20 - states) * 16 - 1
+    assert loaded.descriptor.state_blocks == states
     with pytest.raises(ConfigError, match=f"state of a sequence takes {states} KV blocks, and"):
         load(directory, kv_blocks=states)
     with Bench(loaded.engine) as bench:
