@@ -87,7 +87,7 @@ class Engine(EngineLoop):
             raise Overloaded("sequences that run here wait for KV blocks", RETRY_S)
         self._register(sequence)
         self._scheduler.use_cache(sequence)
-        starts = sequence.num_pending <= start_tokens
+        starts = self._scheduler.num_to_compute(sequence) <= start_tokens
         sequence.awaits_kv = not starts
         if not self._scheduler.reserve(sequence, extra_tokens=1):
             self._unregister(sequence)

@@ -198,6 +198,10 @@ class Scheduler:
         )
         if self._states:
             plan_checkpoints(self._states, sequence)
+        self._count_cached(sequence)
+
+    def _count_cached(self, sequence: Sequence) -> None:
+        blocks = self.blocks
         sequence.num_computed = len(sequence.block_ids) // len(blocks.groups) * blocks.block_size
         if not sequence.preemptions:
             sequence.num_cached = sequence.num_computed
@@ -209,9 +213,7 @@ class Scheduler:
         Returns False, with no block held, when there are not enough.
         """
         self.use_cache(sequence)
-        if self._states and not sequence.state_blocks:
-            sequence.state_blocks = self._states.allocate_state() or []
-        has_state = not self._states or bool(sequence.state_blocks)
+        has_state = not self._states or self._begin_state(self._states, sequence)
         if not has_state or not self._grow(sequence, extra_tokens):
             self.free(sequence)
             return False
@@ -221,6 +223,23 @@ class Scheduler:
                 self.free(sequence)
                 return self.reserve(sequence, extra_tokens)
         return True
+
+    def num_to_compute(self, sequence: Sequence) -> int:
+        """Tokens that a sequence with cached blocks only computes, unless KV and state come in."""
+        return sequence.num_tokens - (
+            sequence.checkpoint if self._states else sequence.num_computed
+        )
+
+    def _begin_state(self, states: StateBlockManager, sequence: Sequence) -> bool:
+        """Gives a sequence blocks for its state, and leaves it the KV before that, if it computes
+        the rest here."""
+        if not sequence.awaits_kv:
+            kept = sequence.checkpoint // states.block_size
+            states.release(sequence.block_ids[kept:])
+            sequence.block_ids = sequence.block_ids[:kept]
+            self._count_cached(sequence)
+        sequence.state_blocks = states.allocate_state() or []
+        return bool(sequence.state_blocks)
 
     def free(self, sequence: Sequence) -> None:
         """Releases a sequence's blocks, so that none of its tokens is computed any more."""

@@ -183,14 +183,13 @@ class StateBlockManager(BlockManager):
 
 
 def plan_checkpoints(blocks: StateBlockManager, sequence: Sequence) -> None:
-    """Leaves a sequence the cached blocks that a checkpoint follows, and plans its own."""
-    size, cached = blocks.block_size, sequence.block_ids
-    kept = blocks.checkpointed(sequence.block_hashes[: len(cached)])
-    blocks.release(cached[kept:])
-    sequence.block_ids, sequence.checkpoint, sequence.moving = cached[:kept], kept * size, None
+    """Finds the checkpoint of a sequence that has cached blocks only, and plans others after it."""
+    size, num_cached = blocks.block_size, len(sequence.block_ids)
+    kept = blocks.checkpointed(sequence.block_hashes[:num_cached])
+    sequence.checkpoint, sequence.moving = kept * size, None
     last = (sequence.num_tokens - 1) // size
     spacing = max(MIN_CHECKPOINT // size, blocks.groups.state_blocks)
-    ends = {len(cached), last, *range(spacing, last, spacing)}
+    ends = {num_cached, last, *range(spacing, last, spacing)}
     worth = kept + MIN_CHECKPOINT // size
     sequence.checkpoints = sorted(end * size for end in ends if end >= worth)
 

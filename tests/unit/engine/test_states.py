@@ -414,3 +414,17 @@ def test_a_decode_worker_gets_only_the_rest_and_the_state_or_starts_by_itself(di
         while len(got) < len(expected):
             got += bench.until("c", "token_ids").token_ids
         assert got == expected
+
+
+def test_a_handoff_needs_no_checkpoint_of_a_prefix_whose_kv_is_cached(directory):
+    tokens = [(7 * i) % 250 + 2 for i in range(430)]
+    loaded = load(directory, kv_blocks=400)
+    with Bench(loaded.engine) as bench:
+        bench.tokens(Sequence("a", list(tokens), 430, GREEDY))
+        parts = Sequence("b", [*tokens[:250], *[9] * 20], 270, GREEDY)
+        assert bench.engine.reserve(parts).result(WAIT_S).num_cached == 240
+        bench.engine.release("b").result(WAIT_S)
+        here = Sequence("c", [*tokens[:250], *[9] * 20], 270, GREEDY)
+        assert bench.engine.reserve(here, 270).result(WAIT_S).started
+        bench.until("c", "token_ids")
+        assert here.num_cached == 0
