@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Tokens
 from typing import NamedTuple
 
 from baton.engine.block_manager import BlockManager
@@ -123,9 +124,9 @@ class StateBlockManager(BlockManager):
         return True
 
     def cache_block(
-        self, block: int, block_hash_: int, parent: int, tokens: Sequence[int], group: int = 0
+        self, block: int, block_hash_: int, parent: int, tokens: Tokens[int], group: int = 0
     ) -> None:
-        """A part of `cache_state`."""
+        """As of `BlockManager`; a part of `cache_state`, which adds the checkpoint."""
         num_entries = len(self._entries)
         super().cache_block(block, block_hash_, parent, tokens, group)
         self._children[parent] += len(self._entries) - num_entries

@@ -132,7 +132,7 @@ class Snapshot:
     def __post_init__(self) -> None:
         self.rows = {view.incarnation: row for row, view in enumerate(self.workers)}
         # Kinds of KV cache, each with its number and the size of a block and of a token.
-        self.kvs: dict[bytes, tuple[int, int, tuple[int, int, int, int]]] = {}
+        self.kvs: dict[bytes, tuple[int, int, tuple[int, int, int, int, int]]] = {}
         self.hosts: dict[str, int] = {}  # with their numbers
         numbers = [self._reported_numbers(view) for view in self.workers]
         self.table = Table(numbers, self.workers)
@@ -184,8 +184,8 @@ class Snapshot:
         record, load = view.record, view.load
         kv = record.kv.SerializeToString()
         if kv not in self.kvs:
-            sizes = kv_descriptor.token_bytes(record.kv), *kv_descriptor.groups(record.kv)
-            sizes = *sizes, record.kv.state_blocks
+            groups = *kv_descriptor.groups(record.kv), record.kv.state_blocks
+            sizes = kv_descriptor.token_bytes(record.kv), *groups
             self.kvs[kv] = len(self.kvs), record.kv.block_size, sizes
         number, block_size, sizes = self.kvs[kv]
         cached = load.blocks_cached

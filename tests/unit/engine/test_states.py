@@ -369,13 +369,17 @@ def test_whatever_is_resumed_is_the_state_of_its_tokens(seed, short_checkpoints)
     assert not machine.blocks.num_held
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-def test_logits_are_the_same_with_and_without_a_warm_cache(kernels, directory):
+@pytest.mark.parametrize(
+    "engine",
+    [{"kernels": "native"}, {"kernels": "torch"}, {"tp": 2, "tp_backend": "gloo", "threads": 2}],
+    ids=["native", "torch", "ranks"],
+)
+def test_logits_are_the_same_with_and_without_a_warm_cache(engine, directory):
     """The tokens' log-probabilities, which a wrong state changes even where no token changes."""
     shared, params = [(7 * i) % 250 + 2 for i in range(430)], replace(GREEDY, logprobs=4)
 
     def generated(prompts, **settings):
-        loaded = load(directory, kernels=kernels, kv_blocks=400, chunk_tokens=200, **settings)
+        loaded = load(directory, kv_blocks=400, chunk_tokens=200, **engine, **settings)
         with Bench(loaded.engine) as bench:
             for number, prompt in enumerate(prompts):
                 sequence = Sequence(f"{number}", list(prompt), len(prompt), params)
