@@ -55,6 +55,7 @@ class StateBlockManager(BlockManager):
         super().__init__(num_blocks, block_size, prefix_cache)
         self.groups = KvGroups((0,), block_size, state_blocks)
         self._zero, self._copy = zero, copy
+        self.has_checkpoints = prefix_cache
         self._not_kv: set[int] = set()  # blocks whose last content was a state
         self._checkpoints: OrderedDict[int, list[int]] = OrderedDict()  # by hash, oldest first
         self._children: Counter[int] = Counter()  # cached blocks by their parents
@@ -103,7 +104,7 @@ class StateBlockManager(BlockManager):
         new checkpoint: not if there is one already, or too few blocks.
         """
         end, size, parents = prefix.hashes[-1], self.block_size, [prefix.root, *prefix.hashes]
-        if not self._prefix_cache or end in self._checkpoints:
+        if end in self._checkpoints:
             return False
         known = self._by_hash[0].get(end)
         last = parents[-2], tuple(prefix.tokens[-size:])
@@ -188,6 +189,8 @@ def plan_checkpoints(blocks: StateBlockManager, sequence: Sequence) -> None:
     size, num_cached = blocks.block_size, len(sequence.block_ids)
     kept = blocks.checkpointed(sequence.block_hashes[:num_cached])
     sequence.checkpoint, sequence.moving = kept * size, None
+    if not blocks.has_checkpoints:
+        return
     last = (sequence.num_tokens - 1) // size
     spacing = max(MIN_CHECKPOINT // size, blocks.groups.state_blocks)
     ends = {num_cached, last, *range(spacing, last, spacing)}
@@ -200,7 +203,8 @@ def take_checkpoint(blocks: StateBlockManager, sequence: Sequence, end: int) -> 
     size, planned = blocks.block_size, end in sequence.checkpoints
     since = end - sequence.checkpoint
     decodes = end >= sequence.num_tokens - 1
-    if not planned and not (decodes and end % size == 0 and since >= MIN_CHECKPOINT):
+    moves = decodes and end % size == 0 and since >= MIN_CHECKPOINT
+    if not blocks.has_checkpoints or not (planned or moves):
         return
     count = end // size
     hashes = [sequence.hash_of(index, size) for index in range(count)]
