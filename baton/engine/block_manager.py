@@ -17,7 +17,7 @@ group, which has no window if any has none.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,11 +54,8 @@ class BlockManager:
         block_size: int,
         prefix_cache: bool = True,
         windows: tuple[int, ...] = (0,),
-        zero: Callable[[list[int]], object] = lambda blocks: None,
     ) -> None:
-        """windows: of each group of layers, as of `KvGroups` · zero: zeroes blocks' memory."""
-        self._zero = zero
-        self._not_kv: set[int] = set()  # blocks whose last content was a state
+        """windows: of each group of layers, as of `KvGroups`."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups = KvGroups(windows, block_size)
@@ -93,22 +90,13 @@ class BlockManager:
     def num_available(self) -> int:
         return self.num_free + self.num_cached
 
-    def allocate(self, count: int, states: bool = False) -> list[int] | None:
-        """`count` blocks with one holder each, or None when there are not enough.
-
-        states: whether they are to hold a state. Where KV is to come, no bytes of a state are left:
-        read as KV they might be numbers that are not finite.
-        """
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one holder each, or None when there are not enough."""
         if count > self.num_available:
             return None
         blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._refs[block] = 1
-        if states:
-            self._not_kv.update(blocks)
-        elif self._not_kv and (stale := self._not_kv.intersection(blocks)):
-            self._zero(sorted(stale))
-            self._not_kv -= stale
         return blocks
 
     def get_computed_blocks(
@@ -165,7 +153,11 @@ class BlockManager:
             return
         by_hash[block_hash_] = block
         self._entries[block] = _CacheEntry(block_hash_, parent, tuple(tokens), group)
-        if not group:
+        if group:
+            return
+        if block_hash_ in self._changes.evicted:
+            self._changes.evicted.remove(block_hash_)
+        else:
             self._changes.stored.add(block_hash_)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -222,18 +214,22 @@ class BlockManager:
     def check(self) -> None:
         """Asserts every invariant of this class; cheap enough for tests to call always."""
         held = {block for block, refs in enumerate(self._refs) if refs}
-        groups = [set(self._free), set(self._evictable), self._quarantined, held]
+        groups = [set(self._free), self._cached_blocks(), self._quarantined, held]
         assert sum(map(len, groups)) == self.num_blocks, "every block is in one state"
         assert len(set().union(*groups)) == self.num_blocks, "no block is in two states"
         assert len(self._free) == len(groups[0]), "no block is free twice"
         assert all(refs >= 0 for refs in self._refs), "no negative reference count"
         assert not groups[0] & self._entries.keys(), "a free block caches nothing"
         assert not self._quarantined & self._entries.keys(), "a quarantined block caches nothing"
-        assert groups[1] <= self._entries.keys(), "an evictable block caches something"
+        assert self._evictable.keys() <= self._entries.keys(), "an evictable block caches something"
+        assert len(groups[1]) == self.num_cached, "no block is cached twice"
         for group, by_hash in enumerate(self._by_hash):
             assert by_hash == {
                 entry.hash: block for block, entry in self._entries.items() if entry.group == group
             }, "index is exact"
+
+    def _cached_blocks(self) -> set[int]:
+        return set(self._evictable)
 
     def _evict(self) -> int:
         block, _ = self._evictable.popitem(last=False)

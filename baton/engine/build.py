@@ -37,6 +37,7 @@ from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
+from baton.engine.state_blocks import StateBlockManager
 from baton.engine.step_report import StepReport
 from baton.engine.tensor_parallel import TensorParallelModel
 from baton.errors import ConfigError
@@ -90,15 +91,12 @@ class Loaded:
     def engine(self, publish: Callable[[StepReport], None]) -> Engine:
         """A new engine, not started, over this model and pool."""
         settings, runner, most = self.settings, self.runner, self.max_context
-        layout = self.layout
-        sizes = layout.num_blocks, layout.block_size
-        cache = settings.prefix_cache and not layout.state_blocks
-        blocks = BlockManager(*sizes, cache, layout.windows, runner.zero_blocks)
+        blocks = self._block_manager()
         proposer = NgramProposer(settings.speculate, most) if settings.speculate else None
         usual = _CHUNKS[runner.pool.device.type]
         alone_s = 0.0 if settings.chunk_ms else usual.alone_s
         chunk = ChunkBudget(settings.chunk_tokens, self.chunk_s, usual.min_tokens, alone_s)
-        scheduler = Scheduler(blocks, chunk, settings.max_batch, proposer, layout.state_blocks)
+        scheduler = Scheduler(blocks, chunk, settings.max_batch, proposer)
         eos = frozenset(self.model_config.eos_token_ids)
         overlap = settings.overlap and not proposer  # proposals need known tokens
         engine = Engine(runner, scheduler, eos, most, publish, overlap, settings.lora_slots)
@@ -110,6 +108,15 @@ class Loaded:
         if device.type == "cuda":
             engine.submit(partial(torch.cuda.set_device, device))
         return engine
+
+    def _block_manager(self) -> BlockManager:
+        layout, runner, cache = self.layout, self.runner, self.settings.prefix_cache
+        sizes = layout.num_blocks, layout.block_size
+        if not layout.state_blocks:
+            return BlockManager(*sizes, cache, layout.windows)
+        cache = cache and len(runner.pools) == self.settings.tp  # other hosts' are not copied
+        memory_of = runner.zero_blocks, runner.copy_blocks
+        return StateBlockManager(*sizes, cache, layout.state_blocks, *memory_of)
 
 
 def load(

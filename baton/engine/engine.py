@@ -87,7 +87,7 @@ class Engine(EngineLoop):
             raise Overloaded("sequences that run here wait for KV blocks", RETRY_S)
         self._register(sequence)
         self._scheduler.use_cache(sequence)
-        starts = sequence.num_pending <= start_tokens
+        starts = self._scheduler.num_to_compute(sequence) <= start_tokens
         sequence.awaits_kv = not starts
         if not self._scheduler.reserve(sequence, extra_tokens=1):
             self._unregister(sequence)
@@ -224,8 +224,8 @@ class Engine(EngineLoop):
 
     def _register(self, sequence: Sequence) -> None:
         assert sequence.seq_id not in self._sequences, "sequence ids are unique"
-        tokens = sequence.num_tokens + 1, self._scheduler.chunk.max_tokens
-        needed = self._blocks.groups.most_blocks(*tokens) + self._scheduler.state_blocks
+        step_tokens = self._scheduler.chunk.max_tokens
+        needed = self._blocks.groups.most_blocks(sequence.num_tokens + 1, step_tokens)
         if needed > self._blocks.num_blocks:
             raise Overloaded(
                 f"the sequence needs {needed} KV blocks and the pool has {self._blocks.num_blocks}"

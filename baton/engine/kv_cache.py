@@ -116,6 +116,7 @@ class KvLayout:
             num_layers=self.num_layers,
             parts=self.parts,
             group_windows=self.windows if self.groups.slide else (),
+            state_blocks=self.state_blocks,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             block_size=self.block_size,

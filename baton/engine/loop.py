@@ -49,7 +49,6 @@ from baton.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.step_report import Load, SequenceProgress, StepReport
 from baton.errors import InternalError, Unavailable
-from baton.kv_groups import held
 
 T = TypeVar("T")
 
@@ -455,7 +454,7 @@ class EngineLoop:
         Its blocks leave the prefix cache and are zeroed, so that no other sequence reads them.
         """
         log.error("sequence %s is aborted: %s", sequence.seq_id, NOT_FINITE)
-        private = self._blocks.uncache(held(sequence.block_ids))
+        private = self._scheduler.uncache(sequence)
         progress = self._abort(sequence, NOT_FINITE)
         self._runner.zero_blocks(private)
         return progress

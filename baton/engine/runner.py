@@ -147,6 +147,13 @@ class StepRunner:
         if blocks and self.ranks is not None:
             self.ranks.zero_blocks(blocks)
 
+    def copy_blocks(self, source: list[int], target: list[int]) -> None:
+        """Copies blocks to as many others, in the pools of all ranks on this host."""
+        for pool in self.pools:
+            content = pool.view(torch.uint8)
+            with torch.inference_mode():
+                content[torch.tensor(target)] = content[torch.tensor(source)]
+
     def write_lora(self, slot: int, adapter: LoraAdapter) -> None:
         """Writes an adapter to a slot that no sequence uses."""
 

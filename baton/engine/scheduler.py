@@ -24,7 +24,8 @@ from baton.engine.block_manager import BlockManager
 from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.sequence import UNKNOWN, Sequence
 from baton.engine.speculative import Proposer
-from baton.kv_groups import NO_BLOCK
+from baton.engine.state_blocks import StateBlockManager, plan_checkpoints, take_checkpoint
+from baton.kv_groups import NO_BLOCK, held
 
 SCORED_ROWS = 128  # a step: their logits are 80 MB with a vocabulary of 150,000
 _SEQUENCE_OF = itemgetter(2)
@@ -141,11 +142,9 @@ class Scheduler:
         chunk: ChunkBudget,
         max_batch: int,
         proposer: Proposer | None = None,
-        state_blocks: int = 0,
     ) -> None:
-        """state_blocks: blocks of a sequence's state; 0 in models without states."""
-        self.state_blocks = state_blocks
         self.blocks = blocks
+        self._states = blocks if isinstance(blocks, StateBlockManager) else None
         self.chunk = chunk
         self.max_batch = max_batch
         self.running = SequenceQueue()
@@ -197,6 +196,12 @@ class Scheduler:
         sequence.block_ids = blocks.get_computed_blocks(
             sequence.tokens, sequence.cache_salt, sequence.block_hashes
         )
+        if self._states:
+            plan_checkpoints(self._states, sequence)
+        self._count_cached(sequence)
+
+    def _count_cached(self, sequence: Sequence) -> None:
+        blocks = self.blocks
         sequence.num_computed = len(sequence.block_ids) // len(blocks.groups) * blocks.block_size
         if not sequence.preemptions:
             sequence.num_cached = sequence.num_computed
@@ -208,13 +213,33 @@ class Scheduler:
         Returns False, with no block held, when there are not enough.
         """
         self.use_cache(sequence)
-        if not sequence.state_blocks and self.state_blocks:
-            sequence.state_blocks = self.blocks.allocate(self.state_blocks, states=True) or []
-        has_state = len(sequence.state_blocks) == self.state_blocks
-        if has_state and self._grow(sequence, extra_tokens):
-            return True
-        self.free(sequence)
-        return False
+        has_state = not self._states or self._begin_state(self._states, sequence)
+        if not has_state or not self._grow(sequence, extra_tokens):
+            self.free(sequence)
+            return False
+        if self._states and sequence.num_computed and not sequence.awaits_kv:
+            end = sequence.block_hashes[sequence.num_computed // self.blocks.block_size - 1]
+            if not self._states.load_state(end, sequence.state_blocks):  # its own blocks evicted it
+                self.free(sequence)
+                return self.reserve(sequence, extra_tokens)
+        return True
+
+    def num_to_compute(self, sequence: Sequence) -> int:
+        """Tokens that a sequence with cached blocks only computes, unless KV and state come in."""
+        return sequence.num_tokens - (
+            sequence.checkpoint if self._states else sequence.num_computed
+        )
+
+    def _begin_state(self, states: StateBlockManager, sequence: Sequence) -> bool:
+        """Gives a sequence blocks for its state, and leaves it the KV before that, if it computes
+        the rest here."""
+        if not sequence.awaits_kv:
+            kept = sequence.checkpoint // states.block_size
+            states.release(sequence.block_ids[kept:])
+            sequence.block_ids = sequence.block_ids[:kept]
+            self._count_cached(sequence)
+        sequence.state_blocks = states.allocate_state() or []
+        return bool(sequence.state_blocks)
 
     def free(self, sequence: Sequence) -> None:
         """Releases a sequence's blocks, so that none of its tokens is computed any more."""
@@ -301,6 +326,9 @@ class Scheduler:
         """Caches the full blocks that verified KV of positions [start, end) completes."""
         if sequence.unverified:
             return
+        if self._states:
+            take_checkpoint(self._states, sequence, end)
+            return
         size, count = self.blocks.block_size, len(self.blocks.groups)
         for index in range(start // size, end // size):
             tokens = sequence.tokens[index * size : (index + 1) * size]
@@ -310,6 +338,13 @@ class Scheduler:
             for group, block in enumerate(blocks):
                 if block != NO_BLOCK:
                     self.blocks.cache_block(block, block_hash, parent, tokens, group)
+
+    def uncache(self, sequence: Sequence) -> list[int]:
+        """Removes from the prefix cache what a sequence computed; returns the blocks that it alone
+        holds."""
+        if self._states:
+            self._states.drop_checkpoints(sequence.block_hashes)
+        return self.blocks.uncache(held(sequence.block_ids))
 
     def _separate_exclusive(self, step: ScheduledStep) -> None:
         """Leaves either one exclusive sequence in the step, or all others, in turns."""
@@ -482,8 +517,12 @@ class Scheduler:
 
 
 def _append(step: ScheduledStep, sequence: Sequence, budget: int) -> int:
-    count = min(sequence.num_pending, budget)
-    step.sequences.append(ScheduledSequence(sequence, sequence.num_computed, count))
+    count, start = min(sequence.num_pending, budget), sequence.num_computed
+    for end in sequence.checkpoints:
+        if start < end < start + count:
+            count = end - start
+            break
+    step.sequences.append(ScheduledSequence(sequence, start, count))
     if not sequence.new_tokens:
         step.prompts.append(step.sequences[-1])
     return count

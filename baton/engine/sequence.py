@@ -49,6 +49,11 @@ class Sequence:
     preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
     state_blocks: list[int] = field(default_factory=list)  # of its state, in models with states
+    # Checkpoints of its state (`baton.engine.scheduler`), in tokens before them: those planned, and
+    # the deepest; and the hash of one that moves along.
+    checkpoints: list[int] = field(default_factory=list)
+    checkpoint: int = 0
+    moving: int | None = None
     num_slots: int = 0  # tokens that all groups of layers have blocks for, set by the scheduler
     block_hashes: list[int] = field(default_factory=list)
     token_counts: TokenCounts = field(default_factory=TokenCounts)  # on demand of penalties

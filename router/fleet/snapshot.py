@@ -50,6 +50,7 @@ class WorkerColumns(NamedTuple):
     full_groups: Column  # groups of layers that attend to all tokens, with a block table each
     window_groups: Column  # those with a window
     window_tokens: Column  # the longest of these windows
+    state_blocks: Column  # of each sequence's state
     chunk_tokens: Column
     rate: Column  # prefill, tokens a second; 0: not measured
     step_ms: Column
@@ -131,7 +132,7 @@ class Snapshot:
     def __post_init__(self) -> None:
         self.rows = {view.incarnation: row for row, view in enumerate(self.workers)}
         # Kinds of KV cache, each with its number and the size of a block and of a token.
-        self.kvs: dict[bytes, tuple[int, int, tuple[int, int, int, int]]] = {}
+        self.kvs: dict[bytes, tuple[int, int, tuple[int, int, int, int, int]]] = {}
         self.hosts: dict[str, int] = {}  # with their numbers
         numbers = [self._reported_numbers(view) for view in self.workers]
         self.table = Table(numbers, self.workers)
@@ -183,7 +184,8 @@ class Snapshot:
         record, load = view.record, view.load
         kv = record.kv.SerializeToString()
         if kv not in self.kvs:
-            sizes = kv_descriptor.token_bytes(record.kv), *kv_descriptor.groups(record.kv)
+            groups = *kv_descriptor.groups(record.kv), record.kv.state_blocks
+            sizes = kv_descriptor.token_bytes(record.kv), *groups
             self.kvs[kv] = len(self.kvs), record.kv.block_size, sizes
         number, block_size, sizes = self.kvs[kv]
         cached = load.blocks_cached

@@ -153,7 +153,7 @@ class Costs:
         workers = snapshot.columns
         # Blocks that the sequence and its next token need of the available ones.
         size = workers.block_size
-        whole = _in_groups(
+        whole = workers.state_blocks + _in_groups(
             workers, demand.num_tokens // size + 1, workers.window_tokens // size + 2
         )
         cached, blocks = np.zeros(len(workers.slot)), whole
@@ -216,8 +216,10 @@ class Costs:
             costs = local_ttft_us, zero + np.inf, alone_us, zero, zero
             return DecodeCosts(cached, blocks, no, no, *costs)
         full = fleet.batch_full | (blocks > w.blocks_available)
-        # Blocks that decode does not cache are sent, in the gap before the second token.
+        # Blocks that decode does not cache, and the state, are sent in the gap before the second
+        # token.
         sent = _in_groups(w, uncached, w.window_tokens) / (w.full_groups + w.window_groups)
+        sent += w.state_blocks * w.block_size
         near_us, far_us = np.rint(sent * w.token_bytes * _BYTE_US + _HANDOFF_US + rest_us)
         may = is_mixed
         if demand.local_prefill_max_tokens > 0:

@@ -121,6 +121,27 @@ async def check_greedy_tokens(model, reference, clusters):
     assert [text[75:] for text in texts] == expected[:, 74:-1].tolist()
 
 
+async def test_a_conversation_resumes_at_checkpoints_of_states(tmp_path, clusters):
+    """Prefill computes the end of a repeated prompt, and only that and the state are sent."""
+    reference = make_checkpoint(tmp_path, "Qwen3_5ForCausalLM", tokenizer=True)
+    engine = replace(ENGINE, model=str(tmp_path), kv_cache_bytes=0, kv_blocks=256)
+    _, client = await clusters(alone=True, engine=engine)
+    asked = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+    prompt = [(7 * i) % 250 + 2 for i in range(410)]
+    first = await client.generate(prompt, **asked)
+    again = await client.generate(prompt, **asked)
+    goes_on = [*prompt, *first.token_ids, 5, 5, 5]
+    last = await client.generate(goes_on, **asked)
+    assert [one.usage.cached_tokens for one in (first, again, last)] == [0, 400, 400]
+    # 26, 1 and 3 of 26, 26 and 29 blocks, each time with the state: decode has 416 tokens.
+    sent = [one.timing.transfer_bytes for one in (first, again, last)]
+    assert 0 < (sent[0] - sent[1]) / 25 == (sent[2] - sent[1]) / 2 < sent[1] / 2
+    for text, done in ((prompt, first), (prompt, again), (goes_on, last)):
+        with torch.inference_mode():
+            expected = reference(torch.tensor([[*text, *done.token_ids]])).logits[0].argmax(dim=-1)
+        assert list(done.token_ids) == expected[len(text) - 1 : -1].tolist()
+
+
 @pytest.mark.parametrize(("prefill", "decode"), [("2", "1"), ("1", "2")])
 async def test_states_are_handed_over_between_workers_of_other_ranks(
     prefill, decode, tmp_path, clusters

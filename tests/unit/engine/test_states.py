@@ -1,26 +1,28 @@
 """States of linear attention: their blocks, their place in the pool, and what they rule out."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
+from baton.block_hash import root_hash
 from baton.config import EngineConfig
-from baton.engine import build
+from baton.engine import build, state_blocks
 from baton.engine.backends.gpu.backend import refused
-from baton.engine.block_manager import BlockManager
 from baton.engine.kernels.delta_rule import DeltaRuleShape, StateLayout
 from baton.engine.kernels.torch.delta_rule import state_rows
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
 from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
+from baton.engine.state_blocks import CachedPrefix, StateBlockManager
 from baton.errors import ConfigError, Overloaded
 from baton.generation.sampling_params import SamplingParams
 from baton.kv_groups import KvGroups
 from baton.local.model_check import check_model
 from tests.unit.engine.bench import WAIT_S, Bench, load
-from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.checkpoints import load_reference, make_checkpoint
 
 SIZE = 4
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -56,10 +58,10 @@ def test_rows_of_a_state_have_places_of_their_own_in_its_blocks():
 
 def test_blocks_that_held_a_state_are_zeroed_before_they_hold_kv():
     zeroed: list[list[int]] = []
-    blocks = BlockManager(6, SIZE, zero=zeroed.append)
-    state = blocks.allocate(4, states=True)
+    blocks = StateBlockManager(6, SIZE, True, 4, zeroed.append, zip)
+    state = blocks.allocate_state()
     blocks.release(state)
-    again = blocks.allocate(3, states=True)
+    again = blocks.allocate_state()
     assert not zeroed, "a state does not read what was there"
     blocks.release(again)
     assert set(blocks.allocate(6)) == set(range(6))
@@ -67,8 +69,8 @@ def test_blocks_that_held_a_state_are_zeroed_before_they_hold_kv():
 
 
 def test_a_sequence_has_a_state_until_it_ends_or_is_preempted():
-    blocks = BlockManager(12, SIZE, prefix_cache=False)
-    scheduler = Scheduler(blocks, ChunkBudget(64), max_batch=4, state_blocks=3)
+    blocks = StateBlockManager(12, SIZE, False, 3, zero=list, copy=zip)
+    scheduler = Scheduler(blocks, ChunkBudget(64), max_batch=4)
     first, second = (Sequence(name, [5] * 8, 8, GREEDY) for name in "ab")
     for one in (first, second):
         scheduler.add(one)
@@ -116,6 +118,7 @@ def test_a_pool_has_room_for_a_state_and_a_context(directory):
     loaded = load(directory, kv_blocks=20)
     states = loaded.layout.state_blocks
     assert loaded.max_context == (20 - states) * 16 - 1
+    assert loaded.descriptor.state_blocks == states
     with pytest.raises(ConfigError, match=f"state of a sequence takes {states} KV blocks, and"):
         load(directory, kv_blocks=states)
     with Bench(loaded.engine) as bench:
@@ -170,3 +173,274 @@ def test_layers_are_numbered_in_the_pool_and_among_states(directory):
     assert config.layer_groups.places[3] == (0, 0)
     assert config.delta_rule.state_layers == (0, 1, 2, None)
     assert replace(config, delta_rule=None).layer_groups.size == 4
+
+
+class Machine:
+    """A scheduler whose blocks hold what was computed into them: tokens, instead of numbers."""
+
+    def __init__(self, num_blocks, state_blocks=3):
+        self.memory = dict.fromkeys(range(num_blocks))
+        self.blocks = StateBlockManager(
+            num_blocks, SIZE, True, state_blocks, copy=self.copy,
+            zero=lambda blocks: self.memory.update(dict.fromkeys(blocks)),
+        )  # fmt: skip
+        self.scheduler = Scheduler(self.blocks, ChunkBudget(24), max_batch=3)
+        self.told = set()
+
+    def copy(self, source, target):
+        self.memory.update(zip(target, [self.memory[block] for block in source], strict=True))
+
+    def step(self):
+        """Computes a step: what a sequence reads has to be what its tokens give."""
+        step, choose = self.scheduler.schedule(), random.Random(5)
+        for item in step.sequences:
+            sequence, start = item.sequence, item.start
+            known = tuple(sequence.tokens)
+            assert start == sequence.num_computed
+            states = [self.memory[block] for block in sequence.state_blocks]
+            assert not start or states == [known[:start]] * len(states)
+            for index in range(start // SIZE):
+                block = sequence.block_ids[index]
+                assert self.memory[block] == known[: (index + 1) * SIZE]
+            end = start + item.count
+            for index in range(start // SIZE, -(-end // SIZE)):
+                self.memory[sequence.block_ids[index]] = known[: min(end, (index + 1) * SIZE)]
+            self.memory.update(dict.fromkeys(sequence.state_blocks, known[:end]))
+        self.scheduler.update_after_launch(step)
+        for item in step.sequences:
+            sequence = item.sequence
+            if item.samples and sequence.awaits_token:
+                sequence.tokens[-1] = choose.randrange(2)
+                sequence.awaits_token = False
+            self.scheduler.update_after_landing(item)
+            if sequence.num_tokens >= sequence.limit:
+                self.drop(sequence)
+        self.check()
+        return [item.sequence for item in step.sequences]
+
+    def drop(self, sequence):
+        self.scheduler.remove(sequence)
+        self.scheduler.free(sequence)
+
+    def run(self, *sequences):
+        for sequence in sequences:
+            sequence.limit = sequence.limit if sequence.limit < 999 else sequence.num_tokens + 1
+            self.scheduler.add(sequence)
+        while self.scheduler.running or self.scheduler.num_waiting:
+            assert self.step(), "some sequence always runs"
+
+    def check(self):
+        self.blocks.check()
+        changes = self.blocks.take_changes()
+        self.told = (self.told - changes.evicted) | changes.stored
+        assert self.told == self.blocks._by_hash[0].keys()
+
+
+@pytest.fixture
+def short_checkpoints(monkeypatch):
+    monkeypatch.setattr(state_blocks, "MIN_CHECKPOINT", 2 * SIZE)
+
+
+def prompt_of(tokens):
+    return Sequence("s", list(tokens), len(tokens), GREEDY)
+
+
+def cached(machine, tokens):
+    """How many of a prompt's tokens it finds cached; it runs to its first token."""
+    sequence = prompt_of(tokens)
+    machine.run(sequence)
+    return sequence.num_cached
+
+
+def test_a_prompt_resumes_at_its_last_full_block_and_where_others_left_it(short_checkpoints):
+    machine, shared = Machine(200, state_blocks=40), list(range(50))
+    assert cached(machine, shared) == 0
+    assert cached(machine, shared) == 48, "one of 50 tokens at least is computed"
+    left = [[*shared[:30], *[one] * 30] for one in (98, 97, 96)]
+    assert cached(machine, left[0]) == 0, "nobody left it there before"
+    assert cached(machine, left[1]) == 28
+    assert cached(machine, left[2]) == 28
+    assert cached(machine, left[1]) == 56
+    assert cached(machine, list(range(200, 200 + SIZE))) == 0
+    assert cached(machine, list(range(200, 200 + SIZE))) == 0, "too short to be worth a copy"
+
+
+def test_long_prompts_have_checkpoints_where_kv_takes_as_many_blocks(short_checkpoints):
+    machine, shared = Machine(400, state_blocks=5), list(range(110))
+    cached(machine, shared)
+    assert len(machine.blocks._checkpoints) == 6  # 5 of 20 tokens, and the last
+    assert cached(machine, [*shared[:59], *[98] * 9]) == 40
+
+
+def test_without_a_prefix_cache_no_step_ends_for_a_checkpoint(short_checkpoints):
+    blocks = StateBlockManager(60, SIZE, False, 3, zero=list, copy=zip)
+    scheduler = Scheduler(blocks, ChunkBudget(64), max_batch=3)
+    scheduler.add(prompt_of([7] * 30))
+    step = scheduler.schedule()
+    assert [one.count for one in step.sequences] == [30]
+    scheduler.update_after_launch(step)
+    scheduler.update_after_landing(step.sequences[0])
+    blocks.check()
+    assert not blocks.num_cached
+
+
+def test_an_answer_is_cached_up_to_a_checkpoint_that_moves_along(short_checkpoints):
+    machine = Machine(60)
+    sequence = prompt_of([7] * 21)
+    sequence.limit = 21 + 40
+    machine.run(sequence)
+    assert len(machine.blocks._checkpoints) == 3, "two of the prompt, one of the answer"
+    again = prompt_of([*sequence.tokens, 9, 9, 9])
+    machine.run(again)
+    assert again.num_cached == 60
+
+
+def test_the_oldest_checkpoint_is_evicted_with_the_kv_that_led_to_it_alone(short_checkpoints):
+    machine, shared = Machine(60, state_blocks=9), list(range(24))
+    prompts = [[*shared, *[one] * 9] for one in (90, 91)]
+    for prompt in (*prompts, prompts[1]):
+        cached(machine, prompt)
+    blocks = machine.blocks
+    # 6 blocks of both, 2 of each, and 3 checkpoints: of each, and where the second left the first.
+    assert (blocks.num_cached, blocks.num_free) == (10 + 3 * 9, 23)
+    held = blocks.allocate(24)
+    machine.check()
+    assert (blocks.num_cached, blocks.num_free) == (8 + 2 * 9, 10), (
+        "that of the first prompt is gone"
+    )
+    blocks.release(held)
+    assert cached(machine, prompts[0]) == 24
+    assert cached(machine, prompts[1]) == 32
+    held = blocks.allocate(blocks.num_available)
+    machine.check()
+    assert not machine.told
+    assert len(held) == blocks.num_held == 60
+
+
+def test_a_prefix_whose_checkpoint_its_own_blocks_evict_is_computed(short_checkpoints):
+    machine, tokens = Machine(30, state_blocks=9), list(range(34))
+    assert cached(machine, tokens) == 0
+    assert (machine.blocks.num_cached, machine.blocks.num_free) == (8 + 9, 13)
+    held = machine.blocks.allocate(12)
+    sequence = prompt_of(tokens)
+    machine.run(sequence)
+    assert sequence.num_cached == 0
+    machine.blocks.release(held)
+
+
+def test_content_that_is_broken_leaves_the_cache_with_its_checkpoints(short_checkpoints):
+    machine, tokens = Machine(60), list(range(34))
+    cached(machine, tokens)
+    sequence = prompt_of([*tokens, 1, 2, 3])
+    sequence.limit = 90
+    machine.scheduler.add(sequence)
+    machine.step()
+    assert sequence.num_cached == 32
+    private = machine.scheduler.uncache(sequence)
+    machine.check()
+    assert private == sequence.block_ids
+    assert not machine.blocks.num_cached
+    machine.drop(sequence)
+    assert cached(machine, tokens) == 0
+
+
+def test_other_content_under_the_same_hash_gets_no_checkpoint():
+    blocks, tokens = StateBlockManager(20, SIZE, True, 2, zero=list, copy=zip), [1, 2, 3, 4]
+    (state, kv), hashes = (blocks.allocate_state(), blocks.allocate(1)), [77]
+    assert blocks.cache_state(state, kv, CachedPrefix(hashes, root_hash(""), tokens))
+    other = CachedPrefix(hashes, root_hash(""), [5, 6, 7, 8])
+    assert not blocks.cache_state(state, blocks.allocate(1), other)
+    blocks.check()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_is_resumed_is_the_state_of_its_tokens(seed, short_checkpoints):
+    """Prompts that share prefixes come and go; a small pool evicts checkpoints and preempts."""
+    choose, machine, resumed = random.Random(seed), Machine(38), 0
+    live, stems = list[Sequence](), [[one] * 60 for one in range(2)]
+    for at in range(400):
+        if len(live) < 5 and choose.random() < 0.3:
+            known = [one.tokens for one in live] + stems
+            stem = choose.choice(known)[: choose.randrange(1, 60)]
+            sequence = prompt_of([*stem, *choose.choices(range(2), k=choose.randrange(1, 9))])
+            sequence.limit = sequence.num_tokens + choose.randrange(1, 30)
+            stems[at % 2] = sequence.tokens
+            machine.scheduler.add(sequence)
+            live.append(sequence)
+        machine.step()
+        if live and choose.random() < 0.05:
+            machine.drop(live[0])
+            live[0].limit = 0
+        resumed += sum(one.num_cached > 0 for one in live if one.num_tokens >= one.limit)
+        live = [one for one in live if one.num_tokens < one.limit]
+    for one in live:
+        machine.drop(one)
+    machine.check()
+    assert resumed
+    assert machine.scheduler.preemptions
+    assert not machine.blocks.num_held
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [{"kernels": "native"}, {"kernels": "torch"}, {"tp": 2, "tp_backend": "gloo", "threads": 2}],
+    ids=["native", "torch", "ranks"],
+)
+def test_logits_are_the_same_with_and_without_a_warm_cache(engine, directory):
+    """The tokens' log-probabilities, which a wrong state changes even where no token changes."""
+    shared, params = [(7 * i) % 250 + 2 for i in range(430)], replace(GREEDY, logprobs=4)
+
+    def generated(prompts, **settings):
+        loaded = load(directory, kv_blocks=400, chunk_tokens=200, **engine, **settings)
+        with Bench(loaded.engine) as bench:
+            for number, prompt in enumerate(prompts):
+                sequence = Sequence(f"{number}", list(prompt), len(prompt), params)
+                got = bench.finish(sequence)[sequence.seq_id]
+                yield sequence, [one for progress in got for one in progress.logprobs]
+            assert not bench.engine.load().result(WAIT_S).blocks_held
+
+    (first, _), *_ = generated([shared])
+    goes_on = [*first.tokens, 5, 5, 5]
+    others = [[*shared[:300], 9, 8, 7], [*shared[:300], 7, 8, 9]]
+    prompts = [shared, shared, *others, goes_on]
+    warm, cold = list(generated(prompts)), list(generated(prompts, prefix_cache=False))
+    assert [one.num_cached for one, _ in warm] == [0, 416, 256, 256, 416]
+    assert [one.num_cached for one, _ in cold] == [0] * 5
+    assert [logprobs for _, logprobs in warm] == [logprobs for _, logprobs in cold]
+    reference = load_reference(directory)
+    with torch.inference_mode():
+        for one, _ in warm:
+            expected = reference(torch.tensor([one.tokens])).logits[0].argmax(dim=-1)
+            assert one.tokens[one.prompt_tokens :] == expected[one.prompt_tokens - 1 : -1].tolist()
+
+
+def test_a_decode_worker_gets_only_the_rest_and_the_state_or_starts_by_itself(directory):
+    tokens = [(7 * i) % 250 + 2 for i in range(430)]
+    loaded = load(directory, kv_blocks=400)
+    with Bench(loaded.engine) as bench:
+        expected = bench.tokens(Sequence("a", list(tokens), 430, GREEDY))["a"]
+        held = Sequence("b", list(tokens), 430, GREEDY)
+        reserved = bench.engine.reserve(held).result(WAIT_S)
+        assert (reserved.num_cached, reserved.started) == (416, False)
+        assert len(reserved.block_ids) == 27 + loaded.layout.state_blocks
+        bench.engine.release("b").result(WAIT_S)
+        local = Sequence("c", list(tokens), 430, GREEDY)
+        assert bench.engine.reserve(local, start_tokens=14).result(WAIT_S).started
+        got: list[int] = []
+        while len(got) < len(expected):
+            got += bench.until("c", "token_ids").token_ids
+        assert got == expected
+
+
+def test_a_handoff_needs_no_checkpoint_of_a_prefix_whose_kv_is_cached(directory):
+    tokens = [(7 * i) % 250 + 2 for i in range(430)]
+    loaded = load(directory, kv_blocks=400)
+    with Bench(loaded.engine) as bench:
+        bench.tokens(Sequence("a", list(tokens), 430, GREEDY))
+        parts = Sequence("b", [*tokens[:250], *[9] * 20], 270, GREEDY)
+        assert bench.engine.reserve(parts).result(WAIT_S).num_cached == 240
+        bench.engine.release("b").result(WAIT_S)
+        here = Sequence("c", [*tokens[:250], *[9] * 20], 270, GREEDY)
+        assert bench.engine.reserve(here, 270).result(WAIT_S).started
+        bench.until("c", "token_ids")
+        assert here.num_cached == 0

@@ -199,6 +199,7 @@ def ahead(tokens, most):
 
 
 FAST = {"chunk_tokens": 64, "prefill_tokens_per_s": 50_000}
+STATE = {"state_blocks": 3}
 SHARED = {"caches": LONG[:8], "blocks_held": 8}  # two of four blocks match
 
 
@@ -211,6 +212,9 @@ SHARED = {"caches": LONG[:8], "blocks_held": 8}  # two of four blocks match
         ({}, {"blocks_free": 3}, needs(8), ""),
         ({}, {"blocks_free": 1, "blocks_cached": 2}, needs(8), ""),
         ({}, {"blocks_free": 0}, needs(1), missing(0, 1)),
+        # And blocks for the state, in models that have one.
+        (STATE, {"blocks_free": 5, **STATE}, needs(8), missing(5, 6)),
+        (STATE, {"blocks_free": 6, **STATE}, needs(8), ""),
         # Blocks shared with a running sequence are not needed again; those that the pool keeps
         # unheld are counted as available.
         ({}, {"blocks_free": 2, **SHARED}, needs(LONG[:12]), ""),
@@ -477,6 +481,17 @@ def test_what_is_sent_takes_its_time_on_the_link(dtype, cached, bytes_):
         return pair.score_ms
 
     assert cost_ms("a", 0.003, 4e9) < cost_ms("b", 0.005, 1e9)
+
+
+def test_a_state_is_sent_whatever_decode_caches():
+    def cost_ms(cached, **kv):
+        decode = worker("d0", caches=LONG[:cached], host_id="a", **POOL, **kv)
+        prefill = worker("p0", host_id="b", **RATE, **kv)
+        return only(prefill, decode, needs(LONG, max_new_tokens=1)).score_ms
+
+    sent_ms = 80 * 40_000 / 1e9 * 1e3
+    assert cost_ms(0) - cost_ms(80) == pytest.approx(sent_ms, abs=0.01)
+    assert cost_ms(80, **STATE) - cost_ms(80) == pytest.approx(12 / 80 * sent_ms, abs=0.01)
 
 
 def test_ties_go_to_what_was_given_less_then_by_name():
