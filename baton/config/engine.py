@@ -20,6 +20,7 @@ KV_DTYPES = ("auto", "int8", "fp8")
 KERNELS = ("auto", "native", "torch", "triton")
 CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, without --kv-cache or --kv-blocks
 MAX_TP = 64
+DRAFT_TOKENS = 4  # most proposed by a draft model in a step, without --speculate
 MAX_LORAS, MAX_LORA_RANK = 1024, 512
 
 
@@ -232,7 +233,15 @@ class EngineConfig(CacheConfig):
         0,
         "--speculate TOKENS",
         "speculative decoding: most tokens to propose a step from n-grams of the text so far; the "
-        "output is the same, sooner if the text repeats itself (default: 0, off)",
+        "output is the same, sooner if the text repeats itself (default: 0, off; with "
+        "--speculative-model 4)",
+    )
+    speculative_model: str = option(
+        "",
+        "--speculative-model DIR",
+        "small model with the same vocabulary that proposes tokens instead of n-grams, for "
+        "decode and mixed workers on CPUs: a Hugging Face model directory or GGUF file (default: "
+        "none)",
     )
     gpu_memory: float = option(
         0.9,
@@ -255,12 +264,19 @@ class EngineConfig(CacheConfig):
             SimulatedSpeed.parse(self.simulate)
             if self.device.startswith("cuda"):
                 raise ConfigError(f"--simulate computes nothing: leave --device {self.device} out")
+            if self.speculative_model:
+                raise ConfigError("--simulate computes nothing: leave --speculative-model out")
 
     @property
     def adapters(self) -> dict[str, Path]:
         """The adapters of --lora, by name."""
         pairs = (text.partition("=") for text in self.lora)
         return {name: Path(directory).absolute() for name, _, directory in pairs}
+
+    @property
+    def most_proposed(self) -> int:
+        """Most tokens that are proposed for a sequence in a step; 0 without speculation."""
+        return self.speculate or (DRAFT_TOKENS if self.speculative_model else 0)
 
     @property
     def lora_slots(self) -> int:

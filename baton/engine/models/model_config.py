@@ -262,9 +262,10 @@ class ModelConfig:
         """Raises ConfigError for options that a model with states cannot have."""
         if self.delta_rule is None:
             return
-        if settings.speculate:
+        if settings.most_proposed:
+            option = "--speculative-model" if settings.speculative_model else "--speculate"
             raise ConfigError(
-                f"--speculate: {self.architecture} has linear attention, whose states cannot go "
+                f"{option}: {self.architecture} has linear attention, whose states cannot go "
                 "back to before a rejected token; leave the option out"
             )
         if settings.lora_slots:
