@@ -65,7 +65,7 @@ SIMILAR = {
     "--data-parallel-size": "do you mean --decode (and --prefill) of `baton up`?",
     "--pipeline-parallel-size": "there is no pipeline parallelism: use --tp",
     "--enforce-eager": "do you mean --no-graphs?",
-    "--speculative-config": "do you mean --speculate TOKENS?",
+    "--speculative-config": "do you mean --speculate TOKENS or --speculative-model DIR?",
     "--enable-lora": "do you mean --max-loras N?",
     "--lora-modules": "do you mean --lora NAME=DIR?",
     "--allowed-origins": "do you mean --cors-origins?",

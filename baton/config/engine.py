@@ -278,6 +278,18 @@ class EngineConfig(CacheConfig):
         """Most tokens that are proposed for a sequence in a step; 0 without speculation."""
         return self.speculate or (DRAFT_TOKENS if self.speculative_model else 0)
 
+    def of_draft(self, is_quantized: bool) -> EngineConfig:
+        """The settings of the draft model itself, which the first rank has as a whole.
+
+        is_quantized: whether its checkpoint is; else `--quantization` applies to it, too.
+        """
+        quantization = "none" if is_quantized else self.quantization
+        return dataclasses.replace(
+            self, model=self.speculative_model, random_weights=False, speculative_model="",
+            speculate=0, tp=1, expert_parallel=False, lora=(), max_loras=0,
+            quantization=quantization,
+        )  # fmt: skip
+
     @property
     def lora_slots(self) -> int:
         """Number of adapters for which there is memory."""

@@ -50,49 +50,29 @@ _RECENT = 0.1  # weight of the last duration in a mean
 _PROBE_STEPS = 64  # between attempts where proposals were not worth their cost
 
 
-@dataclass(frozen=True)
+@dataclass
 class DraftModel:
-    """A draft model in memory, with its KV pool. sampler: of the model that it drafts for."""
+    """A draft model in memory, with its KV pool.
+
+    sampler: of the model that it drafts for · seconds: total time of its steps; any thread may read
+    it.
+    """
 
     model: StepModel
     pool: torch.Tensor
     layout: KvLayout
     max_context: int
     sampler: Sampler
+    seconds: float = 0.0
 
 
-def draft_settings(settings: EngineConfig, config: ModelConfig) -> EngineConfig:
-    """The settings of a draft model itself. config: of the draft model.
-
-    It runs whole on the first rank. `--quantization` is applied unless its checkpoint is quantised.
-    """
-    quantization = "none" if config.quantization else settings.quantization
-    return replace(
-        settings, model=settings.speculative_model, random_weights=False, speculative_model="",
-        tp=1, expert_parallel=False, lora=(), max_loras=0, quantization=quantization,
-    )  # fmt: skip
-
-
-def check_draft(settings: EngineConfig, config: ModelConfig) -> ModelConfig:
-    """The draft model's config. config: of the model that it drafts for.
-
-    Raises CheckpointError, and ConfigError for a draft model that cannot propose.
-    """
-    draft = ModelConfig.load(model_path(settings.speculative_model))
-    reason = ""
-    if draft.delta_rule is not None:
-        reason = (
-            f"{draft.architecture} has linear attention, whose states cannot go back to before a "
-            "rejected token"
+def check_device(device: torch.device) -> None:
+    """Raises ConfigError for a device on which no draft model runs."""
+    if device.type != "cpu":
+        raise ConfigError(
+            "--speculative-model computes on CPUs only, as its steps are not among the CUDA graphs "
+            "and the measured memory of a GPU: use --speculate instead, or add --device cpu"
         )
-    elif draft.vocab_size != config.vocab_size:
-        reason = (
-            f"its vocab_size is {draft.vocab_size}, and that of --model is {config.vocab_size}: "
-            "both need the same vocabulary"
-        )
-    if reason:
-        raise ConfigError(f"--speculative-model {settings.speculative_model}: {reason}")
-    return draft
 
 
 def draft_layout(settings: EngineConfig, draft: ModelConfig, layout: KvLayout) -> KvLayout:
@@ -110,16 +90,12 @@ def load_draft(
     backend, config, layout, max_context, sampler: of the model that it drafts for. Raises
     CheckpointError, ConfigError.
     """
-    if backend.device.type != "cpu":
-        raise ConfigError(
-            "--speculative-model computes on CPUs only: its steps are not among the CUDA graphs "
-            "and the measured memory of a GPU; use --speculate, or add --device cpu"
-        )
-    draft = check_draft(settings, config)
+    check_device(backend.device)
+    draft = config.draft(settings)
     longest = min(max_context, draft.max_context)
     limited = replace(draft, max_context=longest)
     own = draft_layout(settings, limited, layout)
-    loader = type(backend)(draft_settings(settings, draft))
+    loader = type(backend)(settings.of_draft(draft.quantization is not None))
     model = loader.shard_model(model_path(settings.speculative_model), limited, dtype)
     log.info(
         "draft model: %d KV blocks (%.0f MiB), contexts of up to %d tokens",
@@ -287,6 +263,7 @@ class DraftProposer(Proposer):
 
     def _record(self, step: ScheduledStep, seconds: float) -> None:
         """Records the duration of a step of the draft model."""
+        self._draft.seconds += seconds
         self._kv.chunk.record_step(step, seconds)
         if not step.has_chunks:
             rows = len(step.sequences)
