@@ -117,6 +117,7 @@ class _Draft(Sequence):
     known: int = 0
     num_kept: int = 0
     wanted: int = 0
+    probes: bool = False  # it gets a proposal that is not worth its cost
     broken: bool = False  # its logits were not finite
 
     @classmethod
@@ -212,8 +213,8 @@ class DraftProposer(Proposer):
             draft = self._drafts[sequence] = _Draft.from_sequence(sequence)
         if draft.broken or limit < 1:
             return 0
-        probes = self._steps % _PROBE_STEPS == 0  # of all sequences in one step, as it costs less
-        return worthwhile(draft.rate.value, price, limit) or int(probes)
+        draft.probes |= self._steps % _PROBE_STEPS == 0  # all in one step, as it costs less
+        return worthwhile(draft.rate.value, price, limit) or int(draft.probes)
 
     def _follow(self, sequence: Sequence, count: int) -> _Draft:
         """The draft of a sequence, with `count` tokens to propose if there are blocks for them."""
@@ -259,6 +260,7 @@ class DraftProposer(Proposer):
             else:
                 draft.tokens.append(token)
                 draft.proposed += (token,)
+                draft.probes = False
         self._record(step, time.perf_counter() - began)
 
     def _record(self, step: ScheduledStep, seconds: float) -> None:
