@@ -38,10 +38,10 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
     if role := _NAMES.get(args.command):
         vars(args).setdefault("role", role)
     config = options.settings(WorkerConfig, "worker", args)
-    incarnation, engine = new_incarnation(config.name or config.role), config.engine
-    if config.role == "prefill":  # it gives sequences away with their first token
-        engine = replace(engine, speculative_model="")
-    return replace(config, engine=process_setup.with_threads(engine), incarnation=incarnation)
+    incarnation = new_incarnation(config.name or config.role)
+    return replace(
+        config, engine=process_setup.with_threads(config.engine), incarnation=incarnation
+    )
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -264,8 +264,6 @@ class EngineConfig(CacheConfig):
             SimulatedSpeed.parse(self.simulate)
             if self.device.startswith("cuda"):
                 raise ConfigError(f"--simulate computes nothing: leave --device {self.device} out")
-            if self.speculative_model:
-                raise ConfigError("--simulate computes nothing: leave --speculative-model out")
 
     @property
     def adapters(self) -> dict[str, Path]:

@@ -75,10 +75,16 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def draft_layout(settings: EngineConfig, draft: ModelConfig, layout: KvLayout) -> KvLayout:
-    """The draft's KV pool: for as many tokens as the other model's, whose layout is given."""
+def draft_layout(
+    settings: EngineConfig, draft: ModelConfig, layout: KvLayout, dtype: torch.dtype
+) -> KvLayout:
+    """The draft's KV pool: for as many tokens as the other model's, whose layout is given.
+
+    dtype: of the computation, which latent rows have whatever the other model's KV has.
+    """
+    dtype = dtype if draft.latent else layout.dtype
     blocks = layout.num_blocks // len(layout.windows) * len(draft.layer_groups.windows)
-    return plan_layout(draft, layout.dtype, layout.block_size, blocks, 0, settings.chunk_tokens)
+    return plan_layout(draft, dtype, layout.block_size, blocks, 0, settings.chunk_tokens)
 
 
 def load_draft(
@@ -94,7 +100,7 @@ def load_draft(
     draft = config.draft(settings)
     longest = min(max_context, draft.max_context)
     limited = replace(draft, max_context=longest)
-    own = draft_layout(settings, limited, layout)
+    own = draft_layout(settings, limited, layout, dtype)
     loader = type(backend)(settings.of_draft(draft.quantization is not None))
     model = loader.shard_model(model_path(settings.speculative_model), limited, dtype)
     log.info(

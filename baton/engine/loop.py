@@ -214,7 +214,9 @@ class EngineLoop:
         if previous is not None and chunk.estimate_s(previous.step) > LAUNCH_AHEAD_S:
             self._land(previous)
             return
-        step, launch = self._schedule(), None
+        self._step_began = time.monotonic()  # a draft model computes meanwhile
+        step, launch = self._scheduler.schedule(), None
+        self._step_began = None
         overlaps = self._overlap and bool(step.sequences) and self._runner.launches_ahead(step)
         overlaps = overlaps and not step.exclusive
         if previous is not None:
@@ -229,14 +231,6 @@ class EngineLoop:
             self._launch(step, launch, overlaps)
         elif previous is None:
             self._wait_for_room(step)
-
-    def _schedule(self) -> ScheduledStep:
-        """The next step; `step_age_s` counts meanwhile, as a draft model may compute."""
-        self._step_began = time.monotonic()
-        try:
-            return self._scheduler.schedule()
-        finally:
-            self._step_began = None
 
     def _launch(self, step: ScheduledStep, launch: Launch | None, overlaps: bool) -> None:
         """Launches a step, unless that is done, and has it sample; lands it unless it overlaps."""
@@ -315,11 +309,7 @@ class EngineLoop:
             self._step_began = None
 
     def _fail(
-        self,
-        step: ScheduledStep,
-        sequences: list[ScheduledSequence],
-        failure: str,
-        began_ns: int,
+        self, step: ScheduledStep, sequences: list[ScheduledSequence], failure: str, began_ns: int
     ) -> None:
         """Aborts the sequences of a step that failed."""
         self._runner.wait_for_writes()

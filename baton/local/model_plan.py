@@ -119,7 +119,8 @@ def _draft(
     """Bytes of the draft model, and what to say of them. layout: of the other model's KV."""
     draft = config.draft(settings)
     own = settings.of_draft(draft.quantization is not None)
-    weights, kv = weight_bytes(own, draft, dtype, False), draft_layout(settings, draft, layout)
+    weights = weight_bytes(own, draft, dtype, False)
+    kv = draft_layout(settings, draft, layout, dtype)
     return weights + kv.num_bytes, ok(
         "draft model",
         f"{draft.architecture}, {num_parameters(draft) / 1e6:,.1f} M parameters: "

@@ -280,6 +280,8 @@ class ModelConfig:
         Raises CheckpointError, and ConfigError for a draft model that cannot propose.
         """
         option, reason = f"--speculative-model {settings.speculative_model}", ""
+        if settings.simulate:
+            raise ConfigError(f"{option}: --simulate computes nothing; leave one of them out")
         try:
             draft = ModelConfig.load(model_path(settings.speculative_model))
         except ConfigError as error:

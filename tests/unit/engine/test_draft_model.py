@@ -297,6 +297,13 @@ def test_a_draft_model_with_states_is_refused(tmp_path):
         check_model(settings, worker=True)
 
 
+def test_a_simulated_engine_has_no_draft_model():
+    settings = EngineConfig(speculative_model=str(DEMO_MODEL), simulate="8000,4")
+    for refuses in (check_model, build.load):
+        with pytest.raises(ConfigError, match="--simulate computes nothing"):
+            refuses(settings)
+
+
 def test_a_tokenizer_in_another_file_with_the_same_tokens_is_fine(tmp_path, first_layer):
     draft = tmp_path / "draft"
     shutil.copytree(first_layer, draft)
