@@ -65,6 +65,7 @@ SIMILAR = {
     "--data-parallel-size": "do you mean --decode (and --prefill) of `baton up`?",
     "--pipeline-parallel-size": "there is no pipeline parallelism: use --tp",
     "--enforce-eager": "do you mean --no-graphs?",
+    "--num-speculative-tokens": "do you mean --speculate TOKENS?",
     "--speculative-config": "do you mean --speculate TOKENS or --speculative-model DIR?",
     "--enable-lora": "do you mean --max-loras N?",
     "--lora-modules": "do you mean --lora NAME=DIR?",

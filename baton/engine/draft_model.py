@@ -96,7 +96,6 @@ def load_draft(
     backend, config, layout, max_context, sampler: of the model that it drafts for. Raises
     CheckpointError, ConfigError.
     """
-    check_device(backend.device)
     draft = config.draft(settings)
     longest = min(max_context, draft.max_context)
     limited = replace(draft, max_context=longest)
