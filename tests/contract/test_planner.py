@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import re
 
 import pytest
 from opentelemetry.trace import NoOpTracer
@@ -221,10 +222,8 @@ async def planning(config, name, cluster, **plan):
 
 
 def flips(planner, result):
-    return (
-        f'after="prefill",before="decode",result="{result}"}}'
-        in planner.recorder.render()[1].decode()
-    )
+    labels = f'after="prefill",before="decode",model="[^"]*",result="{result}",version="[^"]*"'
+    return re.search(labels, planner.recorder.render()[1].decode()) is not None
 
 
 async def test_a_dry_run_publishes_and_changes_no_role(config, worker):
