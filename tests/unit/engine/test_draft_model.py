@@ -3,7 +3,9 @@
 import dataclasses
 import inspect
 import json
+import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +38,8 @@ CHEAP = 1e-6  # a price at which everything is proposed
 
 @pytest.fixture(autouse=True)
 def price(monkeypatch):
-    """What is proposed does not depend on how fast this machine is."""
+    """What is proposed does not depend on how fast this machine is, nor do chunks."""
+    monkeypatch.setattr(build, "CATCH_UP_SHARE", 0.0)
     prices = {"of a row": CHEAP}
     monkeypatch.setattr(DraftProposer, "price", lambda self, sequences, rows: prices["of a row"])
     return prices
@@ -171,6 +174,47 @@ def test_a_draft_model_may_have_kv_of_any_kind(tmp_path, architecture, options):
     assert drafted.draft.layout.windows == drafted.layout.windows
 
 
+@pytest.mark.parametrize(
+    "options", [{"tp": 2, "threads": 2}, {"kv_dtype": "int8", "quantization": "int4"}], ids=str
+)
+def test_ranks_and_formats_change_nothing(options):
+    """The draft model is whole on the first rank, in the formats of the other model."""
+    plain, *_ = run(load(kernels="native", **options), *sequences(SEEDED))
+    drafted = load(kernels="native", **options, speculative_model=str(DEMO_MODEL))
+    found, proposed, accepted, _ = run(drafted, *sequences(SEEDED))
+    assert found == plain
+    assert proposed == accepted > 0
+
+
+def test_sequences_come_and_go(first_layer):
+    """Some are released in the middle; what is left has its tokens, and no block is lost."""
+    lengths = random.Random(3).choices(range(20, 150), k=20)
+    plain, *_ = run(load(kv_blocks=400, max_batch=4), *sequences(SEEDED, lengths))
+    loaded = load(kv_blocks=60, max_batch=4, speculative_model=str(first_layer))
+    some = sequences(SEEDED, lengths)
+    gone = {sequence.seq_id for sequence in some[::3]}
+    with Bench(loaded.engine) as bench:
+        for sequence in some:
+            bench.engine.add(sequence)
+        got, left = {one.seq_id: [] for one in some}, {one.seq_id for one in some} - gone
+        while left:
+            for progress in bench.next_report().progress:
+                got[progress.seq_id] += progress.token_ids
+                if progress.finish_reason:
+                    left.discard(progress.seq_id)
+                if progress.seq_id in gone and len(got[progress.seq_id]) > 5:
+                    bench.engine.release(progress.seq_id).result(WAIT_S)
+        proposer = bench.engine._scheduler._proposer
+        for name in gone:
+            bench.engine.release(name).result(WAIT_S)
+        bench.engine.submit(lambda: proposer.propose([], [], 0)).result(WAIT_S)
+        proposer.blocks.check()
+        assert proposer.blocks.num_held == bench.engine._blocks.num_held == 0
+    for name, tokens in got.items():
+        assert tokens == plain[name][: len(tokens)]
+        assert name in gone or len(tokens) == len(plain[name])
+
+
 class Counted:
     """Counts the rows of each step of a draft model."""
 
@@ -188,9 +232,8 @@ def counted(loaded):
     return dataclasses.replace(loaded, draft=dataclasses.replace(loaded.draft, model=model)), model
 
 
-def test_a_long_text_is_caught_up_with_in_chunks(monkeypatch):
+def test_a_long_text_is_caught_up_with_in_chunks():
     """A sequence that comes from elsewhere does not hold up the batch."""
-    monkeypatch.setattr(build, "CATCH_UP_SHARE", 0.0)  # chunks are the least, on every machine
     loaded, model = counted(load(speculative_model=str(DEMO_MODEL), prefix_cache=False))
     _, proposed, accepted, _ = run(loaded, *sequences(GREEDY, (200, 200, 200)))
     assert proposed == accepted > 0
@@ -295,6 +338,13 @@ def test_a_draft_model_with_states_is_refused(tmp_path):
     settings = dataclasses.replace(settings, model=str(tmp_path))
     with pytest.raises(ConfigError, match=r"^--speculative-model: .* has linear attention"):
         check_model(settings, worker=True)
+
+
+def test_a_gpu_has_no_draft_model():
+    settings = EngineConfig(speculative_model=str(DEMO_MODEL))
+    backend = SimpleNamespace(device=torch.device("cuda", 0), settings=settings)
+    with pytest.raises(ConfigError, match="--speculative-model computes on CPUs only"):
+        build.load(settings, backend=backend)
 
 
 def test_a_simulated_engine_has_no_draft_model():
