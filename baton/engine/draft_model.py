@@ -110,7 +110,7 @@ def load_draft(
 
 
 @dataclass(eq=False)
-class _Draft(Sequence):
+class _DraftSequence(Sequence):
     """A sequence on the draft model: the known tokens of another, then those proposed for it.
 
     known: number of known tokens at the last step · num_kept: computed tokens that its prefix cache
@@ -126,7 +126,7 @@ class _Draft(Sequence):
     broken: bool = False  # its logits were not finite
 
     @classmethod
-    def from_sequence(cls, sequence: Sequence) -> _Draft:
+    def from_sequence(cls, sequence: Sequence) -> _DraftSequence:
         return cls(
             sequence.seq_id, [], sequence.prompt_tokens,
             replace(sequence.params, logprobs=None, prompt_logprobs=None),
@@ -169,7 +169,7 @@ class DraftProposer(Proposer):
         self._costs = RowCost()
         self._draft_s: dict[int, float] = {}  # of a step of the draft model, by its rows
         self._last_draft_s = 0.0
-        self._drafts: dict[Sequence, _Draft] = {}
+        self._drafts: dict[Sequence, _DraftSequence] = {}
         self._steps = 0
         self._failed = False
 
@@ -215,13 +215,13 @@ class DraftProposer(Proposer):
         """The number of tokens to propose for a sequence."""
         draft = self._drafts.get(sequence)
         if draft is None:
-            draft = self._drafts[sequence] = _Draft.from_sequence(sequence)
+            draft = self._drafts[sequence] = _DraftSequence.from_sequence(sequence)
         if draft.broken or limit < 1:
             return 0
         draft.probes |= self._steps % _PROBE_STEPS == 0  # all in one step, as it costs less
         return worthwhile(draft.rate.value, price, limit) or int(draft.probes)
 
-    def _follow(self, sequence: Sequence, count: int) -> _Draft:
+    def _follow(self, sequence: Sequence, count: int) -> _DraftSequence:
         """The draft of a sequence, with `count` tokens to propose if there are blocks for them."""
         draft = self._drafts[sequence]
         draft.follow(sequence.tokens)
@@ -231,35 +231,36 @@ class DraftProposer(Proposer):
         draft.wanted = count if count and self._kv.reserve(draft, count) else 0
         return draft
 
-    def _compute(self, drafts: list[_Draft]) -> None:
+    def _compute(self, drafts: list[_DraftSequence]) -> None:
         """Computes known tokens as far as the budget allows, then proposes token after token."""
-        budget, items = self._kv.chunk.tokens, []
+        budget, rows = self._kv.chunk.tokens, list[tuple[_DraftSequence, int]]()
         for draft in drafts:
             count = draft.num_pending
             if count > _READY_TOKENS:
                 count = min(count, budget)
                 budget -= count
             if count:
-                items.append(ScheduledSequence(draft, draft.num_computed, count))
-        while items:
-            self._run(ScheduledStep(items))
-            items = [
-                ScheduledSequence(draft, draft.num_computed, 1)
-                for draft in drafts
-                if draft.proposed and len(draft.proposed) < draft.wanted
-            ]
+                rows.append((draft, count))
+        while rows:
+            self._run(sorted(rows, key=lambda pair: pair[1] > 1))
+            left = (draft for draft in drafts if 0 < len(draft.proposed) < draft.wanted)
+            rows = [(draft, 1) for draft in left]
 
-    def _run(self, step: ScheduledStep) -> None:
-        """Runs one step of the draft model."""
+    def _run(self, rows: list[tuple[_DraftSequence, int]]) -> None:
+        """Computes the next rows of each sequence, and samples where all tokens are computed.
+
+        Sequences with one row come first.
+        """
         began = time.perf_counter()
-        step.sort()
+        step = ScheduledStep(
+            [ScheduledSequence(one, one.num_computed, count) for one, count in rows]
+        )
         logits = self._draft.model.step(self._batches.build(step), self._draft.pool)
-        sampling = [item.sequence for item in step.sequences if item.samples]
-        for item in step.sequences:
-            item.sequence.num_computed += item.count
-        drafts = [draft for draft in sampling if isinstance(draft, _Draft)]
-        tokens = self._draft.sampler.sample(logits, [draft.row for draft in drafts]).token_ids
-        for draft, token in zip(drafts, tokens, strict=True):
+        for draft, count in rows:
+            draft.num_computed += count
+        sampling = [draft for draft, _ in rows if not draft.num_pending]
+        tokens = self._draft.sampler.sample(logits, [draft.row for draft in sampling]).token_ids
+        for draft, token in zip(sampling, tokens, strict=True):
             if token == NO_TOKEN:
                 self._give_up(draft)
             else:
@@ -278,7 +279,7 @@ class DraftProposer(Proposer):
             self._last_draft_s = mean + _RECENT * (seconds - mean)
             self._draft_s[rows] = self._last_draft_s
 
-    def _give_up(self, draft: _Draft) -> None:
+    def _give_up(self, draft: _DraftSequence) -> None:
         """Proposes nothing any more for a sequence, and zeroes its KV, which may not be finite."""
         log.warning("the draft model's logits for sequence %s are not finite", draft.seq_id)
         private = self.blocks.uncache(held(draft.block_ids))
