@@ -47,7 +47,7 @@ CATCH_UP_SHARE = 0.25  # duration of a catch-up chunk, as a share of a prompt's 
 MIN_CATCH_UP = 32  # tokens of a catch-up chunk, as few as `ChunkBudget` measures
 _READY_TOKENS = 2  # at most so many are to be computed after a step whose proposals were accepted
 _RECENT = 0.1  # weight of the last duration in a mean
-_PROBE_STEPS = 64  # between attempts where proposals were not worth their cost
+_PROBE_STEPS = 32  # between attempts where proposals were not worth their cost
 
 
 @dataclass
@@ -126,11 +126,12 @@ class _DraftSequence(Sequence):
     broken: bool = False  # its logits were not finite
 
     @classmethod
-    def from_sequence(cls, sequence: Sequence) -> _DraftSequence:
+    def from_sequence(cls, sequence: Sequence, rate: AcceptanceRate) -> _DraftSequence:
         return cls(
             sequence.seq_id, [], sequence.prompt_tokens,
             replace(sequence.params, logprobs=None, prompt_logprobs=None),
             sequence.cache_salt, token_counts=sequence.token_counts, grammar=sequence.grammar,
+            rate=rate,
         )  # fmt: skip
 
     def follow(self, tokens: Tokens[int]) -> None:
@@ -170,6 +171,7 @@ class DraftProposer(Proposer):
         self._draft_s: dict[int, float] = {}  # of a step of the draft model, by its rows
         self._last_draft_s = 0.0
         self._drafts: dict[Sequence, _DraftSequence] = {}
+        self._rate = AcceptanceRate()  # of all sequences, with which new ones begin
         self._steps = 0
         self._failed = False
 
@@ -184,6 +186,7 @@ class DraftProposer(Proposer):
             return [()] * len(sequences)
         self._steps += 1
         price = self.price(len(sequences), rows)
+        self._probe(sequences, price)
         drafts = [
             self._follow(sequence, self._count(sequence, limit, price))
             for sequence, limit in zip(sequences, limits, strict=True)
@@ -200,6 +203,7 @@ class DraftProposer(Proposer):
         if draft := self._drafts.get(sequence):
             for proposed, token in zip(draft.proposed, sampled, strict=False):
                 draft.rate.add(proposed == token)
+                self._rate.add(proposed == token)
 
     def record_step(self, rows: int, proposed: int, seconds: float) -> None:
         self._costs.record_step(rows, proposed, seconds)
@@ -211,14 +215,21 @@ class DraftProposer(Proposer):
         draft_s = self._draft_s.get(sequences, self._last_draft_s)
         return self._costs.price(rows) + (draft_s / step_s if step_s else 0.0)
 
+    def _probe(self, sequences: list[Sequence], price: float) -> None:
+        """Now and then has one sequence after the other get a proposal even if its rate is low."""
+        turn, rest = divmod(self._steps, _PROBE_STEPS)
+        draft = self._drafts.get(sequences[turn % len(sequences)])
+        if draft is not None and not rest and worthwhile(1.0, price, 1):  # if it can pay at all
+            draft.probes = True
+
     def _count(self, sequence: Sequence, limit: int, price: float) -> int:
         """The number of tokens to propose for a sequence."""
         draft = self._drafts.get(sequence)
         if draft is None:
-            draft = self._drafts[sequence] = _DraftSequence.from_sequence(sequence)
+            rate = AcceptanceRate(self._rate.value)
+            draft = self._drafts[sequence] = _DraftSequence.from_sequence(sequence, rate)
         if draft.broken or limit < 1:
             return 0
-        draft.probes |= self._steps % _PROBE_STEPS == 0  # all in one step, as it costs less
         return worthwhile(draft.rate.value, price, limit) or int(draft.probes)
 
     def _follow(self, sequence: Sequence, count: int) -> _DraftSequence:

@@ -13,8 +13,8 @@ class AcceptanceRate:
 
     _KEPT = 15 / 16  # decay of weights a token
 
-    def __init__(self) -> None:
-        self._tried, self._accepted = 4.0, 2.0  # a prior of one half, with little weight
+    def __init__(self, prior: float = 0.5) -> None:
+        self._tried, self._accepted = 4.0, 4.0 * prior  # with little weight
 
     @property
     def value(self) -> float:

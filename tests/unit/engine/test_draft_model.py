@@ -263,6 +263,26 @@ def test_proposals_that_are_not_worth_it_are_tried_now_and_then(price, first_lay
     assert 4 <= some < 0.2 * everything
 
 
+def test_a_sequence_begins_with_the_rate_of_earlier_ones(price, first_layer):
+    price["of a row"] = 0.15
+    params = dataclasses.replace(SEEDED, max_tokens=60, temperature=1.0, top_p=1.0)
+    with Bench(load(speculative_model=str(first_layer)).engine) as bench:
+        proposed = []
+        for number in range(3):
+            (sequence,) = sequences(params, (40,))
+            sequence.seq_id, before = f"{number}", len(bench.reports)
+            bench.finish(sequence)
+            proposed.append(sum(one.num_proposed for one in bench.reports[before:]))
+    assert proposed[0] > max(proposed[1:])
+
+
+def test_where_even_right_proposals_do_not_pay_nothing_is_computed(price):
+    price["of a row"] = 1.0
+    loaded, model = counted(load(speculative_model=str(DEMO_MODEL)))
+    run(loaded, *sequences(dataclasses.replace(GREEDY, max_tokens=100)))
+    assert not model.rows
+
+
 def test_a_broken_draft_model_disturbs_no_sequence(caplog):
     plain, *_ = run(load(), *sequences(GREEDY))
     loaded = load(speculative_model=str(DEMO_MODEL))
