@@ -241,14 +241,18 @@ async def test_quantised_weights_and_kv(clusters, oracle, engine, transport):
 
 
 @pytest.mark.parametrize(
-    ("options", "role"),
-    [({"speculate": 4}, "decode"), ({"speculative_model": str(DEMO_MODEL)}, "mixed")],
-    ids=["n-grams", "draft model"],
+    ("options", "workers", "killed"),
+    [
+        ({"speculate": 4}, {"decode": 2}, "decode-0"),
+        ({"speculative_model": str(DEMO_MODEL)}, {"mixed": 2}, "mixed-0"),
+        ({"speculative_model": str(DEMO_MODEL)}, {}, "decode-0"),
+    ],
+    ids=["n-grams", "draft model", "draft model after handoffs"],
 )
-async def test_speculation_changes_no_token(clusters, oracle, options, role):
+async def test_speculation_changes_no_token(clusters, oracle, options, workers, killed):
     """Several tokens at once, with log-probabilities and stop strings, and a worker is killed."""
     engine, largest = replace(ENGINE, **options), 0
-    cluster, client = await clusters(alone=True, engine=engine, **{role: 2})
+    cluster, client = await clusters(alone=True, engine=engine, **workers)
     for sampling in SAMPLING:
         case = oracle.case(200, 900, sampling, new_tokens=120)
         asked = client.stream(case.prompt, **case.options, logprobs=1, cache_salt=sampling)
@@ -272,7 +276,7 @@ async def test_speculation_changes_no_token(clusters, oracle, options, role):
         assert stop not in oracle.text(done.token_ids[:-1]), "tokens after it are no output"
     streams = Streams(client, oracle, oracle.mixed(16))
     running = await streams.start()
-    cluster.kill(f"{role}-0")
+    cluster.kill(killed)
     assert any(one.route.attempts > 1 for one in await running)
     await all_blocks_free(client)
 
