@@ -276,6 +276,15 @@ class EngineConfig(CacheConfig):
         """Most tokens that are proposed for a sequence in a step; 0 without speculation."""
         return self.speculate or (DRAFT_TOKENS if self.speculative_model else 0)
 
+    def check_draft_device(self, device: str) -> None:
+        """Raises ConfigError if a draft model is asked for on a GPU. device: as of --device."""
+        if self.speculative_model and device.startswith("cuda"):
+            raise ConfigError(
+                "--speculative-model computes on CPUs only, as its steps are not among the CUDA "
+                "graphs and the measured memory of a GPU: use --speculate instead, or add "
+                "--device cpu"
+            )
+
     def of_draft(self, is_quantized: bool) -> EngineConfig:
         """The settings of the draft model itself, which the first rank has as a whole.
 

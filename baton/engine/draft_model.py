@@ -37,7 +37,6 @@ from baton.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative import Proposer
 from baton.engine.speculative.cost import AcceptanceRate, RowCost, worthwhile
-from baton.errors import ConfigError
 from baton.generation.sampling_params import SamplingParams
 from baton.kv_groups import held
 
@@ -64,15 +63,6 @@ class DraftModel:
     max_context: int
     sampler: Sampler
     seconds: float = 0.0
-
-
-def check_device(device: torch.device) -> None:
-    """Raises ConfigError for a device on which no draft model runs."""
-    if device.type != "cpu":
-        raise ConfigError(
-            "--speculative-model computes on CPUs only, as its steps are not among the CUDA graphs "
-            "and the measured memory of a GPU: use --speculate instead, or add --device cpu"
-        )
 
 
 def draft_layout(

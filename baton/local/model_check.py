@@ -41,6 +41,7 @@ def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
 
 def _check_draft(settings: EngineConfig, config: ModelConfig) -> None:
     """Checks the draft model's files, and that its token ids mean the same texts."""
+    settings.check_draft_device(settings.device)
     draft = config.draft(settings)
     check_model(settings.of_draft(draft.quantization is not None), worker=True)
     if not has_same_tokens(model_path(settings.speculative_model), model_path(settings.model)):

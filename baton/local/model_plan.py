@@ -22,7 +22,7 @@ from baton.engine.backends.gpu.cuda_graphs import shapes_of
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.build import choose_dtype, device_of, kv_dtype_of, longest_context
 from baton.engine.checkpoint.tensors import ELEMENT_BYTES
-from baton.engine.draft_model import check_device, draft_layout
+from baton.engine.draft_model import draft_layout
 from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
@@ -46,8 +46,7 @@ def check_plan(settings: EngineConfig) -> Iterator[Finding]:
     try:
         check_model(settings)
         config, device = ModelConfig.load(model_path(settings.model)), device_of(settings)
-        if settings.speculative_model:
-            check_device(device)
+        settings.check_draft_device(device.type)
         gpu = Gpu(device) if device.type == "cuda" else None
         part = f" (of {config.wrapper}, text only)" if config.wrapper else ""
         yield ok(

@@ -365,6 +365,9 @@ def test_a_gpu_has_no_draft_model():
     backend = SimpleNamespace(device=torch.device("cuda", 0), settings=settings)
     with pytest.raises(ConfigError, match="--speculative-model computes on CPUs only"):
         build.load(settings, backend=backend)
+    settings = dataclasses.replace(settings, device="cuda:1")
+    with pytest.raises(ConfigError, match="--speculative-model computes on CPUs only"):
+        check_model(settings)
 
 
 def test_a_simulated_engine_has_no_draft_model():
