@@ -120,6 +120,32 @@ def text_fingerprint(path: Path) -> str:
     return TextFiles.read(path).fingerprint
 
 
+def has_same_tokens(path: Path, other: Path) -> bool:
+    """Whether two models have the same texts by token id, or one of them has no tokenizer.
+
+    How texts are split may differ, and chat templates. Raises CheckpointError.
+    """
+    one, two = TextFiles.read(path), TextFiles.read(other)
+    if one.tokenizer_json is None or two.tokenizer_json is None:
+        return True
+    same_file = one.tokenizer_json == two.tokenizer_json
+    return same_file or _tokens(path, one.tokenizer_json) == _tokens(other, two.tokenizer_json)
+
+
+def _tokens(path: Path, tokenizer_json: str) -> dict[str, int]:
+    """Ids by text, of the vocabulary and the added tokens of a tokenizer.json."""
+    file = path / TOKENIZER_FILE
+    try:
+        content = parse_json(file, tokenizer_json)
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # a Unigram model's, with scores
+            vocabulary = {text: at for at, (text, _) in enumerate(vocabulary)}
+        added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
+        return {**vocabulary, **added}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: there is no vocabulary that can be read") from error
+
+
 def _read_text(file: Path, most: int) -> str | None:
     """The file's text; None if it does not exist."""
     try:

@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from baton.config import EngineConfig
+from baton.config import EngineConfig, model_path
 from baton.engine.checkpoint.fields import (
     BOOLEAN,
     COUNT,
@@ -262,9 +262,10 @@ class ModelConfig:
         """Raises ConfigError for options that a model with states cannot have."""
         if self.delta_rule is None:
             return
-        if settings.speculate:
+        if settings.most_proposed:
+            option = "--speculative-model" if settings.speculative_model else "--speculate"
             raise ConfigError(
-                f"--speculate: {self.architecture} has linear attention, whose states cannot go "
+                f"{option}: {self.architecture} has linear attention, whose states cannot go "
                 "back to before a rejected token; leave the option out"
             )
         if settings.lora_slots:
@@ -272,6 +273,32 @@ class ModelConfig:
                 f"--max-loras: {self.architecture} has linear attention, which adapters are not "
                 "supported for; leave --lora and --max-loras out"
             )
+
+    def draft(self, settings: EngineConfig) -> ModelConfig:
+        """The config of the draft model that the settings name for this model.
+
+        Raises CheckpointError, and ConfigError for a draft model that cannot propose.
+        """
+        option, reason = f"--speculative-model {settings.speculative_model}", ""
+        if settings.simulate:
+            raise ConfigError(f"{option}: --simulate computes nothing; leave one of them out")
+        try:
+            draft = ModelConfig.load(model_path(settings.speculative_model))
+        except ConfigError as error:
+            raise ConfigError(f"{option}: {error}") from error
+        if draft.delta_rule is not None:
+            reason = (
+                f"{draft.architecture} has linear attention, whose states cannot go back to before "
+                "a rejected token"
+            )
+        elif draft.vocab_size != self.vocab_size:
+            reason = (
+                f"config.json has vocab_size {draft.vocab_size}, and that of --model has "
+                f"{self.vocab_size}: choose a draft model with the same vocabulary"
+            )
+        if reason:
+            raise ConfigError(f"{option}: {reason}")
+        return draft
 
     @property
     def arch(self) -> Architecture:
