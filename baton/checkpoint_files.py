@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +17,8 @@ from baton.errors import CheckpointError
 
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_JSON_BYTES = 16 << 20
+MAX_LABELS = 4096
+CLASSIFIER = "ForSequenceClassification"  # the end of such an architecture's name
 
 
 @contextmanager
@@ -58,3 +60,22 @@ def parse_json(file: Path, content: str | bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def label_names(file: Path, config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The labels of a sequence classification model by its config.json, two if that names none.
+
+    None for other models. Raises CheckpointError for labels that are not numbered from 0.
+    """
+    architectures = config.get("architectures") or ()
+    if not str(next(iter(architectures), "")).endswith(CLASSIFIER):
+        return None
+    names = config.get("id2label")
+    if names is None:
+        count = config.get("num_labels")
+        names = {index: f"LABEL_{index}" for index in range(2 if count is None else count)}
+    by_index = {str(index): name for index, name in dict(names).items()}
+    found = tuple(str(by_index.get(str(index))) for index in range(len(by_index)))
+    if not 0 < len(found) <= MAX_LABELS or by_index.keys() != set(map(str, range(len(found)))):
+        raise CheckpointError(f"{file}: id2label must name labels 0, 1, ..., {MAX_LABELS} at most")
+    return found

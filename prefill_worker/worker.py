@@ -19,6 +19,7 @@ from opentelemetry.context import Context
 
 from baton.block_hash import token_digest
 from baton.engine.build import Loaded
+from baton.engine.models.weight_loader import load_classification_head
 from baton.engine.pooling import Pooling, Vector
 from baton.engine.sequence import Sequence
 from baton.engine.step_report import SequenceProgress, StepReport
@@ -29,6 +30,7 @@ from baton.errors import (
     InvalidRequest,
     Unavailable,
 )
+from baton.generation.sampling_params import SamplingParams
 from baton.telemetry import propagation, tracing
 from baton.v1 import common_pb2, prefill_pb2, worker_pb2
 from baton.v1.common_pb2 import WorkerRecord
@@ -67,7 +69,7 @@ class Prompt:
     sent: int  # token slots whose blocks were sent, or are not needed by the decode worker
     arrived_ns: int = field(default_factory=time.time_ns)
     computed: int | None = None  # tokens; None before the first chunk
-    pooled: Vector | None = None  # for an embedding: the sum of hidden states so far
+    pooled: Vector | None = None  # the sum of hidden states so far, or logits of label tokens
     steps: asyncio.Queue[tuple[StepReport, SequenceProgress] | None] = field(
         default_factory=asyncio.Queue
     )
@@ -88,6 +90,7 @@ class PrefillPart(Part):
             self._pooling = Pooling.read(loaded.path)
         except CheckpointError as error:  # it can still generate
             self._no_pooling = f"this model's embeddings cannot be computed: {error}"
+        self._head = load_classification_head(loaded.path, loaded.model_config)
         self._links = OutgoingLinks(pools, node.record, usable, node.find)
         self._opening_links = asyncio.create_task(self._open_links())
         self.metrics.observe_links(self._links.status)
@@ -185,6 +188,11 @@ class PrefillPart(Part):
             if self._no_pooling:
                 raise InvalidRequest(self._no_pooling, "sampling.embedding")
             sequence.num_scored = 0 if self._pooling.mean else None
+        elif sequence.params.classification and not self._can_classify(sequence.params):
+            raise InvalidRequest(
+                "this model has no classification head: serve a checkpoint that has one",
+                "sampling.classification",
+            )
         if sequence.seq_id in self._prompts:
             raise InvalidRequest(f"handoff {sequence.seq_id} runs here", _HANDOFF_ID)
         if request.HasField("target") is not (sequence.params.max_tokens > 0):
@@ -296,16 +304,26 @@ class PrefillPart(Part):
                 prompt.pooled = pooled if prompt.pooled is None else prompt.pooled + pooled
             if progress.token_ids or progress.finish_reason:
                 first_token = _first_token(progress)
-                if prompt.sequence.params.embedding:
-                    first_token.embedding.extend(self._embedding(prompt))
+                if prompt.sequence.params.is_pooled:
+                    first_token.pooled.extend(self._pooled(prompt))
                 send(prefill_pb2.PrefillResponse(first_token=first_token))
                 return progress
 
-    def _embedding(self, prompt: Prompt) -> list[float]:
-        if prompt.pooled is None:
-            raise InvalidRequest("a simulated engine has no embeddings", "sampling.embedding")
-        embedding: list[float] = self._pooling.finish(prompt.pooled, prompt.num_tokens).tolist()
-        return embedding
+    def _can_classify(self, params: SamplingParams) -> bool:
+        return self._head is not None or bool(params.label_token_ids)
+
+    def _pooled(self, prompt: Prompt) -> list[float]:
+        """The prompt's embedding, or the logit of each label."""
+        params, pooled = prompt.sequence.params, prompt.pooled
+        if pooled is None:
+            name = "embedding" if params.embedding else "classification"
+            raise InvalidRequest(f"a simulated engine has no {name}", f"sampling.{name}")
+        if params.embedding:
+            pooled = self._pooling.finish(pooled, prompt.num_tokens)
+        elif self._head is not None and not params.label_token_ids:
+            pooled = self._head.numpy() @ pooled
+        values: list[float] = pooled.tolist()
+        return values
 
     def _send_blocks(self, prompt: Prompt, handoff: HandoffSender) -> None:
         """Queues newly complete blocks for sending: full ones, and at the end the partial one."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.config import MAX_STREAM_INTERVAL, RouterConfig
-from baton.errors import DeadlineExceeded, InvalidRequest
+from baton.errors import ConfigError, DeadlineExceeded, InvalidRequest, quoted
 from baton.generation.generation_config import DEFAULTS
 from baton.generation.sampling_params import (
     FILL_CONTEXT,
@@ -25,6 +25,7 @@ from baton.generation.sampling_params import (
 )
 from baton.generation.structured_output import GrammarCompiler
 from baton.text import Tokenizer, check_stop_strings
+from baton.text.scoring import Scoring
 from baton.text.stop_strings import MAX_STOP_CHARS
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.chat import ChatFormats, has_grammar
@@ -81,6 +82,7 @@ class Admission:
         self.tokenizer = tokenizer
         self.tenants = tenants
         self.sampling_defaults = sampling_defaults
+        self.scoring = self._scoring()
         self._grammars = grammars or GrammarCompiler(Path(), 0, ())
         self.chat_formats = ChatFormats.from_tokenizer(
             tokenizer, self.limits.tool_parser, self.limits.reasoning_parser
@@ -153,6 +155,7 @@ class Admission:
             workers=frozenset(request.workers),
             output_format=output_format,
             stream_interval=self._stream_interval(request),
+            scoring=self.scoring if params.classification else None,
         )
 
     def enter(
@@ -311,9 +314,41 @@ class Admission:
         params = SamplingParams.from_proto(given, seed & MAX_SEED, self.sampling_defaults)
         if request.bad_words:
             params = replace(params, bad_words=self._bad_words(request.bad_words))
+        params = self._with_labels(params)
         params.validate(self.tokenizer.vocab_size)
         choices.params = params
         return params
+
+    def _scoring(self) -> Scoring | None:
+        """How the model scores prompts. Raises ConfigError if --score-tokens are no tokens."""
+        if not (given := self.limits.score_tokens):
+            return self.tokenizer.scoring
+        texts = given.split(",")
+        if len(texts) != 2:
+            raise ConfigError(f"--score-tokens are two texts, as no,yes, not {quoted(given)}")
+        try:
+            return Scoring.from_tokens([self.tokenizer.token_id(text) for text in reversed(texts)])
+        except InvalidRequest as error:
+            raise ConfigError(f"--score-tokens: {error}") from error
+
+    def _with_labels(self, params: SamplingParams) -> SamplingParams:
+        """The settings with the tokens that score, if the prompt's labels are asked for."""
+        scoring = self.scoring
+        if params.classification:
+            if scoring is None:
+                raise InvalidRequest(
+                    "this model scores no texts: serve a checkpoint with a classification head, or "
+                    "name a reranker's answers by the router's --score-tokens no,yes",
+                    "sampling.classification",
+                )
+            return replace(params, label_token_ids=scoring.token_ids)
+        if scoring and not scoring.token_ids and not params.embedding:
+            raise InvalidRequest(
+                "this model classifies texts and generates none: use /classify, /score or "
+                "/v1/rerank",
+                "sampling.max_tokens",
+            )
+        return replace(params, label_token_ids=()) if params.label_token_ids else params
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_STOP_CHARS for word in words):

@@ -24,6 +24,7 @@ from baton.text import Tokenizer
 from baton.text.detokenizer import TokenPieces
 from baton.text.json_repair import repaired
 from baton.text.reasoning import reasoning_format
+from baton.text.scoring import is_pair
 from baton.text.tool_calls import ToolFormat, ToolSchemas
 from baton.text.tool_formats import tool_format
 from baton.text.tool_formats.harmony import HarmonyFormat
@@ -112,6 +113,8 @@ class ChatFormats:
         long.
         """
         messages = [_message(message, i) for i, message in enumerate(chat.messages)]
+        if is_pair([message["role"] for message in messages]):
+            return self.tokenizer.encode_pair(messages, max_tokens)
         if self.text_arguments:
             _write_arguments(messages)
         return self.tokenizer.encode_chat(

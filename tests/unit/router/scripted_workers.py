@@ -334,7 +334,7 @@ class PrefillWorker(DecodeWorker):
         if not sequence.sampling.max_tokens:
             message = first_token(None, LENGTH)
             if sequence.sampling.embedding:
-                message.first_token.embedding.extend([0.0, *map(float, tokens)])
+                message.first_token.pooled.extend([0.0, *map(float, tokens)])
             yield message
             return
         yield first_token(token_id, reason)
