@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -29,6 +30,7 @@ from router.generation_service import CALLERS_ID_PATTERN
 
 MAX_N = 128
 MAX_PROMPTS = 1024
+MAX_INPUTS = 2048  # of a request without output
 MAX_DETOKENIZED = 1 << 20  # tokens
 _MAX_NEUTRAL_BYTES = 64  # of a value that disables a feature
 
@@ -64,6 +66,12 @@ _PROMPTS: dict[tuple[bool, bytes], Any] = {
     (True, b"["): Annotated[list[TokenIds], Meta(min_length=1, max_length=MAX_PROMPTS)],
 }
 _PROMPT_SCHEMAS = [msgspec.json.schema(kind) for kind in _PROMPTS.values()]
+_INPUTS: dict[tuple[bool, bytes], Any] = {
+    **_PROMPTS,
+    (True, b'"'): Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)],
+    (True, b"["): Annotated[list[TokenIds], Meta(min_length=1, max_length=MAX_INPUTS)],
+}
+_INPUT_SCHEMAS = [msgspec.json.schema(kind) for kind in _INPUTS.values()]
 
 # By field: the values besides null that disable it.
 Unsupported = dict[str, tuple[Any, ...]]
@@ -307,21 +315,41 @@ class TokenizeRequest(Struct, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class EmbeddingRequest(Struct, kw_only=True):
-    """Texts or token ids to embed."""
+class PoolingOptions(Struct, kw_only=True):
+    """Fields of requests without output."""
 
-    unsupported: ClassVar[Unsupported] = {"truncation_side": ("left",)}
+    unsupported: ClassVar[Unsupported] = {
+        "truncation_side": ("left",),
+        "mm_processor_kwargs": ({},),
+        "messages": (),
+    }
 
-    input: Annotated[Raw, Meta(extra_json_schema={"anyOf": _PROMPT_SCHEMAS})]  # see `prompts_of`
     model: ModelName | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Positive | None = None
     truncate_prompt_tokens: Positive | None = None
     add_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     user: Session | None = None
     request_id: CallersId | None = None
+
+
+class InputRequest(PoolingOptions, kw_only=True):
+    """Texts or token ids."""
+
+    input: Annotated[Raw, Meta(extra_json_schema={"anyOf": _INPUT_SCHEMAS})]  # see `prompts_of`
+
+
+class EmbeddingRequest(InputRequest, kw_only=True):
+    """Texts or token ids to embed."""
+
+    unsupported: ClassVar[Unsupported] = {
+        **PoolingOptions.unsupported,
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+    }
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Positive | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):
@@ -513,7 +541,7 @@ class Embedding(Struct):
     object: Literal["embedding"] = "embedding"
 
 
-class EmbeddingUsage(Struct):
+class InputUsage(Struct):
     """Token counts of all inputs."""
 
     prompt_tokens: Count
@@ -525,7 +553,7 @@ class Embeddings(Struct):
 
     data: list[Embedding]
     model: str
-    usage: EmbeddingUsage
+    usage: InputUsage
     object: Literal["list"] = "list"
 
 
@@ -618,19 +646,29 @@ def unsupported_in(kind: Any) -> Unsupported:
     return getattr(kind, "unsupported", {})
 
 
-def prompts_of(raw: Raw, field: str = "prompt") -> list[str] | list[list[int]]:
-    """Decodes the prompts of `field`. Raises InvalidRequest."""
+def inputs_of(raw: Raw, field: str) -> list[str] | list[list[int]]:
+    """Decodes the inputs of `field`, as prompts. Raises InvalidRequest."""
+    return prompts_of(raw, field, _INPUTS, MAX_INPUTS)
+
+
+def prompts_of(
+    raw: Raw,
+    field: str = "prompt",
+    kinds: Mapping[tuple[bool, bytes], Any] = _PROMPTS,
+    most: int = MAX_PROMPTS,
+) -> list[str] | list[list[int]]:
+    """Decodes the prompts of `field`, `most` at most. Raises InvalidRequest."""
     text = bytes(raw)
     start = _PROMPT_START.match(text)
     assert start is not None
     kind = (bool(start[1]), start[2])
-    if kind not in _PROMPTS:
+    if kind not in kinds:
         raise InvalidRequest(f"{field} must be text, token ids, or a list of either", field)
     # Counted first: a million lists would take long to decode.
-    if kind == (True, b"[") and text.count(b"[") > MAX_PROMPTS + 1:
-        raise InvalidRequest(f"{field} has more than {MAX_PROMPTS} prompts", field)
+    if kind == (True, b"[") and text.count(b"[") > most + 1:
+        raise InvalidRequest(f"{field} has more than {most} prompts", field)
     try:
-        prompt = msgspec.json.decode(text, type=_PROMPTS[kind])
+        prompt = msgspec.json.decode(text, type=kinds[kind])
     except msgspec.ValidationError as error:
         raise _invalid(error, field) from error
     except UnicodeDecodeError as error:

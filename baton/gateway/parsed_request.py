@@ -33,7 +33,7 @@ class ParsedRequest:
     """The requests of a body. Choice i belongs to prompt i // n."""
 
     base: inference_pb2.GenerateRequest  # without the prompt, unless it is a chat
-    prompts: Sequence[str | Sequence[int]]  # empty for a chat
+    prompts: Sequence[str | Sequence[int] | inference_pb2.Chat]  # empty for one chat
     options: api.GenerateOptions
     n: int  # choices run for each prompt
     kept: int  # choices returned for each prompt: the likeliest
@@ -68,6 +68,8 @@ class ParsedRequest:
             prompt = self.prompts[index]
             if isinstance(prompt, str):
                 base.text = prompt
+            elif isinstance(prompt, inference_pb2.Chat):
+                base.chat.CopyFrom(prompt)
             else:
                 del base.token_ids.ids[:]
                 base.token_ids.ids.extend(prompt)

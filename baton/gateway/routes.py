@@ -25,7 +25,14 @@ from baton.gateway import adapters, api, batch_store, batches, response_api, res
 from baton.gateway.batches import BatchApi
 from baton.gateway.chat import ChatOutput, parse_chat
 from baton.gateway.completions import CompletionOutput, parse_completion
-from baton.gateway.embeddings import embed, parse_embeddings
+from baton.gateway.embeddings import (
+    PoolingAnswer,
+    PoolingRequest,
+    embed,
+    parse_embeddings,
+    parse_pooling,
+    pool,
+)
 from baton.gateway.endpoint import Endpoint
 from baton.gateway.failures import MESSAGES_PATH, MessageError, failure_at
 from baton.gateway.generation import CompletionGeneration, generate
@@ -50,6 +57,20 @@ from baton.gateway.openapi import (
     Operation,
     Routes,
     document,
+)
+from baton.gateway.ranking import (
+    Classifications,
+    ClassifyRequest,
+    Ranking,
+    RerankRequest,
+    ScoreRequest,
+    Scores,
+    classify,
+    parse_classify,
+    parse_rerank,
+    parse_score,
+    rerank,
+    score,
 )
 from baton.gateway.response_api import ResponseApi
 from baton.gateway.tokenize import detokenize, parse_detokenize, parse_tokenize, tokenize
@@ -263,6 +284,14 @@ def _described() -> Raw:
 
 _completion = partial(CompletionGeneration, kind=CompletionOutput)
 _chat = partial(CompletionGeneration, kind=ChatOutput)
+_score = {"POST": Operation(
+    Endpoint(parse_score, score),
+    "Score pairs of texts.", Scores, ERRORS, ScoreRequest,
+)}  # fmt: skip
+_rerank = {"POST": Operation(
+    Endpoint(parse_rerank, rerank),
+    "Order documents by their relevance for a query.", Ranking, ERRORS, RerankRequest,
+)}  # fmt: skip
 ROUTES: Routes = {
     "/": _get_and_head(Operation(_page)),
     "/v1/completions": {"POST": Operation(
@@ -287,6 +316,16 @@ ROUTES: Routes = {
         Endpoint(parse_embeddings, embed),
         "Embed texts.", api.Embeddings, ERRORS, api.EmbeddingRequest,
     )},
+    "/pooling": {"POST": Operation(
+        Endpoint(parse_pooling, pool),
+        "Embed or classify texts.", PoolingAnswer, ERRORS, PoolingRequest,
+    )},
+    "/classify": {"POST": Operation(
+        Endpoint(parse_classify, classify),
+        "Classify texts.", Classifications, ERRORS, ClassifyRequest,
+    )},
+    **dict.fromkeys(("/score", "/v1/score"), _score),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _rerank),
     "/tokenize": {"POST": Operation(
         Endpoint(parse_tokenize, tokenize),
         "Token ids of a prompt or a chat.", api.Tokens, ERRORS, api.TokenizeRequest,
