@@ -67,14 +67,17 @@ def label_names(file: Path, config: Mapping[str, Any]) -> tuple[str, ...] | None
 
     None for other models. Raises CheckpointError for labels that are not numbered from 0.
     """
-    architectures = config.get("architectures") or ()
-    if not str(next(iter(architectures), "")).endswith(CLASSIFIER):
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else named
+    if not isinstance(architecture, str) or not architecture.endswith(CLASSIFIER):
         return None
-    names = config.get("id2label")
-    if names is None:
+    if (names := config.get("id2label")) is None:
         count = config.get("num_labels")
-        names = {index: f"LABEL_{index}" for index in range(2 if count is None else count)}
-    by_index = {str(index): name for index, name in dict(names).items()}
+        count = 2 if count is None else count
+        if type(count) is not int or not 0 < count <= MAX_LABELS:
+            raise CheckpointError(f"{file}: num_labels must be 1 to {MAX_LABELS}, not {count!r}")
+        return tuple(f"LABEL_{index}" for index in range(count))
+    by_index = dict(names) if isinstance(names, dict) else {}
     found = tuple(str(by_index.get(str(index))) for index in range(len(by_index)))
     if not 0 < len(found) <= MAX_LABELS or by_index.keys() != set(map(str, range(len(found)))):
         raise CheckpointError(f"{file}: id2label must name labels 0, 1, ..., {MAX_LABELS} at most")

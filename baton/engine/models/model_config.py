@@ -34,6 +34,7 @@ from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.kernels.routing import Routing
 from baton.engine.models.architectures import (
     ARCHITECTURES,
+    ENCODERS,
     FULL,
     LINEAR,
     REFUSED,
@@ -351,6 +352,8 @@ def _architecture(fields: Fields) -> str:
         return architecture
     families = ", ".join(name.partition("For")[0] for name in (*ARCHITECTURES, *WRAPPERS))
     lacking = REFUSED.get(architecture) if isinstance(architecture, str) else None
+    if str(architecture).startswith(ENCODERS):
+        lacking = "attention in both directions, as an encoder"
     why = f" (it needs {lacking})" if lacking else ""
     raise fields.error("architectures", named, f"those of {families}", why)
 
