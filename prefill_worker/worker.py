@@ -19,18 +19,15 @@ from opentelemetry.context import Context
 
 from baton.block_hash import token_digest
 from baton.engine.build import Loaded
-from baton.engine.models.weight_loader import load_classification_head
-from baton.engine.pooling import Pooling, Vector
+from baton.engine.pooling import Vector
 from baton.engine.sequence import Sequence
 from baton.engine.step_report import SequenceProgress, StepReport
 from baton.errors import (
-    CheckpointError,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
     Unavailable,
 )
-from baton.generation.sampling_params import SamplingParams
 from baton.telemetry import propagation, tracing
 from baton.v1 import common_pb2, prefill_pb2, worker_pb2
 from baton.v1.common_pb2 import WorkerRecord
@@ -44,6 +41,7 @@ from baton.worker.messages import (
     sequence_of,
 )
 from baton.worker.node import Node, Part
+from baton.worker.pooling import PromptPooler
 from kvtransfer.interface import Transport
 from kvtransfer.outgoing import OutgoingLinks
 from kvtransfer.pool import handoff_slots
@@ -85,12 +83,7 @@ class PrefillPart(Part):
         super().__init__(node, loaded, pools, usable)
         self.engine, self.limits, self.metrics = node.engine, node.limits, node.metrics
         self.tracer, self.config = node.tracer, node.config
-        self._pooling, self._no_pooling = Pooling(), ""
-        try:
-            self._pooling = Pooling.read(loaded.path)
-        except CheckpointError as error:  # it can still generate
-            self._no_pooling = f"this model's embeddings cannot be computed: {error}"
-        self._head = load_classification_head(loaded.path, loaded.model_config)
+        self._pooler = PromptPooler(loaded)
         self._links = OutgoingLinks(pools, node.record, usable, node.find)
         self._opening_links = asyncio.create_task(self._open_links())
         self.metrics.observe_links(self._links.status)
@@ -184,15 +177,7 @@ class PrefillPart(Part):
         self.node.refuse_if_draining()
         spec, cached_tokens = request.sequence, request.target.cached_tokens
         sequence = sequence_of(spec, self.limits, pause_after=1)
-        if sequence.params.embedding:
-            if self._no_pooling:
-                raise InvalidRequest(self._no_pooling, "sampling.embedding")
-            sequence.num_scored = 0 if self._pooling.mean else None
-        elif sequence.params.classification and not self._can_classify(sequence.params):
-            raise InvalidRequest(
-                "this model has no classification head: serve a checkpoint that has one",
-                "sampling.classification",
-            )
+        self._pooler.prepare(sequence)
         if sequence.seq_id in self._prompts:
             raise InvalidRequest(f"handoff {sequence.seq_id} runs here", _HANDOFF_ID)
         if request.HasField("target") is not (sequence.params.max_tokens > 0):
@@ -304,26 +289,10 @@ class PrefillPart(Part):
                 prompt.pooled = pooled if prompt.pooled is None else prompt.pooled + pooled
             if progress.token_ids or progress.finish_reason:
                 first_token = _first_token(progress)
-                if prompt.sequence.params.is_pooled:
-                    first_token.pooled.extend(self._pooled(prompt))
+                asked = prompt.sequence.params, prompt.pooled, prompt.num_tokens
+                first_token.pooled.extend(self._pooler.finish(*asked))
                 send(prefill_pb2.PrefillResponse(first_token=first_token))
                 return progress
-
-    def _can_classify(self, params: SamplingParams) -> bool:
-        return self._head is not None or bool(params.label_token_ids)
-
-    def _pooled(self, prompt: Prompt) -> list[float]:
-        """The prompt's embedding, or the logit of each label."""
-        params, pooled = prompt.sequence.params, prompt.pooled
-        if pooled is None:
-            name = "embedding" if params.embedding else "classification"
-            raise InvalidRequest(f"a simulated engine has no {name}", f"sampling.{name}")
-        if params.embedding:
-            pooled = self._pooling.finish(pooled, prompt.num_tokens)
-        elif self._head is not None and not params.label_token_ids:
-            pooled = self._head.numpy() @ pooled
-        values: list[float] = pooled.tolist()
-        return values
 
     def _send_blocks(self, prompt: Prompt, handoff: HandoffSender) -> None:
         """Queues newly complete blocks for sending: full ones, and at the end the partial one."""
