@@ -53,6 +53,7 @@ LogitBias = Annotated[dict[TokenKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 PriorityNumber = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 Priority = Literal["low", "normal", "high"] | PriorityNumber
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Logprob = Annotated[float, Meta(le=0)]
@@ -87,7 +88,7 @@ _UNSUPPORTED: Unsupported = {
     "guided_whitespace_pattern": (),
     **dict.fromkeys(("regex", "ebnf", "json_schema", "lora_path"), ()),  # SGLang's
 }
-_TEMPLATE: Unsupported = {"chat_template": (), "documents": ([],)}
+_TEMPLATE: Unsupported = {"chat_template": ()}
 
 
 class StreamOptions(Struct):
@@ -158,6 +159,7 @@ class GenerateOptions(Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Priority | None = None
+    service_tier: ServiceTier | None = None
     ttft_target_ms: Count | None = None
     cache_salt: Salt | None = None
     prompt_cache_key: Session | None = None
@@ -252,11 +254,23 @@ class NamedFunction(Struct):
     name: str
 
 
-class NamedTool(Struct, kw_only=True):
+class NamedTool(Struct, tag="function"):
     """The tool that must be called."""
 
-    type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(Struct, kw_only=True):
+    """Tools that may be called, or of which one must be; the model is told of no others."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(Struct, tag="allowed_tools"):
+    """A choice among some of the tools."""
+
+    allowed_tools: AllowedTools
 
 
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
@@ -270,6 +284,7 @@ class ChatOptions(GenerateOptions, kw_only=True):
     # vLLM's name of the same; -1 is no limit.
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=_UINT32)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
 
 
 class ChatRequest(ChatOptions, kw_only=True):
@@ -292,7 +307,7 @@ class ChatRequest(ChatOptions, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     reasoning_effort: Text | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
@@ -309,6 +324,7 @@ class TokenizeRequest(Struct, kw_only=True):
     messages: Messages | None = None
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
@@ -506,7 +522,9 @@ class Answer(Struct, kw_only=True):
     id: str
     created: Count
     model: str
+    system_fingerprint: str | UnsetType = UNSET
     usage: CompletionUsage | UnsetType | None = UNSET
+    service_tier: ServiceTier | UnsetType = UNSET  # as requested
 
 
 class Completion(Answer, kw_only=True):
@@ -586,6 +604,23 @@ class Status(Struct):
     """The answer of /health and /ready."""
 
     status: str
+
+
+class Load(Struct):
+    """The number of requests that run or wait on this process."""
+
+    server_load: Count
+
+
+class TokenizerInfo(Struct):
+    """What a model's tokenizer and chat template are."""
+
+    model: str
+    vocab_size: Count
+    max_model_len: Count
+    eos_token_ids: list[Count]
+    special_tokens: dict[str, str]
+    chat_template: str | None
 
 
 class Version(Struct):

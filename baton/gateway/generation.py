@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from baton.errors import BatonError, Cancelled, InvalidRequest
 from baton.gateway import api
@@ -267,6 +268,8 @@ class CompletionGeneration(Generation):
                 id=self.kind.id_prefix + self.started.request_id,
                 created=self.created,
                 model=self.model,
+                system_fingerprint=self.admission.system_fingerprint,
+                service_tier=self.parsed.options.service_tier or UNSET,
                 **members,
             )
         )

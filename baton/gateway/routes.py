@@ -15,6 +15,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 from msgspec import Raw
@@ -259,6 +260,24 @@ def _version(service: GenerationService, exchange: HttpExchange) -> api.Version:
     return api.Version(metadata.version("baton-serving"))
 
 
+def _tokenizer_info(service: GenerationService, exchange: HttpExchange) -> api.TokenizerInfo:
+    names = parse_qs(exchange.query.decode("latin-1")).get("model", [""])
+    version = service.resolve(names[0], "", caller_of(exchange)).version
+    tokenizer = version.admission.tokenizer
+    return api.TokenizerInfo(
+        names[0] or version.name,
+        tokenizer.vocab_size,
+        version.max_context,
+        sorted(tokenizer.eos_token_ids),
+        dict(tokenizer.special_tokens),
+        tokenizer.template.source if tokenizer.template else None,
+    )
+
+
+async def _ping(service: GenerationService, exchange: HttpExchange) -> None:
+    exchange.answer(200, b"")
+
+
 def _get(
     find: Callable[[GenerationService, HttpExchange], Any],
     summary: str = "",
@@ -338,6 +357,13 @@ ROUTES: Routes = {
     f"{_MODEL}{{model}}": _get(_model, "One model.", api.ModelCard, "401", "404", "503"),
     "/health": _get(lambda *_: api.Status("ok"), "Liveness of this process.", api.Status),
     "/ready": _get(_ready, "Readiness for requests.", api.Status, "503"),
+    "/ping": {**_get_and_head(Operation(_ping)), "POST": Operation(_ping)},  # SageMaker's
+    "/load": _get(
+        lambda service, _: api.Load(service.running), "Requests of this process.", api.Load
+    ),
+    "/tokenizer_info": _get(
+        _tokenizer_info, "A model's tokenizer, by ?model=NAME.", api.TokenizerInfo, "401", "404"
+    ),
     "/version": _get(_version, "The server's version.", api.Version),
     "/openapi.json": _get(lambda *_: _described()),
     "/metrics": _get_and_head(Operation(_metrics)),

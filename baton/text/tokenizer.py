@@ -86,6 +86,7 @@ class Tokenizer:
         self._library = library
         self._added = frozenset(library.get_added_tokens_decoder() if library else ())
         self._segments: SegmentCache | None = None
+        self.special_tokens = files.special_tokens  # texts by name, as "bos_token"
         self.template: ChatTemplate | None = None  # for chats without tools
         self.tool_template: ChatTemplate | None = None
         self._bos_token_id: int | None = None

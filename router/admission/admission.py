@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,9 @@ class Admission:
         self.tenants = tenants
         self.sampling_defaults = sampling_defaults
         self.scoring = self._scoring()
+        # Of what makes text and tokens of this model: this version, and the checkpoint's files.
+        named = f"{metadata.version('baton-serving')} {tokenizer.fingerprint}"
+        self.system_fingerprint = f"fp_{hashlib.sha256(named.encode()).hexdigest()[:10]}"
         self._grammars = grammars or GrammarCompiler(Path(), 0, ())
         self.chat_formats = ChatFormats.from_tokenizer(
             tokenizer, self.limits.tool_parser, self.limits.reasoning_parser
