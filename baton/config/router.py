@@ -105,6 +105,11 @@ class RouterLimits:
         "format of reasoning before the answer (default: by the chat template)",
         choices=REASONING_PARSERS,
     )
+    chat_template: Path | None = option(
+        None,
+        "--chat-template FILE",
+        "jinja file with the chat template, instead of the checkpoint's; for a router of one model",
+    )
     score_tokens: str = option(
         "",
         "--score-tokens NO,YES",

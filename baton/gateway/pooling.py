@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.gateway.generation import run_choices
-from baton.gateway.headers import id_headers, with_request_id
+from baton.gateway.headers import id_headers, limit_headers, with_request_id
 from baton.gateway.parsed_request import ParsedRequest, priority_of
 from baton.net.http_server import HttpExchange
 from baton.v1 import common_pb2, inference_pb2
@@ -87,6 +87,7 @@ async def run_inputs(
         await run_choices(service, parsed, caller, sinks, target, _MAX_AT_ONCE)
     except InvalidRequest as error:
         raise error.renamed(parsed.fields.get(error.field, error.field)) from error
+    exchange.answer_headers = {**exchange.answer_headers, **limit_headers(service, caller)}
     tokens = sum(sink.end.usage.prompt_tokens for sink in sinks)
     return Answered(
         [sink.end for sink in sinks],

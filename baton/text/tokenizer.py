@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import models
 
+from baton.checkpoint_files import MAX_JSON_BYTES, read_bytes
 from baton.errors import (
     ENDINGS,
     CheckpointError,
@@ -119,6 +120,14 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether it accepts chats."""
         return self.tool_template is not None
+
+    def use_template(self, file: Path) -> None:
+        """Replaces the checkpoint's chat templates. Raises CheckpointError naming the file."""
+        try:
+            source = read_bytes(file, MAX_JSON_BYTES).decode()
+        except (FileNotFoundError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        self.template = self.tool_template = ChatTemplate(source, self.special_tokens, str(file))
 
     def keep_segments(self, max_bytes: int) -> None:
         """Caches ids of chats' segments from now on; then for one thread only."""

@@ -78,7 +78,8 @@ class Admission:
         grammars: GrammarCompiler | None = None,
         sampling_defaults: Mapping[str, Any] = DEFAULTS,
     ) -> None:
-        """Raises ConfigError for parsers that do not fit the model."""
+        """Raises ConfigError for options that do not fit the model, CheckpointError for a template
+        that is broken."""
         self.config = config
         self.limits = config.limits
         self.tokenizer = tokenizer
@@ -88,12 +89,17 @@ class Admission:
         # Of what makes text and tokens of this model: this version, and the checkpoint's files.
         named = f"{metadata.version('baton-serving')} {tokenizer.fingerprint}"
         self.system_fingerprint = f"fp_{hashlib.sha256(named.encode()).hexdigest()[:10]}"
+        if self.limits.chat_template:
+            tokenizer.use_template(self.limits.chat_template)
         self._grammars = grammars or GrammarCompiler(Path(), 0, ())
         self.chat_formats = ChatFormats.from_tokenizer(
             tokenizer, self.limits.tool_parser, self.limits.reasoning_parser
         )
         self.prompts = PromptTokenizer(
-            self.chat_formats, self.limits.tool_parser, self.limits.text_processes
+            self.chat_formats,
+            self.limits.tool_parser,
+            self.limits.text_processes,
+            self.limits.chat_template,
         )
 
     async def aclose(self) -> None:
