@@ -125,7 +125,9 @@ class Tokenizer:
         """Replaces the checkpoint's chat templates. Raises CheckpointError naming the file."""
         try:
             source = read_bytes(file, MAX_JSON_BYTES).decode()
-        except (FileNotFoundError, UnicodeDecodeError) as error:
+        except FileNotFoundError:
+            raise CheckpointError(f"{file}: not found") from None
+        except UnicodeDecodeError as error:
             raise CheckpointError(f"{file}: cannot be read: {error}") from error
         self.template = self.tool_template = ChatTemplate(source, self.special_tokens, str(file))
 

@@ -86,8 +86,9 @@ class Admission:
         self.tenants = tenants
         self.sampling_defaults = sampling_defaults
         self.scoring = self._scoring()
-        # Of what makes text and tokens of this model: this version, and the checkpoint's files.
-        named = f"{metadata.version('baton-serving')} {tokenizer.fingerprint}"
+        # Of what makes text and tokens of this model: this version, and the model's text files.
+        source = tokenizer.template.source if tokenizer.template else ""
+        named = f"{metadata.version('baton-serving')} {tokenizer.fingerprint} {source}"
         self.system_fingerprint = f"fp_{hashlib.sha256(named.encode()).hexdigest()[:10]}"
         if self.limits.chat_template:
             tokenizer.use_template(self.limits.chat_template)
@@ -334,6 +335,8 @@ class Admission:
         """How the model scores prompts. Raises ConfigError if --score-tokens are no tokens."""
         if not (given := self.limits.score_tokens):
             return self.tokenizer.scoring
+        if (found := self.tokenizer.scoring) and not found.token_ids:
+            raise ConfigError("--score-tokens: this model has a classification head: leave it out")
         texts = given.split(",")
         if len(texts) != 2:
             raise ConfigError(f"--score-tokens are two texts, as no,yes, not {quoted(given)}")
