@@ -300,6 +300,7 @@ class ChatRequest(ChatOptions, kw_only=True):
         "audio": (),
         "modalities": (["text"],),
         "web_search_options": (),
+        "moderation": (),
     }
 
     messages: Messages

@@ -118,6 +118,7 @@ class CountTokensRequest(api.ChatOptions, kw_only=True):
     # Fields of chats that have other names here, or no place in the answer.
     n: None = None
     documents: None = None
+    service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
     stop: None = None
     stream_options: None = None
     response_format: None = None

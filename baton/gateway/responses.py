@@ -96,6 +96,7 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
         "moderation": (),
         "context_management": ([],),
         "max_tool_calls": (),
+        "image": (),
     }
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
