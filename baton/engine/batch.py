@@ -128,7 +128,7 @@ class BatchBuilder:
             block_tables=self._tensor(block_tables),
             logit_rows=self._tensor(np.array(logit_rows, np.int32)),
             num_decodes=num_decodes,
-            wants_hidden=any(item.sequence.params.embedding for item in scheduled),
+            wants_hidden=any(item.sequence.params.is_pooled for item in scheduled),
             lora_slots=None if (slots := lora_slots(scheduled)) is None else self._tensor(slots),
             state_tables=None if (of := state_tables(scheduled)) is None else self._tensor(of),
         )
@@ -161,7 +161,7 @@ def on_device(values: Ints, device: torch.device) -> torch.Tensor:
 
 
 def _decodes(item: ScheduledSequence) -> bool:
-    return item.samples and not item.sequence.params.embedding
+    return item.samples and not item.sequence.params.is_pooled
 
 
 class _DecodeBatch:

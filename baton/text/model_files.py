@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -50,6 +50,8 @@ class TextFiles:
     eos_token_ids: frozenset[int]
     vocab_size: int
     max_context: int
+    config_file: Path = Path()
+    config: Mapping[str, Any] = field(default_factory=dict)  # empty for a GGUF file
 
     @classmethod
     def read(cls, path: Path) -> TextFiles:
@@ -75,6 +77,8 @@ class TextFiles:
             or _eos_token_ids(config_file, config),
             vocab_size=_count(config_file, config, "vocab_size"),
             max_context=_count(config_file, config, "max_position_embeddings"),
+            config_file=config_file,
+            config=config,
         )
 
     @classmethod

@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from baton.checkpoint_files import CLASSIFIER, label_names
 from baton.config import EngineConfig, model_path
 from baton.engine.checkpoint.fields import (
     BOOLEAN,
@@ -33,6 +34,7 @@ from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.kernels.routing import Routing
 from baton.engine.models.architectures import (
     ARCHITECTURES,
+    ENCODERS,
     FULL,
     LINEAR,
     REFUSED,
@@ -171,6 +173,7 @@ class ModelConfig:
     wrapper: str = ""
     interleaved_rope: bool = False  # rotated pairs are neighbours in the checkpoint's q and k
     norm_plus_one: bool = False  # 1 is added to the checkpoint's norms
+    num_labels: int = 0  # outputs of the classification head, which is there instead of `lm_head`
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
@@ -198,6 +201,8 @@ class ModelConfig:
         def bias(key: bool | str) -> bool:
             return bool(fields.read(key, BOOLEAN, False)) if isinstance(key, str) else key
 
+        labels = label_names(whole_model.file, whole_model.values)
+        num_labels = len(labels) if labels is not None else 0
         latent = _latent(fields) if arch.latent else None
         num_heads, num_kv_heads, head_size = _heads(fields, arch, latent)
         query_size = latent.query_size if latent else head_size
@@ -231,7 +236,8 @@ class ModelConfig:
                 for rope, rotates in zip(layer_ropes, rotated, strict=True)
             ),
             windows=windows,
-            tie_embeddings=fields.read("tie_word_embeddings", BOOLEAN, False),
+            # A classification model has no output layer, and no output that needs one.
+            tie_embeddings=num_labels > 0 or fields.read("tie_word_embeddings", BOOLEAN, False),
             qkv_bias=bias(arch.qkv_bias),
             o_bias=bias(arch.o_bias),
             mlp_bias=bias(arch.mlp_bias),
@@ -256,6 +262,7 @@ class ModelConfig:
             wrapper=named if named in WRAPPERS else "",
             interleaved_rope=fields.read("rope_interleave", BOOLEAN, arch.interleaved_rope),
             norm_plus_one=fields.read("norm_plus_one", BOOLEAN, arch.norm_plus_one),
+            num_labels=num_labels,
         )
 
     def check_settings(self, settings: EngineConfig) -> None:
@@ -364,12 +371,16 @@ def _architecture(fields: Fields) -> str:
     """The first of `architectures`, which is supported."""
     named = fields.values.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else named
+    if isinstance(architecture, str):
+        architecture = architecture.replace(CLASSIFIER, "ForCausalLM")
     if isinstance(architecture, str) and (
         architecture in ARCHITECTURES or architecture in WRAPPERS
     ):
         return architecture
     families = ", ".join(name.partition("For")[0] for name in (*ARCHITECTURES, *WRAPPERS))
     lacking = REFUSED.get(architecture) if isinstance(architecture, str) else None
+    if str(architecture).startswith(ENCODERS):
+        lacking = "attention in both directions, as an encoder"
     why = f" (it needs {lacking})" if lacking else ""
     raise fields.error("architectures", named, f"those of {families}", why)
 
