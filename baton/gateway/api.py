@@ -729,7 +729,8 @@ _SUPPORTED = {
     "content": "must be text: images, audio, video and files are not supported",
     "tools": "must be 'function': tools that run on the server are not supported",
     "tool_calls": "must be 'function': tools that run on the server are not supported",
-    "input": "must be one of message, function_call, function_call_output and reasoning",
+    "input": "must be message, reasoning, item_reference, or function_call, custom_tool_call or "
+    "the output of one",
 }
 
 

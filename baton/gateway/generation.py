@@ -43,8 +43,9 @@ _MAX_DROPPED_SHOWN = 16
 _MANY_LOGPROBS = 4096  # of prompts; more are encoded in a thread
 _LOGPROB_BYTES = 64  # approximate size of a log-probability in a chunk
 KEEP_ALIVE_S = 10.0  # after which an idle stream is sent something: proxies would cut it
+WAITING = b": waiting\n\n"  # keeps an idle stream open
 _DONE = b"data: [DONE]\n\n"
-_STREAM_HEADERS: tuple[Header, ...] = (
+STREAM_HEADERS: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 )
@@ -99,7 +100,7 @@ class Generation(ABC):
 
     def waiting(self) -> bytes:
         """Encodes what an idle stream is kept open with."""
-        return b": waiting\n\n"
+        return WAITING
 
     @abstractmethod
     def release(self) -> None:
@@ -139,7 +140,7 @@ class Generation(ABC):
         if (
             not self.exchange.started
         ):  # no token caused an event, as when the only one ends reasoning
-            self.exchange.start(200, _STREAM_HEADERS)
+            self.exchange.start(200, STREAM_HEADERS)
         self.exchange.end(last)
 
     def _keep_alive(self) -> None:
@@ -168,7 +169,7 @@ class Generation(ABC):
         """Sends an event of the stream. Raises Cancelled if too much is unread."""
         self._sent = True
         if not self.exchange.started:
-            self.exchange.start(200, _STREAM_HEADERS)
+            self.exchange.start(200, STREAM_HEADERS)
         self.unread.add(self.exchange.unread_bytes, len(event))
         self.exchange.write(event)
 
