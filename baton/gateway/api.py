@@ -164,6 +164,7 @@ class GenerateOptions(Struct, kw_only=True):
     cache_salt: Salt | None = None
     prompt_cache_key: Session | None = None
     user: Session | None = None
+    safety_identifier: Session | None = None  # OpenAI's newer name of the same
     request_id: CallersId | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -23,7 +23,7 @@ from msgspec import UNSET
 from baton.errors import BatonError, Cancelled, InvalidRequest
 from baton.gateway import api
 from baton.gateway.failures import failure_at
-from baton.gateway.headers import id_headers, limit_headers, with_request_id
+from baton.gateway.headers import id_headers, limit_headers, session_of, with_request_id
 from baton.gateway.output import ChoiceOutput, PromptOutput, usage_of
 from baton.gateway.parsed_request import MAX_CHOICES, ParsedRequest
 from baton.net.http_errors import Failure, Header
@@ -77,6 +77,7 @@ class Generation(ABC):
         self._sent = False  # whether an event was sent since the last `_keep_alive`
         self.created = int(time.time())
         base = self.parsed.base
+        base.session = base.session or session_of(self.exchange)
         self.target = self.service.resolve(base.model, base.session, self.caller)
         self.admission = self.target.version.admission
         self.model = base.model or self.target.version.name
@@ -157,7 +158,7 @@ class Generation(ABC):
         if not self.started.request_id:
             self.started = started
             ids = id_headers(self.exchange, started.request_id, started.trace_id)
-            ids |= limit_headers(self.service, self.caller)
+            ids |= limit_headers(self.service, self.caller, self.exchange)
             if dropped := self.parsed.options.dropped_tools:
                 types = [re.sub(r"[^\w.-]", "?", one) for one in dropped[:_MAX_DROPPED_SHOWN]]
                 ids[DROPPED_HEADER] = ", ".join(types).encode("ascii", "replace")

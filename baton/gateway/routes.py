@@ -83,7 +83,14 @@ from baton.gateway.ranking import (
     score,
 )
 from baton.gateway.response_api import ResponseApi
-from baton.gateway.tokenize import detokenize, parse_detokenize, parse_tokenize, tokenize
+from baton.gateway.tokenize import (
+    RenderedRequest,
+    detokenize,
+    parse_detokenize,
+    parse_tokenize,
+    render,
+    tokenize,
+)
 from baton.net import http_server
 from baton.net.http_errors import Header, HttpError
 from baton.net.http_server import HttpExchange
@@ -333,6 +340,15 @@ ROUTES: Routes = {
     "/v1/chat/completions": {"POST": Operation(
         Endpoint(parse_chat, partial(generate, _chat)),
         "Answer a chat.", api.ChatCompletion, ERRORS, api.ChatRequest, streams=True,
+    )},
+    "/v1/completions/render": {"POST": Operation(
+        Endpoint(parse_completion, render),
+        "The tokens of prompts; nothing runs.", list[RenderedRequest], ERRORS,
+        api.CompletionRequest,
+    )},
+    "/v1/chat/completions/render": {"POST": Operation(
+        Endpoint(parse_chat, render),
+        "The tokens of a chat; nothing runs.", RenderedRequest, ERRORS, api.ChatRequest,
     )},
     MESSAGES_PATH: {"POST": Operation(
         Endpoint(parse_message, answer_message),

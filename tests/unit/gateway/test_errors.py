@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import zlib
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -654,6 +655,22 @@ async def test_answers_tell_what_is_left_of_the_tenants_limits(gateway_of, tmp_p
     assert left(await gateway.post("/v1/embeddings", {"input": "a"}))[0] == 0
     refused = await gateway.complete()
     assert refused.status_code == 429 and left(refused)[0] == 0
+
+
+async def test_messages_tell_them_as_anthropic_does(says, tmp_path):
+    limits = "[default]\nrequests_per_minute = 2\ntokens_per_minute = 1000"
+    gateway = await says("abc", tenants=tenants(tmp_path, limits))
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+    for remaining in (1, 0, 0):
+        answer = await gateway.post("/v1/messages", body)
+        named = {k: v for k, v in answer.headers.items() if "ratelimit" in k}
+        assert len(named) == 6 and named["anthropic-ratelimit-requests-limit"] == "2"
+        assert named["anthropic-ratelimit-requests-remaining"] == f"{remaining}"
+        assert int(named["anthropic-ratelimit-tokens-remaining"]) < 1000
+        for what in ("requests", "tokens"):
+            reset = datetime.fromisoformat(named[f"anthropic-ratelimit-{what}-reset"])
+            assert reset >= datetime.now(UTC) - timedelta(minutes=1)
+    assert answer.status_code == 429
 
 
 async def test_a_tenant_without_limits_has_no_headers_of_them(gateway):
