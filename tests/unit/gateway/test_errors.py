@@ -549,10 +549,9 @@ async def test_bodies_are_decompressed_or_refused_where_they_are_not_what_is_sai
 LONG = [1] * 40  # of 32 tokens that the context holds
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
+async def test_what_does_not_fit_in_the_context_is_told_in_openais_words(gateway):
+    """By these agents see that they have to shorten what they send."""
+    for path, body, param in (
         ("completions", {"prompt": LONG}, "prompt"),
         ("completions", {"prompt": [PROMPT, LONG]}, "prompt"),
         ("completions", {"prompt": "a" * 1000}, "prompt"),
@@ -561,37 +560,27 @@ LONG = [1] * 40  # of 32 tokens that the context holds
         ("responses", {"input": "a" * 99}, "input"),
         ("responses", {"input": "a", "max_output_tokens": 99}, "max_output_tokens"),
         ("embeddings", {"input": LONG}, "input"),
-    ],
-)
-async def test_what_does_not_fit_in_the_context_is_told_in_openais_words(
-    gateway, path, body, param, stream
-):
-    """By these agents see that they have to shorten what they send."""
-    response = await gateway.post(f"/v1/{path}", body, stream=stream)
-    if response.status_code == 200:  # behind the first prompt's output
-        error = json.loads(response.text.split("data: ")[-2])["error"]
-    else:
-        error = error_of(response, 400)
-    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
-    told = "This model's maximum context length is 32 tokens. However, "
-    assert error["message"].startswith(told)
+    ):
+        for stream in (False, True):
+            response = await gateway.post(f"/v1/{path}", body, stream=stream)
+            if response.status_code == 200:  # behind the first prompt's output
+                error = json.loads(response.text.split("data: ")[-2])["error"]
+            else:
+                error = error_of(response, 400)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            told = "This model's maximum context length is 32 tokens. However, "
+            assert error["message"].startswith(told), (path, body)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("model", "x" * 2000),
-        ("cache_salt", "x" * 300),
-        ("allowed_token_ids", [1] * 20_000),
-        ("request_id", "x" * 200),
-    ],
-)
-async def test_what_would_be_kept_of_a_body_is_bounded(gateway, field, value):
-    for path, prompt in (("completions", {"prompt": ["a"] * 9}), ("embeddings", {"input": "a"})):
-        if field == "allowed_token_ids" and path == "embeddings":
-            continue
-        response = await gateway.post(f"/v1/{path}", {field: value, **prompt})
-        assert error_of(response, 400)["param"] == field
+async def test_what_would_be_kept_of_a_body_is_bounded(gateway):
+    fields = {"model": "x" * 2000, "cache_salt": "x" * 300, "request_id": "x" * 200}
+    for path, body, more in (
+        ("completions", {"prompt": ["a"] * 9}, {"allowed_token_ids": [1] * 20_000}),
+        ("embeddings", {"input": "a"}, {}),
+    ):
+        for field, value in (fields | more).items():
+            response = await gateway.post(f"/v1/{path}", {field: value, **body})
+            assert error_of(response, 400)["param"] == field
 
 
 async def test_a_body_is_not_read_for_a_tenant_whose_requests_are_used_up(gateway_of, tmp_path):
