@@ -98,7 +98,9 @@ async def _run(
     )
     bound = None if shared else listen()
     instance = {"service.instance.id": config.incarnation}
-    telemetry = tracing.setup("baton-router", config.otlp, instance, config.trace_sample)
+    telemetry = tracing.setup(
+        "baton-router", config.otlp, instance, config.trace_sample, config.otlp_logs
+    )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, telemetry.close)
         registry = EtcdRegistry(config.registry)
