@@ -4,7 +4,8 @@ decode workers, the same workers with the planner's changes of roles, and mixed 
 The requests are a trace's in order, their times and lengths follow the day: at hour 14 most arrive,
 with the trace's lengths; at hour 2 fewest (`--night-rate`), with shorter prompts and longer outputs
 (`--night-lengths`), as of jobs that run at night. A day takes `--day` seconds of virtual time, in
-which the planner decides as it does in as many real ones.
+which the planner decides as it does in as many real ones. Routers refuse requests that would miss
+the TTFT target: these count as sent.
 """
 
 from __future__ import annotations
@@ -115,13 +116,15 @@ def main(args: argparse.Namespace) -> None:
         sys.exit(str(error))
     spec = WorkerSpec(speed, num_blocks=8192, token_bytes=40_000, chunk_s=0.03)
     spec = coarse(spec, sum(one.prompt_tokens for one in load) / len(load))
+    limits = RouterLimits(slos=(args.slo,), ttft_target_s=slo.ttft_s)
     planner = PlannedRoles(slo)
     columns: dict[str, list[float]] = {}
     for one, follow in [(roles[0], planner), *((one, None) for one in roles)]:
         name = "planner" if follow else " + ".join(f"{n} {role}" for role, n in one.items())
         print("simulating", name, file=sys.stderr, flush=True)
-        simulation = Simulation(spec, one, RouterLimits(slos=(args.slo,)))
-        columns[name] = by_hour(simulation.run(load, follow=follow).requests, slo, args.day)
+        simulation = Simulation(spec, one, limits)
+        requests = simulation.run(load, follow=follow).requests
+        columns[name] = by_hour(requests, slo, args.day)
     rows: list[dict[str, Any]] = []
     for hour in range(HOURS):
         sent = sum(int(one.at_s / args.day * HOURS) == hour for one in load)
