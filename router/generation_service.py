@@ -190,9 +190,9 @@ class GenerationService:
             choices = choices or PromptChoices()
             await self._generate(request, caller, sink, choices, number, target)
         except BatonError as error:
-            if (shown := self.shown(error, caller)) is error:
+            if self.shown(error, caller) is error:
                 raise
-            raise shown from error
+            raise self.shown(error, caller) from error
         finally:
             self.running -= 1
             if not self.running:

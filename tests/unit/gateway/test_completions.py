@@ -21,7 +21,7 @@ from baton.gateway.parsed_request import ParsedRequest
 from baton.v1 import common_pb2, inference_pb2
 from router.generation_service import Caller
 from router.request import RequestState
-from tests.unit.router.scripted_workers import LENGTH, first_token, started
+from tests.unit.router.scripted_workers import LENGTH, first_token, seen, started
 
 from .conftest import PROMPT
 
@@ -62,8 +62,12 @@ async def test_an_answered_request_is_freed_without_a_garbage_collection(gateway
         await gateway.complete(n=2)
         await gateway.events("/v1/chat/completions")
         assert (await gateway.complete(prompt=[])).status_code == 400
-        await gateway.idle()
-        assert kept() <= before
+        for prompt in ([999], [[1], [2], [999]]):  # the last is refused while others run
+            assert (await gateway.complete(prompt=prompt)).status_code == 400
+        call, go_on = await gateway.begun_with_three_choices()
+        call.cancel()
+        await seen(lambda: kept() <= before)
+        go_on.set()
     finally:
         gc.enable()
 
@@ -120,15 +124,15 @@ async def test_usage_can_be_told_with_each_chunk(gateway):
     told = {"include_usage": True, "continuous_usage_stats": True}
     asked = {"prompt": ["ab", "c"], "n": 2, "stream_options": told}
     *chunks, last = await gateway.events(**asked)
-    seen = dict.fromkeys(range(4), 0)
+    counts = dict.fromkeys(range(4), 0)
     for chunk in chunks:
         (choice,) = chunk["choices"]
-        seen[choice["index"]] += 1
-        prompt, output = (2, 2, 1, 1)[choice["index"]], seen[choice["index"]]
+        counts[choice["index"]] += 1
+        prompt, output = (2, 2, 1, 1)[choice["index"]], counts[choice["index"]]
         assert chunk["usage"] == {
             "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
         }  # fmt: skip
-    assert set(seen.values()) == {5}
+    assert set(counts.values()) == {5}
     assert last["usage"]["completion_tokens"] == 20 and not last["choices"]
     told["include_usage"] = False
     refused = await gateway.complete(**{**asked, "stream": True})
