@@ -126,6 +126,7 @@ class Fuzz:
     def __init__(self, seed: int, until: float) -> None:
         self.tried: Counter[str] = Counter()
         self.broken: list[str] = []
+        self.delays_s, self.delays_cpu_s = list[float](), list[float]()  # of /health
         self.stalls_s: dict[str, list[float]] = defaultdict(list)  # of requests one at a time
         self._seeds = itertools.count(seed)
         self._until = until
@@ -328,13 +329,14 @@ class Fuzz:
                         self.found("router messages", data, f"{error.code()}: {error.details()}")
                 self.tried["router messages"] += 1
 
-    async def health(self, address: str, delays_s: list[float]) -> None:
-        """How long a router takes to answer while all this goes on."""
+    async def health(self, address: str, pid: int) -> None:
+        """How long a router takes to answer while all this goes on, and its CPU time meanwhile."""
         async with httpx.AsyncClient(timeout=30) as client:
             while self.goes_on:
-                began = time.monotonic()
+                began, before = time.monotonic(), loop_cpu_s(pid)
                 await client.get(f"http://{address}/health")
-                delays_s.append(time.monotonic() - began)
+                self.delays_s.append(time.monotonic() - began)
+                self.delays_cpu_s.append(loop_cpu_s(pid) - before)
                 await asyncio.sleep(0.05)
 
 
@@ -364,11 +366,10 @@ async def run(seed: int, seconds: float) -> Fuzz:
         records = {record.pid: record for record in cluster.membership.records.values()}
         fuzz._until = time.monotonic() + min(5.0, seconds / 20)
         sizes: dict[str, int] = {}
-        delays_s: list[float] = []
         for _ in range(2):  # once to warm up
             sizes = sizes or {}
             async with asyncio.TaskGroup() as group:
-                group.create_task(fuzz.health(cluster.http_addresses[0], delays_s))
+                group.create_task(fuzz.health(cluster.http_addresses[0], processes["router"].pid))
                 for _ in range(CALLERS):
                     group.create_task(fuzz.http(cluster.http_addresses[0]))
                     group.create_task(fuzz.requests(cluster.http_addresses[0]))
@@ -399,9 +400,9 @@ async def run(seed: int, seconds: float) -> Fuzz:
                     break
         await client.generate([1, 2, 3] * 20, max_tokens=4)
         await all_blocks_free(client)
-    worst = sorted(delays_s)
-    p99 = worst[int(len(worst) * 0.99)] * 1e3
-    print(f"/health of the router beside it: p99 {p99:.0f} ms, longest {worst[-1] * 1e3:.0f} ms")
+    for what, times in (("time", fuzz.delays_s), ("CPU time", fuzz.delays_cpu_s)):
+        p99, longest = (sorted(times)[int((len(times) - 1) * q)] * 1e3 for q in (0.99, 1))
+        print(f"/health beside it, {what}: p99 {p99:.0f} ms, longest {longest:.0f} ms")
     stalls = sorted((max(times), name) for name, times in fuzz.stalls_s.items())[-5:]
     longest = ", ".join(f"{name} {stall_s * 1e3:.0f} ms" for stall_s, name in reversed(stalls))
     print(f"longest turns of its event loop, in CPU time: {longest}")
