@@ -472,6 +472,7 @@ class Connection(asyncio.Protocol):
         self._port.connections.discard(self)
         if self._exchanges and self._answering:
             self._answering.cancel()
+        del self._parser, self._answering  # both refer to the connection, which is freed at once
 
     def data_received(self, data: bytes) -> None:
         """Parses what has come, a quarter MiB at most, and looks at the limits."""

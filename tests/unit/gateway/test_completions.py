@@ -11,6 +11,7 @@ import struct
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from baton.errors import BatonError
@@ -18,6 +19,7 @@ from baton.gateway.chat import ChatOutput
 from baton.gateway.completions import parse_completion
 from baton.gateway.generation import run_choices
 from baton.gateway.parsed_request import ParsedRequest
+from baton.net.http_server import Connection
 from baton.v1 import common_pb2, inference_pb2
 from router.generation_service import Caller
 from router.request import RequestState
@@ -68,6 +70,21 @@ async def test_an_answered_request_is_freed_without_a_garbage_collection(gateway
         call.cancel()
         await seen(lambda: kept() <= before)
         go_on.set()
+    finally:
+        gc.enable()
+
+
+async def test_a_closed_connection_is_freed_without_a_garbage_collection(gateway):
+    def kept():
+        return {id(one) for one in gc.get_objects() if type(one) is Connection}
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = kept()
+        async with httpx.AsyncClient(base_url=gateway.url) as client:
+            assert (await client.get("/health")).status_code == 200
+        await seen(lambda: kept() <= before)
     finally:
         gc.enable()
 
