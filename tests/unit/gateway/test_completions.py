@@ -8,13 +8,15 @@ import json
 import mmap
 import re
 import struct
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidRequest
+from baton.gateway import generation
 from baton.gateway.chat import ChatOutput
 from baton.gateway.completions import parse_completion
 from baton.gateway.generation import run_choices
@@ -436,25 +438,70 @@ async def test_prompts_that_come_together_share_what_is_the_same(gateway, more):
     assert resident_bytes() - before < 32 << 20
 
 
-async def test_others_have_a_turn_of_the_loop_between_two_choices(gateway):
-    loop, turn, entered = asyncio.get_running_loop(), 0, []
+@contextlib.contextmanager
+def turns_of_the_loop():
+    """Gives a function that returns the number of the event loop's turn."""
+    loop, turn = asyncio.get_running_loop(), 0
 
     def count():
         nonlocal turn, handle
         turn += 1
         handle = loop.call_soon(count)
 
+    handle = loop.call_soon(count)
+    yield lambda: turn
+    handle.cancel()
+
+
+async def test_others_have_a_turn_of_the_loop_between_two_choices(gateway):
+    entered = []
+
     async def generate(request, caller, sink, choices, number, target):
-        entered.append(turn)
+        entered.append(turn())
         sink.start(inference_pb2.Started())
 
-    handle = loop.call_soon(count)
     parsed = parse_completion(json.dumps({"prompt": ["a"] * 20, "max_tokens": 1}).encode())
     service = SimpleNamespace(limits=gateway.service.limits, generate=generate)
     sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
-    await run_choices(service, parsed, Caller(), [sink] * 20, None)
-    handle.cancel()
+    with turns_of_the_loop() as turn:
+        await run_choices(service, parsed, Caller(), [sink] * 20, None)
     assert len(set(entered)) == 20, entered
+
+
+async def test_requests_that_come_together_are_admitted_in_several_turns(gateway, monkeypatch):
+    entered = Counter()
+
+    async def admit(*args):
+        entered[turn()] += 1
+        raise InvalidRequest("enough")
+
+    monkeypatch.setattr(gateway.admission, "admit", admit)
+    request = inference_pb2.GenerateRequest(text="a")
+    with turns_of_the_loop() as turn:
+        calls = [gateway.service.generate(request, Caller(), None) for _ in range(40)]
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert entered.total() == 40 and max(entered.values()) <= 8, entered
+
+
+@pytest.mark.parametrize("n", [1, 20])
+async def test_few_choices_of_a_request_run_at_a_time(gateway, monkeypatch, n):
+    monkeypatch.setattr(generation, "_MAX_AT_ONCE", 4)
+    running, most = 0, 0
+
+    async def generate(request, caller, sink, choices, number, target):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        sink.start(inference_pb2.Started())
+        await asyncio.sleep(0.01)
+        running -= 1
+
+    body = {"prompt": ["a"] * (20 // n), "n": n, "max_tokens": 1}
+    service = SimpleNamespace(limits=gateway.service.limits, generate=generate)
+    sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
+    parsed = parse_completion(json.dumps(body).encode())
+    await run_choices(service, parsed, Caller(), [sink] * 20, None)
+    assert most == 4
 
 
 def resident_bytes():
