@@ -53,6 +53,9 @@ class ExpertNames:
     shared: str = "shared_expert"  # the module of the expert that all tokens take
     shared_size: str = ""  # the key of its size, or of the number of experts that it stands for
     shared_gate: bool = False  # whether a gate weighs it
+    enabled: str = ""  # the key of config.json that says whether there are experts; empty: always
+    input_norm: str = ""  # experts, router and MLP have norms of their own, this one of experts
+    share_scale: str = ""  # the tensor of a layer that multiplies shares; empty: none
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ class Architecture:
     norm_plus_one: bool = False  # 1 is added to norms' weights
     norm_rounds_once: bool = False  # after the weight only, not also before it
     scaled_embedding: bool = False  # by the square root of the hidden size
+    layer_scale: bool = False  # a layer's output is multiplied by a number of the checkpoint
+    value_norm: bool = False  # values are normed, without a weight
     joined: tuple[str, ...] = ()  # fields stored as one tensor
     windows: Literal["none", "always", "all", "from", "alternate", "unrotated"] | int = "none"
     rotates: Literal["all", "sliding"] = "all"
@@ -257,6 +262,47 @@ ARCHITECTURES: dict[str, Architecture] = {
         qk_norm="head",
         windows=6,
         models="Gemma 3 (text)",
+    ),
+    "Gemma4ForCausalLM": Architecture(
+        {
+            **_GEMMA_DEFAULTS,
+            "sliding_window": 512,
+            "query_pre_attn_scalar": 1,  # scores are not scaled: queries and keys are normed
+            "final_logit_softcapping": None,
+            "rope_local_base_freq": None,
+            "partial_rotary_factor": 1.0,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1e6,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "global_head_dim": 512,
+            "num_global_key_value_heads": None,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262144,
+            "use_double_wide_mlp": False,
+        },
+        **{**_GEMMA, "norm_plus_one": False},
+        qk_norm="head",
+        value_norm=True,
+        layer_scale=True,
+        windows=6,
+        experts=ExpertNames(
+            module="",
+            router="router.proj",
+            taken="top_k_experts",
+            normed=True,
+            stacked=StackedExperts(transposed=False),
+            shared="mlp",
+            shared_size="intermediate_size",
+            enabled="enable_moe_block",
+            input_norm="pre_feedforward_layernorm_2",
+            share_scale="router.per_expert_scale",
+        ),
+        models="Gemma 4 (text)",
     ),
     "Phi3ForCausalLM": Architecture(
         {
@@ -597,6 +643,14 @@ WRAPPERS: dict[str, Wrapper] = {
         },
         models="Gemma 3",
     ),
+    "Gemma4ForConditionalGeneration": Wrapper(
+        {"gemma4_text": "Gemma4ForCausalLM"}, models="Gemma 4"
+    ),
+    "Gemma4UnifiedForConditionalGeneration": Wrapper(
+        {"gemma4_unified_text": "Gemma4ForCausalLM"},
+        {"hidden_size_per_layer_input": 0},
+        models="Gemma 4 (12B)",
+    ),
     "Mistral3ForConditionalGeneration": Wrapper(
         _MISTRAL, models="Mistral Small 3.1 and 3.2, Ministral 3"
     ),
@@ -630,8 +684,6 @@ WRAPPERS: dict[str, Wrapper] = {
 REFUSED: dict[str, str] = {
     "Llama4ForConditionalGeneration": "attention by chunks, and input scaled by the router",
     "Llama4ForCausalLM": "attention by chunks, and input scaled by the router",
-    "Gemma4ForConditionalGeneration": "heads of two sizes, and embeddings for each layer",
-    "Gemma4ForCausalLM": "heads of two sizes, and embeddings for each layer",
     "Gemma3nForConditionalGeneration": "embeddings for each layer, and alternating updates",
     "Gemma3nForCausalLM": "embeddings for each layer, and alternating updates",
     "Cohere2ForCausalLM": "layer norms, and attention beside the MLP",

@@ -22,6 +22,7 @@ from baton.engine.checkpoint.fields import (
     NOT_NEGATIVE,
     NUMBER,
     NUMBERS,
+    OBJECT,
     Check,
     Fields,
     one_of,
@@ -129,10 +130,25 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class LayerHeads:
+    """What of a layer's attention may differ between layers.
+
+    head_size: also of queries · keys_as_values: values are projected as keys are · kv_layer: the
+    layer whose K and V this one reads, which may be an earlier one.
+    """
+
+    num_kv_heads: int
+    head_size: int
+    keys_as_values: bool
+    kv_layer: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer; sizes count elements, contexts and windows count tokens.
 
-    With latent attention, num_kv_heads is 1 and head_size that of a latent row.
+    With latent attention, num_kv_heads is 1 and head_size that of a latent row. Where layers differ
+    (`layer_heads`), they are those of the layers that store most, and `layer` has each one's.
 
     windows: for each layer, the number of tokens that a token attends to, itself included, or None
     for all of the longest context · ropes: the rotary embedding of each layer, or None · wrapper:
@@ -167,6 +183,9 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     delta_rule: DeltaRuleConfig | None = None
     latent: LatentConfig | None = None
+    layer_heads: tuple[LayerHeads, ...] = ()  # of each layer, where they differ
+    layer_input_size: int = 0  # of a token's embedding for each layer; 0: there are none
+    has_wide_mlps: bool = False  # twice as wide where a layer reads another one's K and V
     has_qk_norm: bool = True  # whether there are norms that the architecture may have
     predicting_layers: int = 0  # layers of the checkpoint that predict further tokens; not used
     quantization: QuantizationConfig | None = None
@@ -212,8 +231,14 @@ class ModelConfig:
         windows = _windows(fields, arch, rotated)
         if arch.rotates == "sliding" and any(windows):
             rotated = tuple(map(bool, windows))
-        rope_size = latent.rope_size if latent else head_size
-        rope, sliding_rope, max_context = parse_ropes(fields, arch, rope_size)
+        layer_heads = _layer_heads(fields, arch, windows, (num_heads, num_kv_heads, head_size))
+        sizes = [latent.rope_size if latent else head_size] * 2
+        for index, one in enumerate(layer_heads):
+            sizes[bool(windows[index])] = one.head_size
+            if one.num_kv_heads * one.head_size > num_kv_heads * head_size:
+                num_kv_heads, head_size = one.num_kv_heads, one.head_size
+        _check_layer_heads(fields, layer_heads, num_kv_heads, head_size)
+        rope, sliding_rope, max_context = parse_ropes(fields, arch, *sizes)
         layer_ropes = [sliding_rope if window else rope for window in windows]
         windows = tuple(one if one and one < max_context else None for one in windows)
         query_scalar = read_if_known("query_pre_attn_scalar", NUMBER, query_size)
@@ -254,6 +279,9 @@ class ModelConfig:
             experts=experts,
             delta_rule=_delta_rule(fields, arch, num_layers, num_kv_heads),
             latent=latent,
+            layer_heads=layer_heads,
+            layer_input_size=_layer_input_size(fields, arch),
+            has_wide_mlps=read_if_known("use_double_wide_mlp", BOOLEAN, False),
             has_qk_norm=read_if_known("use_qk_norm", BOOLEAN, True),
             predicting_layers=read_if_known("num_nextn_predict_layers", whole(0, MAX_LAYERS), 0),
             quantization=None
@@ -315,16 +343,35 @@ class ModelConfig:
     @cached_property
     def layer_groups(self) -> LayerGroups:
         """The groups of layers, each with a block table."""
-        if self.delta_rule is None:
-            return LayerGroups.from_windows(self.windows)
-        linear = self.delta_rule.layers
-        kept = [at for at in range(self.num_layers) if not linear[at]]
-        groups = LayerGroups.from_windows([self.windows[at] for at in kept])
+        linear = self.delta_rule.layers if self.delta_rule else (False,) * self.num_layers
+        kv_layers = [one.kv_layer for one in self.layer_heads] or range(self.num_layers)
+        kept = [at for at, kv in enumerate(kv_layers) if at == kv and not linear[at]]
+        groups = LayerGroups.from_windows(
+            [self.windows[at] for at in kept], [self.shared_by(at) for at in kept]
+        )
         places = dict(zip(kept, groups.places, strict=True))
         # Layers with linear attention have no KV, and no place.
-        return replace(
-            groups, places=tuple(places.get(at, (0, 0)) for at in range(self.num_layers))
+        return replace(groups, places=tuple(places.get(at, (0, 0)) for at in kv_layers))
+
+    def layer(self, index: int) -> ModelConfig:
+        """The configuration with the heads of one layer."""
+        return self._layers[index] if self.layer_heads else self
+
+    @cached_property
+    def _layers(self) -> tuple[ModelConfig, ...]:
+        return tuple(
+            replace(self, num_kv_heads=one.num_kv_heads, head_size=one.head_size)
+            for one in self.layer_heads
         )
+
+    def only_reads(self, index: int) -> bool:
+        """Whether a layer reads the K and V of another one, and stores none."""
+        return bool(self.layer_heads) and self.layer_heads[index].kv_layer != index
+
+    def shared_by(self, index: int) -> int:
+        """How many layers like this one store their KV in the place of one."""
+        one = self.layer(index)
+        return self.num_kv_heads * self.head_size // (one.num_kv_heads * one.head_size)
 
     @property
     def qk_norm(self) -> QkNorm:
@@ -357,7 +404,7 @@ class ModelConfig:
             return None
         rope = next((rope for rope in self.ropes if rope is not None), None)
         size = self.head_size if rope is None else rope.size or self.head_size
-        if size == self.head_size and not self.interleaved_rope:
+        if not self.interleaved_rope and (rope is None or rope.is_in_place(self.head_size)):
             return None
         first, second = range(size // 2), range(size // 2, size)
         if self.interleaved_rope:
@@ -420,7 +467,8 @@ def _without_mrope(values: dict[str, Any]) -> dict[str, Any]:
 def _check_unsupported(fields: Fields, arch: Architecture) -> None:
     """Raises CheckpointError for settings that the decoder does not implement."""
     fields.read("pretraining_tp", one_of(1), 1)
-    fields.read("use_bidirectional_attention", one_of(False), False)
+    # "vision": only that of images is.
+    fields.read("use_bidirectional_attention", one_of(False, "vision"), False)
     fields.read("is_causal", one_of(True), True)  # false in models made for embeddings
     fields.read("clip_qkv", Check(lambda value: value is None, "null"))
     fields.read("use_bias", one_of(False), False)
@@ -464,6 +512,67 @@ def _heads(fields: Fields, arch: Architecture, latent: LatentConfig | None) -> t
     if head_size % 2:
         raise fields.error("head_dim", head_size, "an even number")
     return num_heads, num_kv_heads, head_size
+
+
+def _layer_heads(
+    fields: Fields, arch: Architecture, windows: tuple[int | None, ...], heads: tuple[int, int, int]
+) -> tuple[LayerHeads, ...]:
+    """The heads of each layer, where those of full attention may differ; else nothing.
+
+    heads: of query and KV heads of other layers, and their size.
+    """
+    if "global_head_dim" not in arch.defaults:
+        return ()
+    num_heads, num_kv_heads, head_size = heads
+    count, same = len(windows), fields.read("attention_k_eq_v", BOOLEAN, False)
+    own = count - fields.read("num_kv_shared_layers", whole(0, count - 1), 0)
+    global_heads = {"head_dim": fields.read("global_head_dim", COUNT)}
+    if same:
+        global_heads["num_key_value_heads"] = fields.values["num_global_key_value_heads"]
+    given = fields.read("per_layer_config", OBJECT, {})
+    found = list[LayerHeads]()
+    for index, window in enumerate(windows):
+        values = {} if window or given else global_heads
+        one = Fields(
+            fields.file, given.get(str(index), values), f"{fields.prefix}per_layer_config.{index}."
+        )
+        if unknown := one.values.keys() - {"head_dim", "num_key_value_heads"}:
+            key = min(unknown)
+            raise one.error(key, one.values[key], "head_dim and num_key_value_heads")
+        size = one.read("head_dim", COUNT, head_size)
+        kv_heads = one.read("num_key_value_heads", COUNT, num_kv_heads)
+        if num_heads % kv_heads or size % 2:
+            raise one.error("head_dim", size, f"an even size, and a divisor of {num_heads} heads")
+        alike = [at for at in range(min(own, index + 1)) if bool(windows[at]) == bool(window)]
+        if not alike:
+            supported = "a number that leaves a layer of each attention before those that share KV"
+            raise fields.error("num_kv_shared_layers", count - own, supported)
+        found.append(LayerHeads(kv_heads, size, same and not window, alike[-1]))
+    return tuple(found)
+
+
+def _check_layer_heads(
+    fields: Fields, layers: tuple[LayerHeads, ...], num_kv_heads: int, head_size: int
+) -> None:
+    """Raises CheckpointError for layers whose K and V do not fit in those of the largest."""
+    for one in layers:
+        shares, rest = divmod(num_kv_heads * head_size, one.num_kv_heads * one.head_size)
+        if rest or num_kv_heads % one.num_kv_heads or (shares > 1 and shares % 2):
+            raise fields.error(
+                "head_dim", one.head_size,
+                f"heads of layers whose KV is 1, 1/2, 1/4, 1/6 ... of the largest, {num_kv_heads} "
+                f"of {head_size} elements, and whose number divides theirs",
+            )  # fmt: skip
+
+
+def _layer_input_size(fields: Fields, arch: Architecture) -> int:
+    """Elements of a token's embedding for each layer; 0: there are none."""
+    if "hidden_size_per_layer_input" not in arch.defaults:
+        return 0
+    size: int = fields.read("hidden_size_per_layer_input", whole(0, MAX_SIZE))
+    if size:
+        fields.read("vocab_size_per_layer_input", one_of(fields.read("vocab_size", COUNT)))
+    return size
 
 
 def _activation(fields: Fields, arch: Architecture) -> Activation:
@@ -562,7 +671,7 @@ def _numbered(chosen: tuple[bool, ...]) -> tuple[int | None, ...]:
 
 def _experts(fields: Fields, arch: Architecture, num_layers: int) -> ExpertsConfig | None:
     names = arch.experts
-    if names is None:
+    if names is None or (names.enabled and not fields.read(names.enabled, BOOLEAN, False)):
         return None
     # transformers 5 writes one name of their number for all.
     given = [key for key in (names.count, "num_local_experts") if key in fields.values]

@@ -18,7 +18,7 @@ from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.interface import AttentionShape, Pool
 from baton.engine.kernels.native.rows import NATIVE_ROW_OPS, c_norm
-from baton.engine.kernels.torch.rows import Norm
+from baton.engine.kernels.torch.rows import Norm, rms_norm
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
@@ -72,10 +72,15 @@ class NativeOps(DecoderModel):
         if not self._attends:
             return super()._rope_and_write(qkv, placed, index, layer, pool)
         if self._norms_in_torch:
-            q, k, _ = self._split(qkv)
+            q, k, _ = self._split(qkv, index)
             for x, normed in zip((q, k), self._rows_normed(q, k, layer), strict=True):
                 x.copy_(normed)
+        if self.config.arch.value_norm and not self.config.only_reads(index):
+            v = self._split(qkv, index)[2]
+            heads = rms_norm(self._by_head(v, index), None, self.config.rms_eps)
+            v.copy_(heads.flatten(1))
         spans, paged = placed
+        paged = self._paged(paged, index)
         shape, threads = self._shapes[index], torch.get_num_threads()
         self._native.baton_rotate(threads, qkv.data_ptr(), spans, len(spans), shape, paged)
         return qkv
@@ -84,10 +89,11 @@ class NativeOps(DecoderModel):
         if not self._attends:
             return super()._attend(q, placed, index, pool)
         spans, paged = placed
-        out = q.new_empty(len(q), self.config.num_heads * self.config.head_size)
+        config = self.config.layer(index)
+        out = q.new_empty(len(q), config.num_heads * config.head_size)
         self._native.baton_attend(
-            torch.get_num_threads(), q.data_ptr(), spans, len(spans), self._shapes[index], paged,
-            out.data_ptr(),
+            torch.get_num_threads(), q.data_ptr(), spans, len(spans), self._shapes[index],
+            self._paged(paged, index), out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -129,7 +135,18 @@ class NativeOps(DecoderModel):
             *(cos.data_ptr(), sin.data_ptr(), *(c_norm(norm, self.dtype) for norm in norms)),
             config.qk_norm == "row",
             None if layer.sinks is None else layer.sinks.data_ptr(),
-            group,
+            *(group, config.only_reads(index)),
+        )
+
+    def _paged(self, paged: Pool, index: int) -> Pool:
+        """The pool as a layer sees it."""
+        if not self.config.layer_heads:
+            return paged
+        one, shared_by = self.config.layer_heads[index], self.config.shared_by(index)
+        heads = (one.num_kv_heads, 0, one.num_kv_heads)
+        return Pool(
+            *(paged.data, paged.layers * shared_by, *heads, paged.block_size, one.head_size),
+            *(paged.int8, paged.groups, 0, shared_by),
         )
 
     def _pool(self, pool: Tensor) -> Pool:

@@ -77,12 +77,12 @@ def padded_keys(keys: int) -> int:
 
 def write_kv(pool: Tensor, layer: int, slots: Tensor, *kv: Tensor) -> None:
     """Writes each row's parts, `[rows, kv_heads, head_size]` each, to its slot of a layer."""
-    _, num_layers, parts, kv_heads, block_size, row_size = pool.shape
-    rows = _storage(pool).view(-1, block_size, row_size)
+    kv_heads, block_size = pool.shape[3:5]
+    rows, (of_block, of_layer, of_part, of_head) = _rows(pool)
     blocks, offsets = slots // block_size, slots % block_size
-    heads = torch.arange(kv_heads, device=pool.device)
+    heads = torch.arange(kv_heads, device=pool.device) * of_head
     for part, values in enumerate(kv):
-        first_head = ((blocks * num_layers + layer) * parts + part) * kv_heads
+        first_head = blocks * of_block + layer * of_layer + part * of_part
         at = first_head[:, None] + heads, offsets[:, None]
         if is_quantized(pool.dtype):
             pieces = zip(split_rows(rows), quantized_bytes(values, pool.dtype), strict=True)
@@ -90,6 +90,35 @@ def write_kv(pool: Tensor, layer: int, slots: Tensor, *kv: Tensor) -> None:
             pieces = zip((rows,), (values,), strict=True)
         for places, written in pieces:
             places[at] = written
+
+
+def pool_of_layer(pool: Tensor, layer: int, kv_heads: int, head_size: int) -> tuple[Tensor, int]:
+    """The pool as a layer with these heads sees it, and the layer's index there.
+
+    Such a layer's K and V are as large as the K or V of a layer of the pool's own shape, or a part
+    of it: then several layers share its place, and each head's parts of them are neighbours. So a
+    share of all heads is in the same share of a block, whatever a layer's heads.
+    """
+    blocks, layers, parts, heads, block_size, size = pool.shape
+    if (kv_heads, head_size) == (heads, size):
+        return pool, layer
+    shared_by = heads * size // (kv_heads * head_size)
+    if shared_by == 1:
+        return pool.view(blocks, layers, parts, kv_heads, block_size, head_size), layer
+    places = (layers * parts, kv_heads, shared_by // 2, 2, block_size, head_size)
+    place, at = divmod(layer, shared_by // 2)
+    seen = pool.view(blocks, *places)[:, place, :, at]
+    return seen.transpose(1, 2)[:, None], 0
+
+
+def _rows(pool: Tensor) -> tuple[Tensor, list[int]]:
+    """The rows of a pool `[rows, block_size, row_size]`, of which each is a block of one head, and
+    how many lie between neighbours of its first four axes."""
+    pool = _storage(pool)
+    size = pool.shape[4] * pool.shape[5]
+    strides = [stride // size for stride in pool.stride()[:4]]
+    count = 1 + sum((n - 1) * by for n, by in zip(pool.shape, strides, strict=False))
+    return pool.as_strided((count, *pool.shape[4:]), (size, *pool.stride()[4:])), strides
 
 
 def _storage(rows: Tensor) -> Tensor:
@@ -178,19 +207,20 @@ def _gather(pool: Tensor, layer: int, block_tables: Tensor, q: Tensor) -> tuple[
 
     block_tables: `[sequences, blocks]`. Keys are padded with block 0 where `is_exact`.
     """
-    _, num_layers, parts, kv_heads, block_size, row_size = pool.shape
+    parts, kv_heads, block_size, row_size = pool.shape[2:]
     keys = block_tables.shape[1] * block_size
     if is_exact(q):
         keys = padded_keys(keys)
         block_tables = F.pad(block_tables, (0, -(-keys // block_size) - block_tables.shape[1]))
     # A pool row is a head's K or V of a block, so that copying rows needs no transposition.
-    heads = torch.arange(kv_heads, device=pool.device)[:, None]
-    rows = (block_tables[:, None] * num_layers + layer) * parts * kv_heads + heads
-    flat = _storage(pool).view(-1, block_size * row_size)
+    held_rows, (of_block, of_layer, of_part, of_head) = _rows(pool)
+    heads = torch.arange(kv_heads, device=pool.device)[:, None] * of_head
+    rows = block_tables[:, None] * of_block + layer * of_layer + heads
+    flat = held_rows.flatten(1)
     shape = (*rows.shape, block_size, row_size)
     gathered = []
     for part in range(parts):
-        held = flat.index_select(0, (rows + part * kv_heads).view(-1)).view(shape)
+        held = flat.index_select(0, (rows + part * of_part).view(-1)).view(shape)
         if is_quantized(pool.dtype):
             held = unpack_rows(held.view(pool.dtype), q.dtype)
         gathered.append(held.flatten(2, 3)[:, :, :keys])

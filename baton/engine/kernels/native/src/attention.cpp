@@ -109,7 +109,7 @@ class PieceAttention {
     void run(const Piece& piece, const Piece& next, const Activation* qkv, Activation* out) {
         first_ = piece.span->context + piece.first;
         count_ = piece.count;
-        const size_t kv_heads = pool_.latent ? 0 : 2 * pool_.kv_heads;
+        const size_t kv_heads = pool_.latent || shape_.only_reads ? 0 : 2 * pool_.kv_heads;
         const size_t stride = (shape_.heads + kv_heads) * size_;
         const size_t out_stride = size_t(shape_.heads) * size_;
         const size_t row = piece.span->first_row + piece.first;
