@@ -20,8 +20,8 @@ from baton.engine.tensor_parallel import TensorParallelModel
 from baton.net.object_connection import ObjectConnection
 
 MULTIPLE = 16  # of head sizes and block sizes
-MAX_HEAD_SIZE = 256
-MAX_LATENT_SIZE = 640  # elements of a latent row that native attention takes
+MAX_HEAD_SIZE = 256  # that Triton's attention takes
+MAX_NATIVE_SIZE = 640  # elements of a head, or of a latent row, that native attention takes
 MAX_QUERIES = 128  # heads that share a KV head
 
 
@@ -30,9 +30,7 @@ def unsupported(config: ModelConfig, block_size: int, kernels: str) -> str:
     need = f"{kernels} kernels need a multiple of {MULTIPLE}"
     if config.latent is not None and kernels == "native":
         return "latent KV, which the native step has not"
-    if config.layer_heads and kernels != "native":
-        return f"heads of several sizes, which {kernels} kernels have not"
-    most = MAX_LATENT_SIZE if kernels == "native" else MAX_HEAD_SIZE
+    most = MAX_HEAD_SIZE if kernels == "Triton's" else MAX_NATIVE_SIZE
     layers = [config.layer(index) for index in range(config.num_layers)]
     for size in sorted({one.head_size for one in layers if one.latent is None}):
         if size % MULTIPLE or size > most:

@@ -294,19 +294,24 @@ class ModelConfig:
         )
 
     def check_settings(self, settings: EngineConfig) -> None:
-        """Raises ConfigError for options that a model with states cannot have."""
-        if self.delta_rule is None:
-            return
-        if settings.most_proposed:
+        """Raises ConfigError for options that the model cannot have."""
+        if self.delta_rule is not None and settings.most_proposed:
             option = "--speculative-model" if settings.speculative_model else "--speculate"
             raise ConfigError(
                 f"{option}: {self.architecture} has linear attention, whose states cannot go "
                 "back to before a rejected token; leave the option out"
             )
-        if settings.lora_slots:
+        unlike = "linear attention" if self.delta_rule is not None else "heads of several sizes"
+        if settings.lora_slots and (self.delta_rule is not None or self.layer_heads):
             raise ConfigError(
-                f"--max-loras: {self.architecture} has linear attention, which adapters are not "
+                f"--max-loras: {self.architecture} has {unlike}, which adapters are not "
                 "supported for; leave --lora and --max-loras out"
+            )
+        if settings.kv_dtype != "auto" and (self.latent is not None or self.layer_heads):
+            unlike = "latent KV" if self.latent is not None else unlike
+            raise ConfigError(
+                f"--kv-dtype {settings.kv_dtype}: {self.architecture} has {unlike}, whose rows are "
+                "not quantised: leave it out"
             )
 
     def draft(self, settings: EngineConfig) -> ModelConfig:

@@ -158,7 +158,8 @@ class ModelWeights:
     @property
     def num_bytes(self) -> int:
         """Size of all that a step reads; of a tied embedding and output layer, the latter."""
-        return _num_bytes((self.layers, self.final_norm, self.lm_head))
+        read = self.token_inputs and (self.token_inputs.projection, self.token_inputs.norm)
+        return _num_bytes((self.layers, self.final_norm, self.lm_head, read))
 
 
 def _num_bytes(part: object) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.backends import MAX_LATENT_SIZE, MAX_QUERIES, MULTIPLE
+from baton.engine.backends import MAX_NATIVE_SIZE, MAX_QUERIES, MULTIPLE
 from baton.engine.backends.cpu.linear_attention import NativeLinearAttention, spans_of
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
@@ -101,7 +101,7 @@ class NativeOps(DecoderModel):
         """Whether the pool's rows are latent, and of a size that native attention supports."""
         parts, _, block_size, row_size = pool.shape[2:]
         aligned = not (block_size % MULTIPLE or row_size % MULTIPLE)
-        fits = row_size <= MAX_LATENT_SIZE and self.config.num_heads <= MAX_QUERIES
+        fits = row_size <= MAX_NATIVE_SIZE and self.config.num_heads <= MAX_QUERIES
         return parts == 1 and aligned and fits
 
     def _attend_latent(

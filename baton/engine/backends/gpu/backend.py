@@ -264,6 +264,8 @@ def refused(config: ModelConfig, block_size: int, capability: Capability) -> str
         )
     if config.delta_rule is not None:
         return NO_STATES
+    if config.layer_heads:
+        return "heads of several sizes, which Triton's kernels do not have"
     return unsupported(config, block_size, "Triton's")
 
 
