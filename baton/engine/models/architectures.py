@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 # Values of `layer_types`.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+CHUNKED = "chunked_attention"
 
-QkNorm = Literal["none", "head", "row"]
-"""Norms of queries and keys: over each head, or over all heads of a row."""
+QkNorm = Literal["none", "head", "row", "unit"]
+"""Norms of queries and keys: over each head, over all heads of a row; over each head that has rotary
+embedding, without a weight."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class ExpertNames:
     shared_gate: bool = False  # whether a gate weighs it
     enabled: str = ""  # the key of config.json that says whether there are experts; empty: always
     input_norm: str = ""  # experts, router and MLP have norms of their own, this one of experts
+    scales_inputs: bool = False  # see `ExpertsConfig`
     share_scale: str = ""  # the tensor of a layer that multiplies shares; empty: none
 
 
@@ -78,7 +81,7 @@ class Architecture:
     defaults: values of keys that config.json may lack; most are keys of few architectures · biases:
     present, absent, or the key of config.json that says so · windows: which layers have sliding
     attention if config.json has no `layer_types`: "all"; "from" `max_window_layers` on;
-    "alternate", every other one before it; "unrotated", those without rotary embedding; n, all but
+    "alternate", every other one before it; "unrotated", those without, "rotated", with rotary embedding; n, all but
     each n-th; "none" and "always" ignore `layer_types`; where `use_sliding_window` is a key and not
     set, none · rotates: "sliding" if layers of full attention have no rotary embedding where others
     have windows · delta_rule: projections of layers with linear attention: two by key head, or four
@@ -100,7 +103,10 @@ class Architecture:
     layer_scale: bool = False  # a layer's output is multiplied by a number of the checkpoint
     value_norm: bool = False  # values are normed, without a weight
     joined: tuple[str, ...] = ()  # fields stored as one tensor
-    windows: Literal["none", "always", "all", "from", "alternate", "unrotated"] | int = "none"
+    windows: Literal["none", "always", "all", "from", "alternate", "unrotated", "rotated"] | int = (
+        "none"
+    )
+    chunked: bool = False  # windows are `attention_chunk_size` long, and begin at a multiple of it
     rotates: Literal["all", "sliding"] = "all"
     interleaved_rope: bool = False  # rotated pairs are neighbours
     sinks: bool = False  # each head's softmax has a further score, whose value is 0
@@ -108,6 +114,8 @@ class Architecture:
     delta_rule: tuple[str, ...] = ()
     latent: bool = False  # attention is over latent KV (MLA)
     experts: ExpertNames | None = None  # if layers have a mixture of experts
+    mlp: str = "mlp"  # the module of MLPs, and the key of their size
+    mlp_size: str = "intermediate_size"
     models: str = ""
 
 
@@ -212,6 +220,41 @@ _ALL_BIASES: dict[str, Any] = {**_ATTENTION_BIASES, "mlp_bias": "mlp_bias"}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(**_ALL_BIASES, models="Llama 2 and 3, SmolLM2"),
+    "Llama4ForCausalLM": Architecture(
+        {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "use_qk_norm": True,
+            "interleave_moe_layer_step": 1,
+            "num_experts_per_tok": 1,
+        },
+        **_ATTENTION_BIASES,
+        qk_norm="unit",
+        windows="rotated",
+        chunked=True,
+        interleaved_rope=True,
+        mlp="feed_forward",
+        mlp_size="intermediate_size_mlp",
+        experts=ExpertNames(
+            "num_local_experts",
+            "intermediate_size",
+            "feed_forward",
+            router="router",
+            stacked=StackedExperts(),
+            normed=False,
+            sigmoid=True,
+            scales_inputs=True,
+            shared_size="intermediate_size",
+        ),
+        models="Llama 4 (text)",
+    ),
     # transformers reads an absent window as 4096, and null as none.
     "MistralForCausalLM": Architecture({"sliding_window": 4096}, windows="all", models="Mistral"),
     "MinistralForCausalLM": Architecture(
@@ -651,6 +694,9 @@ WRAPPERS: dict[str, Wrapper] = {
         {"hidden_size_per_layer_input": 0},
         models="Gemma 4 (12B)",
     ),
+    "Llama4ForConditionalGeneration": Wrapper(
+        {"llama4_text": "Llama4ForCausalLM"}, models="Llama 4"
+    ),
     "Mistral3ForConditionalGeneration": Wrapper(
         _MISTRAL, models="Mistral Small 3.1 and 3.2, Ministral 3"
     ),
@@ -682,8 +728,6 @@ WRAPPERS: dict[str, Wrapper] = {
 }
 
 REFUSED: dict[str, str] = {
-    "Llama4ForConditionalGeneration": "attention by chunks, and input scaled by the router",
-    "Llama4ForCausalLM": "attention by chunks, and input scaled by the router",
     "Gemma3nForConditionalGeneration": "embeddings for each layer, and alternating updates",
     "Gemma3nForCausalLM": "embeddings for each layer, and alternating updates",
     "Cohere2ForCausalLM": "layer norms, and attention beside the MLP",

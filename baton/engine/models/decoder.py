@@ -34,7 +34,7 @@ from baton.engine.models.latent_attention import LatentAttention
 from baton.engine.models.linear_attention import LinearAttention
 from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.models.rope import rope_tables
+from baton.engine.models.rope import query_scales, rope_tables
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.weights import (
     LayerInputWeights,
@@ -78,7 +78,10 @@ class DecoderModel(LatentAttention):
         self._groups = config.layer_groups
         self.num_groups = len(self._groups.windows)
         self._scoring = [
-            Scoring(config.score_scale, window, config.attention_softcap, layer.sinks)
+            Scoring(
+                config.score_scale, window, config.attention_softcap, layer.sinks,
+                config.arch.chunked,
+            )
             for window, layer in zip(config.windows, weights.layers, strict=True)
         ]
         self.hidden: Tensor | None = None
@@ -89,6 +92,7 @@ class DecoderModel(LatentAttention):
             self.expert_tokens = torch.zeros(counts, dtype=torch.int64, device=device)
             moe_layers = [index for index, has in enumerate(config.experts.layers) if has]
             self._tokens_of = dict(zip(moe_layers, self.expert_tokens, strict=True))
+        self._query_scales = query_scales(config, device)
         self._linear = self.linear_attention(config, weights.layers)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
@@ -295,8 +299,13 @@ class DecoderModel(LatentAttention):
             expert = experts.experts[number - own.start]
             rows, slots = torch.where(taken == number)
             act = self.config.activation
-            inner = expert.gate_up.product(x[rows], expert.gate_up_bias, act=act)
+            own_x = x[rows]
+            if config.scales_inputs:
+                own_x = own_x * shares[rows, slots, None].to(x.dtype)
+            inner = expert.gate_up.product(own_x, expert.gate_up_bias, act=act)
             outputs[rows, slots] = expert.down.product(inner, expert.down_bias)
+        if config.scales_inputs:
+            shares = torch.ones_like(shares)
         mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)
         for at in range(1, taken.shape[1]):
             mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)
@@ -379,7 +388,8 @@ class DecoderModel(LatentAttention):
     def _place(self, batch: StepBatch, pool: Tensor) -> Any:
         """Where a step's rows read and write KV, for all layers."""
         positions, attention = place(batch, pool.shape[4], self.num_groups)
-        return attention, [table[:, positions, None] for table in self._tables]
+        scales = None if self._query_scales is None else self._query_scales[positions]
+        return attention, [table[:, positions, None] for table in self._tables], scales
 
     def _attention(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
@@ -402,6 +412,8 @@ class DecoderModel(LatentAttention):
             q_norm = k_norm = None
         cos, sin = tables[self._table_of[index]]
         queries = rotate(self._head_norm(q, q_norm, index), cos, sin)
+        if self.config.ropes[index] is None and placed[2] is not None:
+            queries = (queries * placed[2][:, :, None]).to(q.dtype)
         if kv:
             k = rotate(self._head_norm(kv[0], k_norm, index), cos, sin)
             v = self._by_head(kv[1], index)

@@ -35,6 +35,7 @@ from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.kernels.routing import Routing
 from baton.engine.models.architectures import (
     ARCHITECTURES,
+    CHUNKED,
     ENCODERS,
     FULL,
     LINEAR,
@@ -84,6 +85,7 @@ class ExpertsConfig:
     layers: tuple[bool, ...]
     shared_size: int = 0
     mxfp4: bool = False
+    scales_inputs: bool = False  # shares multiply the inputs of experts, not their outputs
     stacked: bool = False  # whether the checkpoint has them together, whatever its architecture
 
     @property
@@ -185,6 +187,7 @@ class ModelConfig:
     latent: LatentConfig | None = None
     layer_heads: tuple[LayerHeads, ...] = ()  # of each layer, where they differ
     layer_input_size: int = 0  # of a token's embedding for each layer; 0: there are none
+    query_scaling: tuple[float, float] | None = None  # see `query_scales`
     has_wide_mlps: bool = False  # twice as wide where a layer reads another one's K and V
     has_qk_norm: bool = True  # whether there are norms that the architecture may have
     predicting_layers: int = 0  # layers of the checkpoint that predict further tokens; not used
@@ -254,7 +257,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            intermediate_size=fields.read("intermediate_size", COUNT),
+            intermediate_size=fields.read(arch.mlp_size, COUNT),
             rms_eps=float(fields.read("rms_norm_eps", NUMBER, 1e-6)),
             ropes=tuple(
                 rope if rotates else None
@@ -281,6 +284,7 @@ class ModelConfig:
             latent=latent,
             layer_heads=layer_heads,
             layer_input_size=_layer_input_size(fields, arch),
+            query_scaling=_query_scaling(fields, arch),
             has_wide_mlps=read_if_known("use_double_wide_mlp", BOOLEAN, False),
             has_qk_norm=read_if_known("use_qk_norm", BOOLEAN, True),
             predicting_layers=read_if_known("num_nextn_predict_layers", whole(0, MAX_LAYERS), 0),
@@ -570,6 +574,13 @@ def _check_layer_heads(
             )  # fmt: skip
 
 
+def _query_scaling(fields: Fields, arch: Architecture) -> tuple[float, float] | None:
+    # Published configs have 4 for true.
+    if not fields.values.get("attn_temperature_tuning") or "floor_scale" not in arch.defaults:
+        return None
+    return fields.read("floor_scale", NUMBER), fields.read("attn_scale", NUMBER)
+
+
 def _layer_input_size(fields: Fields, arch: Architecture) -> int:
     """Elements of a token's embedding for each layer; 0: there are none."""
     if "hidden_size_per_layer_input" not in arch.defaults:
@@ -596,7 +607,7 @@ def _rotated(fields: Fields, arch: Architecture, num_layers: int) -> tuple[bool,
         return (True,) * num_layers
     interval = fields.read("no_rope_layer_interval", COUNT)
     given = fields.values["no_rope_layers"]
-    if given is None:
+    if not given:
         return tuple((index + 1) % interval != 0 for index in range(num_layers))
     if not isinstance(given, list) or len(given) != num_layers or not set(given) <= {0, 1}:
         raise fields.error("no_rope_layers", given, f"{num_layers} times 0 or 1")
@@ -610,21 +621,24 @@ def _windows(
     count, kind = len(rotated), arch.windows
     key = "use_sliding_window"
     is_on = key not in arch.defaults or fields.read(key, BOOLEAN, False)
-    window = None
-    if kind != "none" and is_on and fields.values.get("sliding_window") is not None:
-        window = fields.read("sliding_window", COUNT)
+    window, length = None, "attention_chunk_size" if arch.chunked else "sliding_window"
+    if kind != "none" and is_on and fields.values.get(length) is not None:
+        window = fields.read(length, COUNT)
+    windowed = CHUNKED if arch.chunked else SLIDING
     kinds = fields.values.get("layer_types")
     if kinds is not None and kind not in ("none", "always"):
-        known = (FULL, SLIDING) if window else (FULL,)
+        known = (FULL, windowed) if window else (FULL,)
         is_list = isinstance(kinds, list) and len(kinds) == count
         if not is_list or not all(name in known for name in kinds):
             raise fields.error("layer_types", kinds, f"{count} times {' or '.join(known)}")
-        slides = [name == SLIDING for name in kinds]
+        slides = [name == windowed for name in kinds]
     elif isinstance(kind, int):
         period = fields.read("sliding_window_pattern", COUNT, kind)
         slides = [(index + 1) % period != 0 for index in range(count)]
     elif kind == "unrotated":
         slides = [not rotates for rotates in rotated]
+    elif kind == "rotated":
+        slides = list(rotated)
     elif kind in ("from", "alternate"):
         first = fields.read("max_window_layers", whole(0, MAX_SIZE))
         slides = [index >= first for index in range(count)]
@@ -696,6 +710,7 @@ def _experts(fields: Fields, arch: Architecture, num_layers: int) -> ExpertsConf
         layers=tuple(_has_experts(fields, arch, index, num_layers) for index in range(num_layers)),
         shared_size=shared,
         mxfp4=stored is not None,
+        scales_inputs=names.scales_inputs,
     )
 
 
@@ -736,6 +751,10 @@ def _has_experts(fields: Fields, arch: Architecture, index: int, num_layers: int
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise fields.error("mlp_layer_types", kinds, f"{num_layers} times dense or sparse")
         return bool(kinds[index] == "sparse")
+    if "interleave_moe_layer_step" in arch.defaults:
+        if fields.values.get("moe_layers") is not None:
+            return index in fields.read("moe_layers", NUMBERS)
+        return (index + 1) % fields.read("interleave_moe_layer_step", COUNT) == 0
     if "moe_layer_interval" in arch.defaults:
         first = fields.read("moe_layer_start_index", whole(0, MAX_SIZE))
         last = fields.read("moe_layer_end_index", whole(-1, MAX_SIZE))

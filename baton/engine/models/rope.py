@@ -88,6 +88,16 @@ def rope_table(rope: Rope | None, head_size: int, max_context: int) -> Tensor:
     return torch.cat((table, table), dim=2)
 
 
+def query_scales(config: ModelConfig, device: torch.device) -> Tensor | None:
+    """What multiplies the queries of each position in layers without rotary embedding, float32
+    `[max_context, 1]` (https://arxiv.org/abs/2501.19399); None if nothing does."""
+    if config.query_scaling is None:
+        return None
+    length, scale = config.query_scaling
+    positions = torch.arange(config.max_context, dtype=torch.float32, device=device)
+    return (torch.log1p(torch.floor((positions + 1) / length)) * scale + 1)[:, None]
+
+
 def rope_tables(config: ModelConfig) -> tuple[list[Tensor], list[int]]:
     """The tables of distinct ropes, each `[2, max_context, head_size]`, and each layer's index."""
     sizes = (config.layer(index).rope_size for index in range(config.num_layers))

@@ -107,7 +107,7 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
         if name := getattr(arch, field):
             tensors[field] = {f"{layer}.{name}.weight": (hidden,)}
     linear = config.delta_rule is not None and config.delta_rule.layers[index]
-    if config.qk_norm != "none" and not linear:
+    if config.qk_norm in ("head", "row") and not linear:
         sizes = (head, head) if config.qk_norm == "head" else (q, kv)
         for name, size in zip("q" if config.only_reads(index) else "qk", sizes, strict=False):
             tensors[f"{name}_norm"] = {f"{attention}.{name}_norm.weight": (size,)}
@@ -174,7 +174,7 @@ def delta_rule_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
 
 def _mlp(config: ModelConfig, index: int) -> dict[str, tuple[dict[str, int], int, bool]]:
     """The matrices of a layer's MLP, or of the expert that all tokens take."""
-    hidden, inner, module = config.hidden_size, config.intermediate_size, "mlp"
+    hidden, inner, module = config.hidden_size, config.intermediate_size, config.arch.mlp
     names = config.arch.experts
     if names is not None and config.experts is not None and config.experts.layers[index]:
         inner, module = config.experts.shared_size, f"{names.module}.{names.shared}".lstrip(".")

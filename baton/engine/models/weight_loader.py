@@ -368,6 +368,9 @@ def _assemble(
     def layer(index: int) -> LayerWeights:
         once, each = expert_tensors(config, index)
         fields = parts_of(layer_tensors(config, index), config=config.layer(index))
+        if config.qk_norm == "unit" and config.ropes[index] is not None:
+            one = torch.ones(config.head_size, dtype=embedding.dtype, device=embedding.device)
+            fields |= {"q_norm": one, "k_norm": one}
         experts, own = None, list[ExpertWeights]()
         for number, tensors in enumerate(each):
             if number in own_experts:

@@ -86,6 +86,18 @@ SIZES: dict[str, dict[str, Any]] = {
         },
     ),
     "Gemma4UnifiedForConditionalGeneration": {"global_head_dim": 32, "attention_k_eq_v": True},
+    **dict.fromkeys(
+        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+        {
+            "num_hidden_layers": 4,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": 80,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 4,
+            "attention_chunk_size": 24,
+            "floor_scale": 16,
+        },
+    ),
     "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48},
     "MiniMaxM2ForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 3},
 }

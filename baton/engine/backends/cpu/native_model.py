@@ -43,6 +43,10 @@ def lacking(config: ModelConfig) -> str:
     """What of a model one native call cannot compute; empty if it can."""
     if config.layer_heads:
         return "heads of several sizes"
+    if config.query_scaling is not None:
+        return "queries scaled by position"
+    if config.experts is not None and config.experts.scales_inputs:
+        return "experts whose inputs are scaled"
     return "linear attention" if config.delta_rule is not None else ""
 
 

@@ -18,6 +18,7 @@ from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.interface import AttentionShape, Pool
 from baton.engine.kernels.native.rows import NATIVE_ROW_OPS, c_norm
+from baton.engine.kernels.torch.attention import positions_of
 from baton.engine.kernels.torch.rows import Norm, rms_norm
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig
@@ -59,7 +60,10 @@ class NativeOps(DecoderModel):
         if not self._attends:
             spans = self._spans(batch) if self._attends_latent(pool) else None
             return *super()._place(batch, pool), spans
-        return self._spans(batch), self._pool(pool)
+        scales = None
+        if self._query_scales is not None:
+            scales = self._query_scales[positions_of(batch)[0]]
+        return self._spans(batch), self._pool(pool), scales
 
     def _spans(self, batch: StepBatch) -> Any:
         """The rows of each sequence."""
@@ -71,6 +75,9 @@ class NativeOps(DecoderModel):
         """Returns `qkv`, with its queries normed and rotated."""
         if not self._attends:
             return super()._rope_and_write(qkv, placed, index, layer, pool)
+        if self._query_scales is not None and self.config.ropes[index] is None:
+            q = self._split(qkv, index)[0]
+            q *= placed[2]
         if self._norms_in_torch:
             q, k, _ = self._split(qkv, index)
             for x, normed in zip((q, k), self._rows_normed(q, k, layer), strict=True):
@@ -79,7 +86,7 @@ class NativeOps(DecoderModel):
             v = self._split(qkv, index)[2]
             heads = rms_norm(self._by_head(v, index), None, self.config.rms_eps)
             v.copy_(heads.flatten(1))
-        spans, paged = placed
+        spans, paged = placed[:2]
         paged = self._paged(paged, index)
         shape, threads = self._shapes[index], torch.get_num_threads()
         self._native.baton_rotate(threads, qkv.data_ptr(), spans, len(spans), shape, paged)
@@ -88,7 +95,7 @@ class NativeOps(DecoderModel):
     def _attend(self, q: Tensor, placed: Any, index: int, pool: Tensor) -> Tensor:
         if not self._attends:
             return super()._attend(q, placed, index, pool)
-        spans, paged = placed
+        spans, paged = placed[:2]
         config = self.config.layer(index)
         out = q.new_empty(len(q), config.num_heads * config.head_size)
         self._native.baton_attend(
@@ -108,7 +115,7 @@ class NativeOps(DecoderModel):
         self, q: Tensor, q_end: Tensor, row: Tensor, norm: Norm, placed: Any, index: int,
         pool: Tensor,
     ) -> Tensor:  # fmt: skip
-        spans = placed[2]
+        spans = placed[3]
         if spans is None:
             return super()._attend_latent(q, q_end, row, norm, placed, index, pool)
         queries = self._write_latent(q, q_end, row, norm, placed, index, pool)
@@ -135,7 +142,7 @@ class NativeOps(DecoderModel):
             *(cos.data_ptr(), sin.data_ptr(), *(c_norm(norm, self.dtype) for norm in norms)),
             config.qk_norm == "row",
             None if layer.sinks is None else layer.sinks.data_ptr(),
-            *(group, config.only_reads(index)),
+            *(group, config.arch.chunked, config.only_reads(index)),
         )
 
     def _paged(self, paged: Pool, index: int) -> Pool:

@@ -132,13 +132,15 @@ class Scoring:
 
     scale: of products of queries and keys · window: number of tokens that a row attends to, itself
     included; None: all · softcap: see `softcapped` · sinks: float32 `[heads]`, a further score of
-    each head's softmax, whose value is 0.
+    each head's softmax, whose value is 0 · chunked: a row attends to tokens from the last multiple of
+    the window on.
     """
 
     scale: float
     window: int | None = None
     softcap: float = 0.0
     sinks: Tensor | None = None
+    chunked: bool = False
 
 
 def softcapped(x: Tensor, cap: float) -> Tensor:
@@ -173,7 +175,7 @@ def _attend_decode(
     parts = []
     for queries, some, visible_tokens in groups:
         k, v = _gather(pool, layer, some, q)
-        visible = _visible(visible_tokens[:, None] - 1, k.shape[2], scoring.window)
+        visible = _visible(visible_tokens[:, None] - 1, k.shape[2], scoring)
         parts.append(_weigh(queries[:, :, None], k, v, visible, scoring).squeeze(2))
     return torch.cat(parts)
 
@@ -187,14 +189,14 @@ def _attend_segment(
     positions = torch.arange(segment.context, segment.context + len(q), device=q.device)
     queries = q.transpose(0, 1)[None]
     if not (is_exact(q) or scoring.softcap or scoring.sinks is not None):
-        visible = _visible(positions, keys, scoring.window)
+        visible = _visible(positions, keys, scoring)
         out = F.scaled_dot_product_attention(
             queries, k, v, attn_mask=visible, scale=scoring.scale, enable_gqa=True
         )
         return out[0].transpose(0, 1)
     step = max(MIN_QUERIES, SCORES_AT_ONCE // (q.shape[1] * keys))
     parts = [
-        _weigh(some, k, v, _visible(at[None], keys, scoring.window), scoring)
+        _weigh(some, k, v, _visible(at[None], keys, scoring), scoring)
         for some, at in zip(queries.split(step, dim=2), positions.split(step), strict=True)
     ]
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
@@ -227,14 +229,15 @@ def _gather(pool: Tensor, layer: int, block_tables: Tensor, q: Tensor) -> tuple[
     return gathered[0], gathered[-1]
 
 
-def _visible(positions: Tensor, keys: int, window: int | None) -> Tensor:
+def _visible(positions: Tensor, keys: int, scoring: Scoring) -> Tensor:
     """Which of the first `keys` tokens are visible at `positions`: bool `[..., keys]`."""
     #  0 ....... position - window | position - window + 1 ........ position | position + 1 ...
     #  too old                     | visible, `window` tokens                | not yet there
     key = torch.arange(keys, device=positions.device)
     visible = key <= positions[..., None]
-    if window is not None:
-        visible &= key > positions[..., None] - window
+    if (window := scoring.window) is not None:
+        oldest = positions // window * window if scoring.chunked else positions - window + 1
+        visible &= key >= oldest[..., None]
     return visible
 
 
@@ -280,18 +283,24 @@ def place(
     context_lens, query_lens, tables = (
         x.long() for x in (batch.context_lens, batch.query_lens, batch.block_tables)
     )
+    positions, owner = positions_of(batch)
+    lens = query_lens.cumsum(0) - query_lens, query_lens, context_lens
+    return positions, [
+        _place_group(positions, owner, *lens, tables[:, group::num_groups], batch, block_size)
+        for group in range(num_groups)
+    ]
+
+
+def positions_of(batch: StepBatch) -> tuple[Tensor, Tensor]:
+    """The positions of a batch's rows, and their sequences, int64 `[rows]` each."""
+    context_lens, query_lens = batch.context_lens.long(), batch.query_lens.long()
     rows = torch.arange(len(batch.token_ids), device=query_lens.device)
     sequences = torch.arange(len(query_lens), device=query_lens.device)
     owner = sequences.repeat_interleave(query_lens, output_size=len(rows))
     #  row:       0 1 2 | 3 4 5 6    query_lens 3, 4: sequences begin at rows 0, 3
     #  position:  5 6 7 | 0 1 2 3    context_lens 5, 0
     begins = query_lens.cumsum(0) - query_lens
-    positions = rows - (begins - context_lens)[owner]
-    lens = begins, query_lens, context_lens
-    return positions, [
-        _place_group(positions, owner, *lens, tables[:, group::num_groups], batch, block_size)
-        for group in range(num_groups)
-    ]
+    return rows - (begins - context_lens)[owner], owner
 
 
 def _place_group(

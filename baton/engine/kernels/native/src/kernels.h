@@ -163,13 +163,14 @@ struct Span {
 
 struct AttentionShape {
     int32_t heads, layer;
-    int32_t window;          // tokens that a row attends to, its own included; 0: all
+    int32_t window;          // most tokens that a row attends to, its own included; 0: all
     float scale, cap, eps;   // scale and softcap (or 0) of scores; eps of q_norm and k_norm
     const float *cos, *sin;  // [max_context][head_size]
     Norm q_norm, k_norm;     // over each head, or over all heads of a row
     int32_t row_norms;       // 1: over all heads of a row
     const float* sinks;      // [heads], a further score of each softmax with a value of 0; or null
     int32_t group;           // `layer` is the index in this group
+    int32_t chunked;         // 1: the window of a position begins at a multiple of its length
     int32_t only_reads;      // 1: qkv has queries alone, and K and V are those of another layer
 };
 
