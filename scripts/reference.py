@@ -156,6 +156,10 @@ def _differences(one: Architecture) -> Iterator[str]:
         yield "heads of two sizes, layers that share KV, embeddings for each layer"
     if one.attention_norm:
         yield f"norms {'around' if one.input_norm else 'behind'} attention and MLP"
+    if one.norms_rotated:
+        yield "after rotation"
+    if one.chunked:
+        yield "attention by chunks but in each 4th layer, queries scaled by position"
     if one.windows in ("all", "always", "from"):
         yield "sliding windows"
     elif isinstance(one.windows, int):

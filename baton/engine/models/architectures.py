@@ -47,6 +47,7 @@ class ExpertNames:
     biased: bool = False
     stacked: StackedExperts | None = None  # if a layer's experts are stored in one tensor
     taken: str = "num_experts_per_tok"
+    scale: str = "routed_scaling_factor"
     normed: bool | None = None  # see `Routing`; None: as `norm_topk_prob` says
     sigmoid: bool = False  # see `Routing`
     group_top: int = 0  # see `Routing`; 0: there are no groups
@@ -93,6 +94,9 @@ class Architecture:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: QkNorm = "none"
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")  # their modules
+    norms_rotated: bool = False  # they follow rotary embedding
+    ntk_alpha: bool = False  # `alpha` of dynamic rotary embedding stretches its base
     input_norm: str = "input_layernorm"  # before attention; empty: none
     attention_norm: str = ""  # of attention's output
     mlp_norm: str = "post_attention_layernorm"  # before the MLP
@@ -217,6 +221,13 @@ _GLM_DEFAULTS = {
 }
 _ATTENTION_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _ALL_BIASES: dict[str, Any] = {**_ATTENTION_BIASES, "mlp_bias": "mlp_bias"}
+_HUNYUAN: dict[str, Any] = {
+    **_ATTENTION_BIASES,
+    "qk_norm": "head",
+    "qk_norms": ("query_layernorm", "key_layernorm"),
+    "norms_rotated": True,
+    "ntk_alpha": True,
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(**_ALL_BIASES, models="Llama 2 and 3, SmolLM2"),
@@ -659,6 +670,116 @@ ARCHITECTURES: dict[str, Architecture] = {
             correction="e_score_correction_bias",
         ),
     ),
+    "HunYuanDenseV1ForCausalLM": Architecture(
+        {"rms_norm_eps": 1e-5}, **_HUNYUAN, models="Hunyuan (dense)"
+    ),
+    "HunYuanMoEV1ForCausalLM": Architecture(
+        {"rms_norm_eps": 1e-5, "moe_topk": 1},
+        **_HUNYUAN,
+        experts=ExpertNames(
+            size="intermediate_size",
+            router="gate.wg",
+            taken="moe_topk",
+            normed=True,
+            float32_router=True,
+            shared="shared_mlp",
+            shared_size="intermediate_size",
+        ),
+        models="Hunyuan-A13B",
+    ),
+    "HYV3ForCausalLM": Architecture(
+        {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 11158840.0,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "router_scaling_factor": 2.826,
+            "mlp_layer_types": None,
+            "num_nextn_predict_layers": 0,
+        },
+        **_ALL_BIASES,
+        qk_norm="head",
+        experts=ExpertNames(
+            router="router.gate",
+            normed=True,
+            sigmoid=True,
+            scale="router_scaling_factor",
+            correction="expert_bias",
+            float32_router=True,
+            shared="shared_mlp",
+            shared_size="num_shared_experts",
+        ),
+        models="Hunyuan 3",
+    ),
+    "Dots1ForCausalLM": Architecture(
+        {
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+        },
+        **_ATTENTION_BIASES,
+        qk_norm="head",
+        windows="from",
+        experts=ExpertNames(**_CORRECTED),
+        models="dots.llm1",
+    ),
+    "SolarOpenForCausalLM": Architecture(
+        {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        },
+        qkv_bias="attention_bias",
+        mlp_size="moe_intermediate_size",  # all layers have experts
+        experts=ExpertNames(**_CORRECTED),
+        models="Solar Open",
+    ),
+    "ExaoneMoeForCausalLM": Architecture(
+        {
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "mlp_layer_types": None,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        qk_norm="head",
+        windows=4,
+        rotates="sliding",
+        experts=ExpertNames(
+            **{
+                **_CORRECTED,
+                "count": "num_experts",
+                "correction": "e_score_correction_bias",
+                "shared_size": "num_shared_experts",
+            }
+        ),
+        models="K-EXAONE",
+    ),
+    "Ernie4_5ForCausalLM": Architecture(
+        {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        },
+        interleaved_rope=True,
+        models="ERNIE 4.5",
+    ),
     "GraniteForCausalLM": Architecture(_GRANITE_DEFAULTS, **_ALL_BIASES, models="Granite"),
     "GraniteMoeForCausalLM": Architecture(
         {**_GRANITE_DEFAULTS, "norm_topk_prob": True, "num_experts_per_tok": 2},
@@ -702,6 +823,12 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "LlavaForConditionalGeneration": Wrapper(
         {"llama": "LlamaForCausalLM", **_MISTRAL}, models="Pixtral"
+    ),
+    "SmolVLMForConditionalGeneration": Wrapper(
+        {"llama": "LlamaForCausalLM"}, {"rms_norm_eps": 1e-5}, models="SmolVLM"
+    ),
+    "Idefics3ForConditionalGeneration": Wrapper(
+        {"llama": "LlamaForCausalLM"}, {"rms_norm_eps": 1e-5}, models="Idefics 3"
     ),
     "Qwen2VLForConditionalGeneration": Wrapper(
         {"qwen2_vl_text": "Qwen2ForCausalLM"}, models="Qwen2-VL"

@@ -411,11 +411,11 @@ class DecoderModel(LatentAttention):
             q, kv[0] = self._rows_normed(q, kv[0], layer)
             q_norm = k_norm = None
         cos, sin = tables[self._table_of[index]]
-        queries = rotate(self._head_norm(q, q_norm, index), cos, sin)
+        queries = self._rotated(q, q_norm, index, cos, sin)
         if self.config.ropes[index] is None and placed[2] is not None:
             queries = (queries * placed[2][:, :, None]).to(q.dtype)
         if kv:
-            k = rotate(self._head_norm(kv[0], k_norm, index), cos, sin)
+            k = self._rotated(kv[0], k_norm, index, cos, sin)
             v = self._by_head(kv[1], index)
             if self.config.arch.value_norm:
                 v = rms_norm(v, None, self.config.rms_eps)
@@ -440,10 +440,17 @@ class DecoderModel(LatentAttention):
         q, kv = (heads * config.head_size for heads in (config.num_heads, config.num_kv_heads))
         return torch.split(qkv, [q] if config.only_reads(index) else [q, kv, kv], dim=1)
 
-    def _head_norm(self, x: Tensor, weight: Tensor | None, index: int) -> Tensor:
-        """Queries or keys `[rows, heads, head_size]`, each head normed."""
-        heads = self._by_head(x, index)
-        return heads if weight is None else rms_norm(heads, weight, self.config.rms_eps)
+    def _rotated(
+        self, x: Tensor, weight: Tensor | None, index: int, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Queries or keys `[rows, heads, head_size]`, each head rotated, and normed if it has a
+        norm."""
+        heads, last = self._by_head(x, index), self.config.arch.norms_rotated
+        if weight is None:
+            return rotate(heads, cos, sin)
+        if last:
+            return rms_norm(rotate(heads, cos, sin), weight, self.config.rms_eps)
+        return rotate(rms_norm(heads, weight, self.config.rms_eps), cos, sin)
 
     def _rows_normed(self, q: Tensor, k: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
         """Queries and keys, each normed over all heads of a row, other ranks' included."""

@@ -715,13 +715,16 @@ def _experts(fields: Fields, arch: Architecture, num_layers: int) -> ExpertsConf
 
 
 def _routing(fields: Fields, names: ExpertNames, count: int) -> Routing:
+    taken = fields.values.get(names.taken)
+    if isinstance(taken, list) and taken and taken.count(taken[0]) == len(taken):  # of each layer
+        fields = fields._replace(values={**fields.values, names.taken: taken[0]})
     per_token = fields.read(names.taken, whole(1, min(count, MAX_PER_TOKEN)))
     check = BOOLEAN if names.normed is None else one_of(names.normed)
     routing = Routing(
         per_token,
         normed=fields.read("norm_topk_prob", check, bool(names.normed)),
         sigmoid=names.sigmoid,
-        scale=float(fields.read("routed_scaling_factor", NUMBER, 1.0)),
+        scale=float(fields.read(names.scale, NUMBER, 1.0)),
     )
     methods = ("noaux_tc",) if names.sigmoid else ("greedy", "group_limited_greedy")
     method = fields.read("topk_method", one_of(*methods), methods[-1])

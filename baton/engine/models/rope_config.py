@@ -100,6 +100,8 @@ def _rope(
     """The rope that the object `inside` describes, and the longest context."""
     scaling = _QUERY_SCALING if _QUERY_SCALING in arch.defaults.get("rope_parameters", {}) else ""
     known = {*_KEYS, scaling, "max_position_embeddings"} if scaling else _KEYS
+    if arch.ntk_alpha:
+        known = {*_KEYS, "alpha"}
     for key in inside.values.keys() - known:
         inside.read(key, Check(lambda value: not value, "null, because it is not supported"))
     context = fields.read("max_position_embeddings", COUNT)
@@ -111,6 +113,11 @@ def _rope(
     kind = inside.read("rope_type", one_of(*kinds), inside.values.get("type", "default"))
     if kind == "default":
         return rope, context
+    if kind == "dynamic" and inside.values.get("alpha"):
+        alpha, size = float(inside.read("alpha", NUMBER)), rope.size or head_size
+        if size == 2:
+            raise fields.error("head_dim", head_size, "more than two dimensions that are rotated")
+        return replace(rope, theta=rope.theta * alpha ** (size / (size - 2))), context
     if kind == "proportional":
         return replace(rope, scaling=kind, factor=float(inside.read("factor", NUMBER, 1))), context
     # Without the original context, transformers takes the current one.

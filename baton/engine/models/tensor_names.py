@@ -42,7 +42,7 @@ _KV_SCALE = re.compile(r".+\.self_attn\.(?:[kv]_proj\.|attn\.)?[kv]_scale")  # o
 _KV_PART = re.compile(r"\.self_attn\.[kv]_(?:proj|norm)\.")  # not used where K and V are read only
 _NOT_TEXT = re.compile(
     r"(?:model\.)?(?:vis|audio|multi_modal_projector\.|mm_projector\.|embed_(?:vision|audio)\."
-    r"|image_newline$)"
+    r"|connector\.|image_newline$)"
 )
 
 
@@ -109,8 +109,9 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
     linear = config.delta_rule is not None and config.delta_rule.layers[index]
     if config.qk_norm in ("head", "row") and not linear:
         sizes = (head, head) if config.qk_norm == "head" else (q, kv)
-        for name, size in zip("q" if config.only_reads(index) else "qk", sizes, strict=False):
-            tensors[f"{name}_norm"] = {f"{attention}.{name}_norm.weight": (size,)}
+        taken = 1 if config.only_reads(index) else 2
+        for field, name, size in zip("qk"[:taken], arch.qk_norms, sizes, strict=False):
+            tensors[f"{field}_norm"] = {f"{attention}.{name}.weight": (size,)}
     if arch.sinks and not linear:
         tensors["sinks"] = {f"{attention}.sinks": (config.num_heads,)}
     queries = 2 * q if arch.gated_attention else q  # each with its gate

@@ -98,6 +98,23 @@ SIZES: dict[str, dict[str, Any]] = {
             "floor_scale": 16,
         },
     ),
+    "HunYuanMoEV1ForCausalLM": {"num_experts": 5, "moe_topk": 3},
+    "HYV3ForCausalLM": {
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "num_hidden_layers": 3,
+    },
+    "Dots1ForCausalLM": {**_ROUTED, "n_shared_experts": 1, "num_hidden_layers": 3},
+    "SolarOpenForCausalLM": _ROUTED,
+    "ExaoneMoeForCausalLM": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_hidden_layers": 4,
+    },
     "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48},
     "MiniMaxM2ForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 3},
 }

@@ -245,6 +245,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4 of images": ("Llama4ForConditionalGeneration", {}),
     "mistral of images": ("Mistral3ForConditionalGeneration", {"sliding_window": None}),
     "pixtral": ("LlavaForConditionalGeneration", {}),
+    "smolvlm": ("SmolVLMForConditionalGeneration", {}),
+    "idefics3": ("Idefics3ForConditionalGeneration", {}),
     "qwen2-vl": ("Qwen2VLForConditionalGeneration", {}),
     "qwen2.5-vl": ("Qwen2_5_VLForConditionalGeneration", {}),
     "qwen3-vl": (
@@ -294,6 +296,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2ForCausalLM",
         {"rope_parameters": {**PARTIAL, "partial_rotary_factor": 0.5}},
     ),
+    "hunyuan": ("HunYuanDenseV1ForCausalLM", {}),
+    "hunyuan of a stretched base": (
+        "HunYuanDenseV1ForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 50.0,
+                "factor": 1.0,
+                "rope_theta": 10000.0,
+            }
+        },
+    ),
+    "hunyuan moe": ("HunYuanMoEV1ForCausalLM", {"attention_bias": True}),
+    "hunyuan 3": ("HYV3ForCausalLM", {}),
+    "dots1": ("Dots1ForCausalLM", {"max_window_layers": 1, "sliding_window": 20}),
+    "solar open": ("SolarOpenForCausalLM", {"attention_bias": True}),
+    "exaone moe": ("ExaoneMoeForCausalLM", {"sliding_window": 20}),
+    "ernie": ("Ernie4_5ForCausalLM", {}),
     "granite": (
         "GraniteForCausalLM",
         {

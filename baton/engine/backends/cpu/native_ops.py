@@ -142,7 +142,7 @@ class NativeOps(DecoderModel):
             *(cos.data_ptr(), sin.data_ptr(), *(c_norm(norm, self.dtype) for norm in norms)),
             config.qk_norm == "row",
             None if layer.sinks is None else layer.sinks.data_ptr(),
-            *(group, config.arch.chunked, config.only_reads(index)),
+            *(group, config.arch.norms_rotated, config.arch.chunked, config.only_reads(index)),
         )
 
     def _paged(self, paged: Pool, index: int) -> Pool:

@@ -56,7 +56,7 @@ class AttentionShape(Structure):
         ("q_norm k_norm", Norm),
         ("row_norms", c_int32),
         ("sinks", c_void_p),
-        ("group chunked only_reads", c_int32),
+        ("group norms_rotated chunked only_reads", c_int32),
     )
 
 

@@ -170,6 +170,7 @@ struct AttentionShape {
     int32_t row_norms;       // 1: over all heads of a row
     const float* sinks;      // [heads], a further score of each softmax with a value of 0; or null
     int32_t group;           // `layer` is the index in this group
+    int32_t norms_rotated;   // 1: q_norm and k_norm are of rotated heads
     int32_t chunked;         // 1: the window of a position begins at a multiple of its length
     int32_t only_reads;      // 1: qkv has queries alone, and K and V are those of another layer
 };

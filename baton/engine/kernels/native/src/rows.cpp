@@ -77,10 +77,14 @@ void rotate_row(Activation* heads, int position, const int32_t* table, const Att
     const int rotated = shape.heads + kv_heads;
     const float* cos = shape.cos + size_t(position) * size;
     const float* sin = shape.sin + size_t(position) * size;
-    norm_heads(heads, shape.heads, size, shape.q_norm, shape, mean_squares);
-    norm_heads(heads + shape.heads * size, kv_heads, size, shape.k_norm, shape,
-               mean_squares ? mean_squares + 1 : nullptr);
+    const auto normalise_heads = [&] {
+        norm_heads(heads, shape.heads, size, shape.q_norm, shape, mean_squares);
+        norm_heads(heads + shape.heads * size, kv_heads, size, shape.k_norm, shape,
+                   mean_squares ? mean_squares + 1 : nullptr);
+    };
+    if (!shape.norms_rotated) normalise_heads();
     for (int i = 0; i < rotated; i++) rotate(heads + i * size, cos, sin, size);
+    if (shape.norms_rotated) normalise_heads();
     const Activation* kv[] = {heads + shape.heads * size, heads + rotated * size};
     for (int i = 0; i < kv_heads; i++)
         for (Part part : {KEYS, VALUES}) {
