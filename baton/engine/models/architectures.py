@@ -15,8 +15,8 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 CHUNKED = "chunked_attention"
 
 QkNorm = Literal["none", "head", "row", "unit"]
-"""Norms of queries and keys: over each head, over all heads of a row; over each head that has rotary
-embedding, without a weight."""
+"""Norms of queries and keys: over each head; over all heads of a row; over each head of layers with
+rotary embedding, without a weight."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Architecture:
     defaults: values of keys that config.json may lack; most are keys of few architectures · biases:
     present, absent, or the key of config.json that says so · windows: which layers have sliding
     attention if config.json has no `layer_types`: "all"; "from" `max_window_layers` on;
-    "alternate", every other one before it; "unrotated", those without, "rotated", with rotary embedding; n, all but
-    each n-th; "none" and "always" ignore `layer_types`; where `use_sliding_window` is a key and not
+    "alternate", every other one before it; "unrotated", those without rotary embedding; "rotated",
+    those with it; n, all but each n-th; "none" and "always" ignore `layer_types`; where `use_sliding_window` is a key and not
     set, none · rotates: "sliding" if layers of full attention have no rotary embedding where others
     have windows · delta_rule: projections of layers with linear attention: two by key head, or four
     by part · models: well-known models, for the documentation.
@@ -719,6 +719,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             "n_group": 1,
             "topk_group": 1,
             "first_k_dense_replace": 0,
+            "n_routed_experts": 128,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
             "norm_topk_prob": False,
             "routed_scaling_factor": 1.0,
         },
@@ -860,6 +863,10 @@ REFUSED: dict[str, str] = {
     "Cohere2ForCausalLM": "layer norms, and attention beside the MLP",
     "ArceeForCausalLM": "an MLP without gate",
     "NanoChatForCausalLM": "an MLP without gate",
+    "ApertusForCausalLM": "an MLP without gate",
+    "PhimoeForCausalLM": "layer norms",
+    "Lfm2ForCausalLM": "short convolutions",
+    "Lfm2MoeForCausalLM": "short convolutions",
     "DeepseekV32ForCausalLM": "sparse attention, whose indexer stores keys beside latent KV",
     "GlmMoeDsaForCausalLM": "sparse attention, whose indexer stores keys beside latent KV",
     "DeepseekV4ForCausalLM": "sparse attention over compressed KV, and hyper-connections",

@@ -28,24 +28,20 @@ from baton.engine.kernels.torch.attention import (
 )
 from baton.engine.kernels.torch.delta_rule import States, rowwise
 from baton.engine.kernels.torch.lora import LoraMatrices
-from baton.engine.kernels.torch.moe_routing import route
 from baton.engine.kernels.torch.rows import Norm, RowOps, rms_norm, rotate
+from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.latent_attention import LatentAttention
+from baton.engine.models.layer_inputs import LayerInputs
 from baton.engine.models.linear_attention import LinearAttention
 from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.rope import query_scales, rope_tables
 from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.models.weights import (
-    LayerInputWeights,
-    LayerWeights,
-    ModelWeights,
-    MoeWeights,
-)
+from baton.engine.models.weights import LayerWeights, ModelWeights
 from baton.engine.quantization.linear_weight import LinearWeight, ResidualStream
 
 
-class DecoderModel(LatentAttention):
+class DecoderModel(LatentAttention, MixtureOfExperts, LayerInputs):
     """Weights and the arithmetic on them; a step's only state is the KV pool.
 
     The operations are torch's; `baton.engine.backends` has subclasses with faster ones.
@@ -79,7 +75,10 @@ class DecoderModel(LatentAttention):
         self.num_groups = len(self._groups.windows)
         self._scoring = [
             Scoring(
-                config.score_scale, window, config.attention_softcap, layer.sinks,
+                config.score_scale,
+                window,
+                config.attention_softcap,
+                layer.sinks,
                 config.arch.chunked,
             )
             for window, layer in zip(config.windows, weights.layers, strict=True)
@@ -144,7 +143,9 @@ class DecoderModel(LatentAttention):
         if self._embedding_scale != 1:
             embedded = embedded * self._embedding_scale
         hidden = ResidualStream(embedded, lora_slots=lora_slots)
-        inputs = self._token_inputs(token_ids, embedded)
+        if (token_inputs := self._weights.token_inputs) is not None:
+            looked_up = self._embed(token_ids, token_inputs.embedding)
+            inputs = self._token_inputs(token_inputs, looked_up, embedded)
         for index, layer in enumerate(self._weights.layers):
             if layer.delta is None:
                 self._add_attention(hidden, layer, placed, index, pool)
@@ -152,34 +153,11 @@ class DecoderModel(LatentAttention):
                 assert states is not None, "a model with states has them"
                 self._add_linear_attention(hidden, layer, states, index, pool)
             self._add_mlp(hidden, layer, placed, index)
-            if inputs is not None and layer.layer_input is not None:
+            if layer.layer_input is not None:
                 self._add_layer_input(hidden, layer.layer_input, inputs[:, index])
             if layer.layer_scale is not None:
                 hidden.rows = hidden.read() * layer.layer_scale
         return hidden
-
-    def _token_inputs(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
-        """Each row's inputs of layers, `[rows, layers, size]`: of its token, and a projection."""
-        if (weights := self._weights.token_inputs) is None:
-            return None
-        config, size = self.config, self.config.layer_input_size
-        projected = weights.projection.apply(embedded) * config.hidden_size**-0.5
-        projected = self._row_norm(projected.reshape(-1, size), weights.norm)
-        looked_up = self._embed(token_ids, weights.embedding).view(-1, size)
-        inputs = (projected + looked_up * size**0.5) * 2.0**-0.5
-        return inputs.view(len(token_ids), -1, size)
-
-    def _add_layer_input(
-        self, hidden: ResidualStream, weights: LayerInputWeights, inputs: Tensor
-    ) -> None:
-        """Adds what the stream's gate lets through of the layer's inputs `[rows, size]`."""
-        gate = weights.input_gate.apply(hidden.read())
-        gated = self.ops.act_mul(torch.cat((gate, inputs), dim=1), self.config.activation)
-        hidden.add(self._row_norm(weights.input_up.apply(gated), weights.layer_input_norm))
-
-    def _row_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        assert weight is not None
-        return self.ops.add_rms_norm(x, None, Norm(weight, self.config.rms_eps))[0]
 
     def _add_attention(
         self, hidden: ResidualStream, layer: LayerWeights, placed: Any, index: int, pool: Tensor
@@ -241,80 +219,6 @@ class DecoderModel(LatentAttention):
         )
         norm = layer.output_norm
         self._add_product(hidden, inner, layer.down, layer.down_bias, norm, lora.get("down"))
-
-    def _shared_expert(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        """The output of the expert that all rows take."""
-        assert layer.gate_up is not None and layer.down is not None
-        inner = layer.gate_up.product(x, layer.gate_up_bias, act=self.config.activation)
-        out: Tensor = layer.down.product(inner, layer.down_bias)
-        return out
-
-    def _experts(
-        self, x: Tensor, layer: LayerWeights, experts: MoeWeights, placed: Any, index: int
-    ) -> Tensor:
-        """The weighted sum of the outputs of the experts that rows take."""
-        mixed = self._mix(x, experts, placed, self._tokens_of[index])
-        if layer.gate_up is None:
-            return mixed
-        shared = self._shared_expert(x, layer)
-        if experts.shared_gate is not None:
-            # Not contiguous: torch's last bits would depend on the number of rows.
-            gates = x.new_empty(len(x), 2)[:, :1].copy_(experts.shared_gate.apply(x))
-            shared = torch.sigmoid(gates) * shared
-        mixed += shared
-        return mixed
-
-    def _add_experts_beside_mlp(
-        self, hidden: ResidualStream, normed: Tensor, layer: LayerWeights, experts: MoeWeights,
-        placed: Any, index: int,
-    ) -> None:  # fmt: skip
-        """Adds the outputs of the MLP and of experts, with norms of their own, to the stream."""
-        x, reduce = self._row_norm(hidden.rows, experts.input_norm), self.collectives.all_reduce
-        routed = self._row_norm(hidden.rows, experts.router_norm)
-        mixed = reduce(self._mix(x, experts, placed, self._tokens_of[index], routed))
-        dense = self._row_norm(reduce(self._shared_expert(normed, layer)), experts.dense_norm)
-        both = dense + self._row_norm(mixed, experts.expert_norm)
-        hidden.add(self._row_norm(both, layer.output_norm))
-
-    def _mix(
-        self, x: Tensor, experts: MoeWeights, placed: Any, tokens: Tensor,
-        routed: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """The outputs of each row's best experts times their shares, added in the row's own order.
-
-        Other ranks' experts add nothing here. tokens: int64 `[experts]`, counts of the rows that
-        took each expert, which are updated · routed: what the router scores, if not x.
-        """
-        config, own = self.config.experts, self._own_experts
-        assert config is not None
-        logits = experts.router.apply(
-            self._router_input(x if routed is None else routed), experts.router_bias
-        )
-        shares, taken = route(logits, config.routing, experts.correction)
-        if experts.share_scale is not None:
-            shares = shares * experts.share_scale[taken]
-        tokens += taken.flatten().bincount(minlength=len(tokens))
-        outputs = x.new_zeros(*taken.shape, x.shape[1])
-        for number in set(taken.unique().tolist()).intersection(own):
-            expert = experts.experts[number - own.start]
-            rows, slots = torch.where(taken == number)
-            act = self.config.activation
-            own_x = x[rows]
-            if config.scales_inputs:
-                own_x = own_x * shares[rows, slots, None].to(x.dtype)
-            inner = expert.gate_up.product(own_x, expert.gate_up_bias, act=act)
-            outputs[rows, slots] = expert.down.product(inner, expert.down_bias)
-        if config.scales_inputs:
-            shares = torch.ones_like(shares)
-        mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)
-        for at in range(1, taken.shape[1]):
-            mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)
-        return mixed
-
-    def _router_input(self, x: Tensor) -> Tensor:
-        """x in the type of the router's weight."""
-        names = self.config.arch.experts
-        return x.float() if names is not None and names.float32_router else x
 
     def _normed_product(
         self, hidden: ResidualStream, norm: Tensor | None, weight: LinearWeight,

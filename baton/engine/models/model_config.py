@@ -742,22 +742,20 @@ def _routing(fields: Fields, names: ExpertNames, count: int) -> Routing:
 
 def _has_experts(fields: Fields, arch: Architecture, index: int, num_layers: int) -> bool:
     """Whether a layer has experts, by the keys that the architecture has for it."""
+    if "interleave_moe_layer_step" in arch.defaults:
+        step = fields.read("interleave_moe_layer_step", COUNT)
+        chosen = fields.read("moe_layers", NUMBERS, [*range(step - 1, num_layers, step)])
+        return index in chosen
     if "decoder_sparse_step" in arch.defaults:
         step = fields.read("decoder_sparse_step", COUNT)
         return (index + 1) % step == 0 and index not in fields.read("mlp_only_layers", NUMBERS, [])
     if "first_k_dense_replace" in arch.defaults:
         return bool(index >= fields.read("first_k_dense_replace", whole(0, MAX_SIZE)))
     if "mlp_layer_types" in arch.defaults:
-        kinds = fields.values["mlp_layer_types"]
-        if kinds is None:
-            return index > 0
+        kinds = fields.values["mlp_layer_types"] or ["dense"] + ["sparse"] * (num_layers - 1)
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise fields.error("mlp_layer_types", kinds, f"{num_layers} times dense or sparse")
         return bool(kinds[index] == "sparse")
-    if "interleave_moe_layer_step" in arch.defaults:
-        if fields.values.get("moe_layers") is not None:
-            return index in fields.read("moe_layers", NUMBERS)
-        return (index + 1) % fields.read("interleave_moe_layer_step", COUNT) == 0
     if "moe_layer_interval" in arch.defaults:
         first = fields.read("moe_layer_start_index", whole(0, MAX_SIZE))
         last = fields.read("moe_layer_end_index", whole(-1, MAX_SIZE))

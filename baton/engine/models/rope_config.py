@@ -48,9 +48,9 @@ class Rope:
     """
 
     theta: float
-    scaling: Literal[
-        "none", "linear", "llama3", "dynamic", "yarn", "longrope", "proportional"
-    ] = "none"
+    scaling: Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope", "proportional"] = (
+        "none"
+    )
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -111,15 +111,10 @@ def _rope(
     )
     kinds = ("default", "linear", "llama3", "dynamic", "yarn", "longrope", "proportional")
     kind = inside.read("rope_type", one_of(*kinds), inside.values.get("type", "default"))
-    if kind == "default":
-        return rope, context
-    if kind == "dynamic" and inside.values.get("alpha"):
-        alpha, size = float(inside.read("alpha", NUMBER)), rope.size or head_size
-        if size == 2:
-            raise fields.error("head_dim", head_size, "more than two dimensions that are rotated")
-        return replace(rope, theta=rope.theta * alpha ** (size / (size - 2))), context
-    if kind == "proportional":
-        return replace(rope, scaling=kind, factor=float(inside.read("factor", NUMBER, 1))), context
+    if kind == "dynamic" and (rope.size or head_size) == 2:
+        raise fields.error("head_dim", head_size, "more than two dimensions that are rotated")
+    if kind in ("default", "proportional") or (kind == "dynamic" and inside.values.get("alpha")):
+        return _of_own_context(rope, inside, kind, head_size), context
     # Without the original context, transformers takes the current one.
     key = "original_max_position_embeddings"
     original = int(fields.read(key, _CONTEXT, inside.read(key, _CONTEXT, context)))
@@ -130,8 +125,6 @@ def _rope(
         low, high = (float(inside.read(f"{end}_freq_factor", NUMBER)) for end in ("low", "high"))
         rope = replace(rope, low_freq_factor=low, high_freq_factor=high)
     elif kind == "dynamic":
-        if (rope.size or head_size) == 2:
-            raise fields.error("head_dim", head_size, "more than two dimensions that are rotated")
         # For the longest context, whatever a sequence's length: cached keys stay valid.
         context = int(context * factor)
     elif kind == "yarn":
@@ -144,6 +137,16 @@ def _rope(
         supported = f"one that makes a context of 1 to {MAX_SIZE} tokens"
         raise inside.error("factor", factor, supported)
     return rope, context
+
+
+def _of_own_context(rope: Rope, inside: Fields, kind: str, head_size: int) -> Rope:
+    """A rope that does not change the longest context."""
+    if kind == "proportional":
+        return replace(rope, scaling="proportional", factor=float(inside.read("factor", NUMBER, 1)))
+    if kind == "dynamic":
+        alpha, size = float(inside.read("alpha", NUMBER)), rope.size or head_size
+        return replace(rope, theta=rope.theta * alpha ** (size / (size - 2)))
+    return rope
 
 
 def _yarn(rope: Rope, inside: Fields) -> Rope:

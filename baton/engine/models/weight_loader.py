@@ -415,9 +415,10 @@ def _arranged(config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
     if field == "sinks":
         return tensor.float()
     if field == "router_norm":
-        return tensor * config.hidden_size**-0.5
-    heads = config.num_heads + config.num_kv_heads
-    if config.layer_heads and field.startswith("qkv") and len(tensor) == heads * config.head_size:
+        scaled: Tensor = tensor * float(config.hidden_size**-0.5)
+        return scaled
+    outputs = (config.num_heads + config.num_kv_heads) * config.head_size
+    if config.layer_heads and field.startswith("qkv") and len(tensor) == outputs:
         tensor = torch.cat((tensor, tensor[config.num_heads * config.head_size :]))  # as values
     if config.delta_rule is not None and field in _DELTA_RULE_FIELDS:
         return _by_key_head(config, config.delta_rule.shape, field, tensor)

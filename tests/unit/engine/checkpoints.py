@@ -67,37 +67,35 @@ _ROUTED: dict[str, Any] = {
     "n_routed_experts": 8,
     "first_k_dense_replace": 1,
 }
+_GEMMA4: dict[str, Any] = {
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 320,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+_LLAMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 80,
+    "interleave_moe_layer_step": 2,
+    "num_local_experts": 4,
+    "attention_chunk_size": 24,
+    "floor_scale": 16,
+}
 # Of architectures whose own defaults are too large for a test.
 SIZES: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {**_LATENT, **_ROUTED},
     "DeepseekV3ForCausalLM": {**_LATENT, **_ROUTED, "n_group": 4, "topk_group": 2},
     "Glm4MoeLiteForCausalLM": {**_LATENT, **_ROUTED},
     "Glm4MoeForCausalLM": {**_ROUTED, "use_qk_norm": True},
-    **dict.fromkeys(
-        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-        {
-            "global_head_dim": 32,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 320,
-            "num_hidden_layers": 6,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 2,
-            "use_double_wide_mlp": True,
-        },
-    ),
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": _GEMMA4,
     "Gemma4UnifiedForConditionalGeneration": {"global_head_dim": 32, "attention_k_eq_v": True},
-    **dict.fromkeys(
-        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
-        {
-            "num_hidden_layers": 4,
-            "intermediate_size": 48,
-            "intermediate_size_mlp": 80,
-            "interleave_moe_layer_step": 2,
-            "num_local_experts": 4,
-            "attention_chunk_size": 24,
-            "floor_scale": 16,
-        },
-    ),
+    "Llama4ForCausalLM": _LLAMA4,
+    "Llama4ForConditionalGeneration": _LLAMA4,
     "HunYuanMoEV1ForCausalLM": {"num_experts": 5, "moe_topk": 3},
     "HYV3ForCausalLM": {
         "num_experts": 5,

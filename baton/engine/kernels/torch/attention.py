@@ -132,8 +132,8 @@ class Scoring:
 
     scale: of products of queries and keys · window: number of tokens that a row attends to, itself
     included; None: all · softcap: see `softcapped` · sinks: float32 `[heads]`, a further score of
-    each head's softmax, whose value is 0 · chunked: a row attends to tokens from the last multiple of
-    the window on.
+    each head's softmax, whose value is 0 · chunked: a row attends to tokens from the last multiple
+    of the window on.
     """
 
     scale: float

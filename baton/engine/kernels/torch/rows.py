@@ -36,6 +36,11 @@ class RowOps:
         stream = x if residual is None else residual + x
         return rms_norm(stream, *norm), stream
 
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """The norm of rows that are not added to a stream. weight: of a layer that has the norm."""
+        assert weight is not None, "the layer has this norm"
+        return self.add_rms_norm(x, None, Norm(weight, eps))[0]
+
     def act_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
         """The gated half of `[rows, 2 * size]`; see `act_mul`."""
         return act_mul(gate_up, act)
