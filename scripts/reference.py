@@ -152,8 +152,14 @@ def _differences(one: Architecture) -> Iterator[str]:
         yield "biases of queries, keys and values"
     if one.qk_norm != "none":
         yield f"norms of queries and keys ({'each head' if one.qk_norm == 'head' else 'all heads'})"
+    if "global_head_dim" in one.defaults:
+        yield "heads of two sizes, layers that share KV, embeddings for each layer"
     if one.attention_norm:
         yield f"norms {'around' if one.input_norm else 'behind'} attention and MLP"
+    if one.norms_rotated:
+        yield "after rotation"
+    if one.chunked:
+        yield "attention by chunks but in each 4th layer, queries scaled by position"
     if one.windows in ("all", "always", "from"):
         yield "sliding windows"
     elif isinstance(one.windows, int):

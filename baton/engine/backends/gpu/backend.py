@@ -264,6 +264,12 @@ def refused(config: ModelConfig, block_size: int, capability: Capability) -> str
         )
     if config.delta_rule is not None:
         return NO_STATES
+    if config.layer_heads:
+        return "heads of several sizes, which Triton's kernels do not have"
+    if config.arch.norms_rotated:
+        return "norms of rotated queries and keys, which Triton's kernels do not have"
+    if config.arch.chunked:
+        return "attention by chunks, which Triton's kernels do not have"
     return unsupported(config, block_size, "Triton's")
 
 

@@ -45,8 +45,10 @@ class RowOps:
         add_lora(y, x, slots, lora)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, mean_square: Tensor | None = None) -> Tensor:
-    """x `[..., size]` scaled to unit mean square, in float32, times weight `[size]`.
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, mean_square: Tensor | None = None
+) -> Tensor:
+    """x `[..., size]` scaled to unit mean square, in float32, times weight `[size]`, if any.
 
     Rounded to x's type before the multiplication with a weight of that type, and after it with a
     float32 weight. mean_square: `[..., 1]`, where x is a part of the normed row.
@@ -55,7 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, mean_square: Tensor | None =
     if mean_square is None:
         mean_square = wide.pow(2).mean(-1, keepdim=True)
     wide = wide * torch.rsqrt(mean_square + eps)
-    return (weight * wide.to(weight.dtype)).to(x.dtype)
+    return (wide if weight is None else weight * wide.to(weight.dtype)).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
