@@ -83,10 +83,11 @@ class Architecture:
     present, absent, or the key of config.json that says so · windows: which layers have sliding
     attention if config.json has no `layer_types`: "all"; "from" `max_window_layers` on;
     "alternate", every other one before it; "unrotated", those without rotary embedding; "rotated",
-    those with it; n, all but each n-th; "none" and "always" ignore `layer_types`; where `use_sliding_window` is a key and not
-    set, none · rotates: "sliding" if layers of full attention have no rotary embedding where others
-    have windows · delta_rule: projections of layers with linear attention: two by key head, or four
-    by part · models: well-known models, for the documentation.
+    those with it; n, all but each n-th; "none" and "always" ignore `layer_types`; where
+    `use_sliding_window` is a key and not set, none · rotates: "sliding" if layers of full attention
+    have no rotary embedding where others have windows · delta_rule: projections of layers with
+    linear attention: two by key head, or four by part · models: well-known models, for the
+    documentation.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -132,7 +132,9 @@ def make_model(architecture, seed=0, dtype=torch.float32, **overrides):
             values = {"rope_parameters": dict(MROPE), **values}  # which transformers changes
         tied = values.pop("tie_word_embeddings", False)
         values = {"text_config": values, "vision_config": VISION, "tie_word_embeddings": tied}
-    model = model_class(config_class(**values)).to(dtype)
+    model = model_class(config_class(**values))
+    if dtype != torch.float32:  # Llama 4's images have complex numbers
+        model = model.to(dtype)
     generator = torch.Generator().manual_seed(seed)
     drawn_too = ("correction_bias", "layer_scalar")
     buffers = [one for one in model.named_buffers() if one[0].endswith(drawn_too)]
