@@ -13,20 +13,24 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from math import inf
 
 import numpy as np
 
-from baton.errors import Overloaded, Unavailable
+from baton.errors import Unavailable
 from baton.v1 import common_pb2
 from router.fleet.snapshot import Column, Flags, Rows, Snapshot, WorkerView, kv_difference
 from router.placement.cost_model import HANDOFF_S, Costs, Estimate, costs_of
+from router.placement.room import (
+    RETRY_AFTER_S,
+    NoRoom,
+    any_has_room,
+    serving_alone,
+    with_room_alone,
+)
 from router.request import Demand
 
-RETRY_AFTER_S = 1.0
 _PREFILL, _DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
-_MAX_REASONS = 8  # in one message
 _MAX_PAIRS = 256  # explained
 _MAX_UNREADY = 16  # workers of a role that are explained: a registry may hold thousands
 
@@ -99,8 +103,7 @@ def pick(
     costs = costs_of(snapshot, demand)
     if pair := _best(costs, frozenset(failed), frozenset(full)):
         return pair
-    reasons = _why_no_room(costs, full)
-    raise Overloaded(f"no room for {demand.num_tokens} tokens now ({reasons})", RETRY_AFTER_S)
+    raise NoRoom(costs, full)
 
 
 def predict(snapshot: Snapshot, demand: Demand) -> tuple[float, bool]:
@@ -117,43 +120,11 @@ def predict(snapshot: Snapshot, demand: Demand) -> tuple[float, bool]:
     return best.ttft_s, with_room is not None
 
 
-def soonest_room(
-    snapshot: Snapshot, demand: Demand, reserved: frozenset[str] = frozenset()
-) -> frozenset[str] | None:
-    """The workers to reserve for a request without room: the full ones of the pair that has room
-    soonest. Workers that are `reserved` already stay while they are READY.
-
-    Empty if only prompts that go first are in the way; None if no pair ever has room.
-    """
-    rows = [snapshot.rows.get(name) for name in reserved]
-    if reserved and all(row is not None and snapshot.workers[row].ready for row in rows):
-        return reserved
-    costs = costs_of(snapshot, demand)
-    prefill_ms, decode_ms = costs.room_ms()
-    if not (snapshot.num_usable and demand.decodes):
-        alone_ms = np.where(_serving_alone(costs), decode_ms if demand.decodes else prefill_ms, inf)
-        if not alone_ms.size or alone_ms.min() == inf:
-            return None
-        row = int(alone_ms.argmin())
-        return frozenset({snapshot.workers[row].incarnation} if alone_ms[row] > 0 else ())
-    decode_ms = np.where(snapshot.decodes, decode_ms, inf)
-    prefill_ms = np.where(snapshot.prefills, prefill_ms, inf)
-    soonest = (
-        [int(row) for row in np.argsort(ms, kind="stable") if ms[row] < inf]
-        for ms in (decode_ms, prefill_ms)
-    )
-    for d, p in product(*soonest):
-        if snapshot.can_pair(p, d) and d not in snapshot.excluded_rows.get(p, ()):
-            waits = ((prefill_ms[p], p), (decode_ms[d], d))
-            return frozenset(snapshot.workers[row].incarnation for ms, row in waits if ms > 0)
-    return None
-
-
 def rank_all(snapshot: Snapshot, demand: Demand, full: Set[str] = frozenset()) -> list[Pair]:
     """Pairs in order, best first and refused ones last; of many the first _MAX_PAIRS."""
     costs = costs_of(snapshot, demand)
     in_pairs = snapshot.num_usable and demand.decodes
-    may = _with_room_alone(costs, full) if in_pairs else _serving_alone(costs)
+    may = with_room_alone(costs, full) if in_pairs else serving_alone(costs)
     ranks = sorted(_ranks_alone(costs, frozenset(), may))[:_MAX_PAIRS]
     alone = [_lone_pair(costs, int(rank[-1]), full) for rank in ranks]
     if alone and not in_pairs:
@@ -165,7 +136,7 @@ def rank_all(snapshot: Snapshot, demand: Demand, full: Set[str] = frozenset()) -
     column = p[:, None]
     cost, decode_prefills = costs.pair_costs(column, d, need_room=False)
     p_full, d_full = costs.full(full)
-    full_now = np.where(decode_prefills, costs.decode.local_full[d], p_full[column]) | d_full[d]
+    full_now = np.where(decode_prefills, costs.local_full[d], p_full[column]) | d_full[d]
     refused = ~snapshot.usable()[column, d] | full_now
     order = np.lexsort((cost.ravel(), refused.ravel()))[:_MAX_PAIRS]
     at = zip(*np.unravel_index(order, cost.shape), strict=True)
@@ -178,38 +149,16 @@ def _best(
     costs: Costs, failed: frozenset[str], full: frozenset[str], need_room: bool = True
 ) -> Pair | None:
     snapshot, demand = costs.snapshot, costs.demand
+    if need_room and not any_has_room(costs, full):
+        return None
     if snapshot.num_usable and demand.decodes:
         rank = _best_rank(costs, failed, full, need_room)
         if rank is not None:
             p, d = int(rank[-3]), int(rank[-1])
             return _pair(costs, p, d, candidates=snapshot.num_usable, need_room=need_room)
-    alone = _with_room_alone(costs, full) if need_room else _serving_alone(costs)
+    alone = with_room_alone(costs, full) if need_room else serving_alone(costs)
     rank = min(_ranks_alone(costs, failed, alone), default=None)
     return None if rank is None else _lone_pair(costs, int(rank[-1]))
-
-
-def _serving_alone(costs: Costs) -> Flags:
-    """The workers that may serve the request alone whatever their role.
-
-    The prompt alone is for any worker, by preference for one whose role is prompts. While no other
-    worker has room, sequences are kept on prefill workers whose tokens meet the SLO.
-    """
-    snapshot, demand = costs.snapshot, costs.demand
-    if not demand.decodes:
-        return snapshot.prefills if snapshot.prefills.any() else snapshot.columns.ready
-    if not snapshot.num_usable:
-        return snapshot.alone
-    in_time = (costs.fleet.tpot_us <= demand.max_itl_s * 1e6) & (not snapshot.is_named)
-    return snapshot.prefills & ~snapshot.decodes & in_time
-
-
-def _with_room_alone(costs: Costs, refused: Set[str]) -> Flags:
-    """Of these, the workers that have room now."""
-    p_full, d_full = costs.full(refused)
-    if not costs.demand.decodes:
-        return _serving_alone(costs) & ~p_full
-    full = d_full | p_full if costs.snapshot.num_usable else d_full
-    return _serving_alone(costs) & ~full
 
 
 def _best_rank(costs: Costs, failed: Set[str], full: Set[str], need_room: bool) -> _Rank | None:
@@ -328,7 +277,7 @@ def _lone_pair(costs: Costs, row: int, full: Set[str] = frozenset()) -> Pair:
         ttft_s=float(ttft_us) / 1e6,
         handed_over_ttft_s=0.0,
         score_ms=float(us) / 1e3,
-        candidates=int(_serving_alone(costs).sum()),
+        candidates=int(serving_alone(costs).sum()),
     )
 
 
@@ -371,24 +320,6 @@ def _why_unusable(snapshot: Snapshot, prefill: WorkerView, decode: WorkerView) -
     if why := snapshot.excluded_pairs.get(names):
         return f"{names[0]} does not hand over to {names[1]}: {why}"
     return ""
-
-
-def _why_no_room(costs: Costs, refused: Set[str]) -> str:
-    """The reasons of the READY workers without room, up to _MAX_REASONS."""
-    p, d = (
-        [int(row) for row in np.flatnonzero(full & workers)]
-        for full, workers in zip(costs.full(refused), _parts(costs.snapshot), strict=True)
-    )
-    found = [costs.on_decode(row, refused) for row in d[:_MAX_REASONS]]
-    found += [costs.on_prefill(row, refused) for row in p[: _MAX_REASONS - len(found)]]
-    more = len(d) + len(p) - len(found)
-    reasons = "; ".join(estimate.no_room for estimate in found)
-    return reasons + (f"; and {more} more" if more else "")
-
-
-def _parts(snapshot: Snapshot) -> tuple[Flags, Flags]:
-    """The READY workers for prompts, and those for sequences."""
-    return snapshot.prefills, snapshot.decodes
 
 
 def _explained(ready: Flags, role: Flags) -> Rows:
