@@ -24,7 +24,7 @@ from tests.unit.engine.test_quantized_checkpoints import FORMATS, PARTS
 FORMS = (
     *("demo", "LlamaForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Glm4ForCausalLM"),
     *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
-    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Gemma4ForCausalLM"),
+    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Gemma4ForCausalLM", "Llama4ForCausalLM"),
 )
 OF_EACH = dict(reversed(VARIANTS.values()))  # the first variant of each
 PROMPTS = [[(7 * i + 5 * one) % 250 + 2 for i in range(75)] for one in range(6)]
