@@ -86,8 +86,7 @@ class DecoderModel(LatentAttention):
         """Runs a batch and writes its K and V into the pool: logits `[logit_rows, vocab_size]`."""
         num_rows, num_logits, self.hidden = len(batch.token_ids), len(batch.logit_rows), None
         placed = self._place(batch, pool)
-        lens = batch.context_lens, batch.query_lens
-        states = None if batch.state_tables is None else States(batch.state_tables, *lens)
+        states = None if batch.state_tables is None else self._states(batch, batch.state_tables)
         hidden = self._forward(batch.token_ids, placed, pool, batch.lora_slots, states)
         if not num_logits:
             return hidden.rows.new_empty((0, self.config.vocab_size), dtype=torch.float32)
@@ -122,9 +121,10 @@ class DecoderModel(LatentAttention):
 
     def _forward(
         self, token_ids: Tensor, placed: Any, pool: Tensor, lora_slots: Tensor | None = None,
-        states: States | None = None,
+        states: Any = None,
     ) -> ResidualStream:  # fmt: skip
-        """The residual stream after all layers. placed: as `_place` returned it."""
+        """The residual stream after all layers. placed, states: as `_place` and `_states` returned
+        them."""
         embedded = self._embed(token_ids)
         if self._embedding_scale != 1:
             embedded = embedded * self._embedding_scale
@@ -157,7 +157,7 @@ class DecoderModel(LatentAttention):
         self._add_product(hidden, attended, layer.o, layer.o_bias, norm, lora.get("o"))
 
     def _add_linear_attention(
-        self, hidden: ResidualStream, layer: LayerWeights, states: States, index: int, pool: Tensor
+        self, hidden: ResidualStream, layer: LayerWeights, states: Any, index: int, pool: Tensor
     ) -> None:
         """Adds the output of linear attention to the stream, and updates states."""
         assert layer.delta is not None
@@ -319,6 +319,10 @@ class DecoderModel(LatentAttention):
         """Where a step's rows read and write KV, for all layers."""
         positions, attention = place(batch, pool.shape[4], self.num_groups)
         return attention, self._tables[:, :, positions, None]
+
+    def _states(self, batch: StepBatch, tables: Tensor) -> Any:
+        """The states of a step's sequences, for all layers. tables: as `StepBatch.state_tables`."""
+        return States(tables, batch.context_lens, batch.query_lens)
 
     def _attention(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from baton.engine.kernels.torch.delta_rule import DeltaRule, DeltaRuleTensors, States, layout_of
+from baton.engine.kernels.torch.delta_rule import DeltaRule, DeltaRuleTensors, layout_of
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weights import DeltaRuleWeights, LayerWeights
 
@@ -19,10 +20,10 @@ class LinearAttention:
         self._weights = [layer.delta for layer in layers]
         self._rules: dict[int, DeltaRule] = {}  # by layer
 
-    def run(self, index: int, x: Tensor, states: States, pool: Tensor) -> Tensor:
+    def run(self, index: int, x: Tensor, states: Any, pool: Tensor) -> Tensor:
         """Advances states by normed rows x: `[rows, value_heads * value_size]`.
 
-        pool: always of the same shape.
+        states: as `DecoderModel._states` returns them · pool: always of blocks of the same shape.
         """
         weights = self._weights[index]
         assert weights is not None, "the layer has linear attention"
@@ -42,6 +43,6 @@ class LinearAttention:
         return DeltaRule(layout, tensors, layer, self._config.rms_eps)
 
     def _advance(
-        self, rule: DeltaRule, mixed: Tensor, gates: Tensor, states: States, pool: Tensor
+        self, rule: DeltaRule, mixed: Tensor, gates: Tensor, states: Any, pool: Tensor
     ) -> Tensor:
         return rule.run(mixed, gates, states, pool)

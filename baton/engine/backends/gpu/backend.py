@@ -262,8 +262,6 @@ def refused(config: ModelConfig, block_size: int, capability: Capability) -> str
             f"heads of {config.head_size} elements, and {gpu} has shared memory for tiles of "
             f"{SMALL_HEAD_SIZE}"
         )
-    if config.delta_rule is not None:
-        return NO_STATES
     return unsupported(config, block_size, "Triton's")
 
 
