@@ -24,7 +24,12 @@ from baton.engine.block_manager import BlockManager
 from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.sequence import UNKNOWN, Sequence
 from baton.engine.speculative import Proposer
-from baton.engine.state_blocks import StateBlockManager, plan_checkpoints, take_checkpoint
+from baton.engine.state_blocks import (
+    StateBlockManager,
+    plan_checkpoints,
+    take_checkpoint,
+    wants_checkpoint,
+)
 from baton.kv_groups import NO_BLOCK, held
 
 SCORED_ROWS = 128  # a step: their logits are 80 MB with a vocabulary of 150,000
@@ -283,6 +288,15 @@ class Scheduler:
                 sequence.awaits_token = True
             if len(tokens) >= sequence.limit:
                 self.remove(sequence)
+
+    def takes_checkpoint(self, step: ScheduledStep) -> bool:
+        """Whether states are copied when a step has landed, before another step changes them."""
+        if (states := self._states) is None:
+            return False
+        return any(
+            wants_checkpoint(states, item.sequence, item.start + item.count, item.samples)
+            for item in step.sequences
+        )
 
     @property
     def needs_every_token(self) -> bool:

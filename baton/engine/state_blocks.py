@@ -55,6 +55,7 @@ class StateBlockManager(BlockManager):
         super().__init__(num_blocks, block_size, prefix_cache)
         self.groups = KvGroups((0,), block_size, state_blocks)
         self._zero, self._copy = zero, copy
+        self.has_checkpoints = prefix_cache
         self._not_kv: set[int] = set()  # blocks whose last content was a state
         self._checkpoints: OrderedDict[int, list[int]] = OrderedDict()  # by hash, oldest first
         self._children: Counter[int] = Counter()  # cached blocks by their parents
@@ -188,6 +189,8 @@ def plan_checkpoints(blocks: StateBlockManager, sequence: Sequence) -> None:
     size, num_cached = blocks.block_size, len(sequence.block_ids)
     kept = blocks.checkpointed(sequence.block_hashes[:num_cached])
     sequence.checkpoint, sequence.moving = kept * size, None
+    if not blocks.has_checkpoints:
+        return
     last = (sequence.num_tokens - 1) // size
     spacing = max(MIN_CHECKPOINT // size, blocks.groups.state_blocks)
     ends = {num_cached, last, *range(spacing, last, spacing)}
@@ -195,12 +198,22 @@ def plan_checkpoints(blocks: StateBlockManager, sequence: Sequence) -> None:
     sequence.checkpoints = sorted(end * size for end in ends if end >= worth)
 
 
+def wants_checkpoint(
+    blocks: StateBlockManager, sequence: Sequence, end: int, decodes: bool
+) -> bool:
+    """Whether a checkpoint is wanted of a sequence's state after `end` tokens.
+
+    decodes: whether those are all of its known tokens, or all but one that was just sampled.
+    """
+    moves = decodes and end % blocks.block_size == 0
+    moves = moves and end - sequence.checkpoint >= MIN_CHECKPOINT
+    return blocks.has_checkpoints and (moves or end in sequence.checkpoints)
+
+
 def take_checkpoint(blocks: StateBlockManager, sequence: Sequence, end: int) -> None:
     """Takes a checkpoint of a sequence's state, that after `end` tokens, if one is wanted there."""
     size, planned = blocks.block_size, end in sequence.checkpoints
-    since = end - sequence.checkpoint
-    decodes = end >= sequence.num_tokens - 1
-    if not planned and not (decodes and end % size == 0 and since >= MIN_CHECKPOINT):
+    if not wants_checkpoint(blocks, sequence, end, decodes=end >= sequence.num_tokens - 1):
         return
     count = end // size
     hashes = [sequence.hash_of(index, size) for index in range(count)]

@@ -19,7 +19,7 @@ from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.torch.attention import Scoring, attend, place, softcapped, write_kv
-from baton.engine.kernels.torch.delta_rule import States, rowwise
+from baton.engine.kernels.torch.delta_rule import States, layout_of, rowwise
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.moe_routing import route
 from baton.engine.kernels.torch.rows import Norm, RowOps, rms_norm, rotate
@@ -96,6 +96,11 @@ class DecoderModel(LatentAttention):
             return self._logits(hidden).float()
         self.hidden = self._normed(hidden, self._weights.final_norm)
         return self._gather_logits(self._weights.lm_head.apply(self.hidden)).float()
+
+    def state_blocks(self, pool: Tensor) -> int:
+        """See `StepModel`."""
+        rule = self.config.delta_rule
+        return layout_of(rule.shape, sum(rule.layers), pool).num_blocks if rule else 0
 
     def close(self) -> None:
         """Does nothing: no other process computes."""

@@ -42,8 +42,6 @@ LEAST_CAPABILITY: dict[str, Capability] = {
 SMALL_MEMORY, SMALL_HEAD_SIZE = ((8, 6), (8, 9), (12, 0), (12, 1)), 128
 
 
-NO_STATES = "linear attention, whose states are computed on CPUs only"
-
 # Before torch 2.12, products of many fp8 rows ran on another stream on Ada (pytorch#177651).
 ADA, FP8_ON_ADA = (8, 9), (2, 12)
 
@@ -67,8 +65,6 @@ class GpuBackend(Backend):
         exchange: rank_executor.Exchange | None = None,
     ) -> StepModel:  # fmt: skip
         settings = self.settings
-        if config.delta_rule is not None:
-            raise ConfigError(f"{config.architecture} has {NO_STATES}: use --device cpu")
         self._gpu.use()
         try:  # these import triton, which may not be installed
             from baton.engine.backends.gpu.linear import prepare  # noqa: PLC0415

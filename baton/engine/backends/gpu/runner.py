@@ -134,7 +134,7 @@ class GpuRunner(Runner):
             self._graphs = SamplingGraphs(
                 model, pool, stream, settings, max_context, sampler.vocab_size
             )
-            self._inputs = InputBatch(settings.max_batch, width)
+            self._inputs = InputBatch(settings.max_batch, width, model.state_blocks(pool))
             self._buffers = [
                 _PinnedBuffers(stream, sampler, self._graphs.largest) for _ in range(2)
             ]
@@ -257,6 +257,10 @@ class GpuRunner(Runner):
         if blocks:
             self._stream.call(lambda: Runner.zero_blocks(self, blocks))
             self._stream.record_event().synchronize()
+
+    def copy_blocks(self, source: list[int], target: list[int]) -> None:
+        """See `StepRunner`. Steps that are launched later see the copies."""
+        self._stream.call(lambda: Runner.copy_blocks(self, source, target))
 
     def write_lora(self, slot: int, adapter: LoraAdapter) -> None:
         self._stream.call(lambda: Runner.write_lora(self, slot, adapter))

@@ -52,7 +52,9 @@ class PaddedModel(DecoderModel):
         logits[rows] = super().step(whole, pool)
         return logits[batch.logit_rows]
 
-    def decode(self, token_ids, context_lens, block_tables, pool, lora_slots=None):
+    def decode(
+        self, token_ids, context_lens, block_tables, pool, lora_slots=None, state_tables=None
+    ):
         assert token_ids.dtype == context_lens.dtype == block_tables.dtype == torch.int32
         logits = torch.full((len(token_ids), self.config.vocab_size), torch.nan)
         real = (context_lens >= 0).nonzero()[:, 0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.config import EngineConfig
-from baton.engine import build
+from baton.engine import build, state_blocks
 from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.backends.gpu import backend as gpu_backend
 from baton.engine.backends.gpu import device_sampling, memory
@@ -77,6 +77,33 @@ def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options):
     assert found[0] == found[1]
     assert gpu.descriptor == cpu.descriptor, "they may be paired"
     assert gpu.max_context == cpu.max_context == 32
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"graphs": False, "overlap": False}, {"tp": 2}],
+    ids=["graphs", "no graphs", "ranks"],
+)  # fmt: skip
+def test_states_give_a_cpus_tokens_with_and_without_checkpoints(tmp_path, options, monkeypatch):
+    monkeypatch.setattr(state_blocks, "MIN_CHECKPOINT", 16)
+    make_checkpoint(tmp_path, "Qwen3_5ForCausalLM")
+    greedy, found = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1), []
+    settings = {"kv_blocks": 64, "max_context": 64, "chunk_tokens": 12}
+    cpu = build.load(EngineConfig(str(tmp_path), **{**SETTINGS, **settings, "kernels": "torch"}))
+    gpu = on_gpu(tmp_path, **settings, **options)
+    if "tp" not in options:
+        build.warm_up(gpu)
+    prompts = [list(range(10, 36)), [3, 5], list(range(10, 36)), list(range(10, 50))]
+    for loaded in (gpu, cpu):
+        with Bench(loaded.engine) as bench:
+            got, cached = [], []
+            for number, prompt in enumerate(prompts):
+                sequence = Sequence(f"{number}", list(prompt), len(prompt), greedy)
+                got += bench.tokens(sequence).values()
+                cached.append(sequence.num_cached)
+        found.append((got, cached))
+    assert found[0] == found[1]
+    assert cached == [0, 0, 16, 16]
+    assert gpu.descriptor == cpu.descriptor
 
 
 @pytest.mark.parametrize("options", [{}, {"graphs": False, "overlap": False}], ids=str)
