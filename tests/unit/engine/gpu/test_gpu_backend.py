@@ -86,13 +86,14 @@ def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options):
 def test_states_give_a_cpus_tokens_with_and_without_checkpoints(tmp_path, options, monkeypatch):
     monkeypatch.setattr(state_blocks, "MIN_CHECKPOINT", 16)
     make_checkpoint(tmp_path, "Qwen3_5ForCausalLM")
-    greedy, found = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1), []
-    settings = {"kv_blocks": 64, "max_context": 64, "chunk_tokens": 12}
+    greedy, found = SamplingParams(max_tokens=3, ignore_eos=True), []
+    settings = {"kv_blocks": 64, "max_context": 32, "chunk_tokens": 12}
     cpu = build.load(EngineConfig(str(tmp_path), **{**SETTINGS, **settings, "kernels": "torch"}))
-    gpu = on_gpu(tmp_path, **settings, **options)
-    if "tp" not in options:
-        build.warm_up(gpu)
-    prompts = [list(range(10, 36)), [3, 5], list(range(10, 36)), list(range(10, 50))]
+    # Without a warm-up: the interpreter takes seconds for a step.
+    gpu = on_gpu(tmp_path, UnmeasuredGpu(), **settings, **options)
+    if options.get("graphs", True):
+        gpu.runner.capture()
+    prompts = [list(range(10, 29)), list(range(10, 29)), list(range(10, 31))]
     for loaded in (gpu, cpu):
         with Bench(loaded.engine) as bench:
             got, cached = [], []
@@ -102,7 +103,7 @@ def test_states_give_a_cpus_tokens_with_and_without_checkpoints(tmp_path, option
                 cached.append(sequence.num_cached)
         found.append((got, cached))
     assert found[0] == found[1]
-    assert cached == [0, 0, 16, 16]
+    assert cached == [0, 16, 16]
     assert gpu.descriptor == cpu.descriptor
 
 
