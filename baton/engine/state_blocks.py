@@ -104,7 +104,7 @@ class StateBlockManager(BlockManager):
         new checkpoint: not if there is one already, or too few blocks.
         """
         end, size, parents = prefix.hashes[-1], self.block_size, [prefix.root, *prefix.hashes]
-        if not self._prefix_cache or end in self._checkpoints:
+        if end in self._checkpoints:
             return False
         known = self._by_hash[0].get(end)
         last = parents[-2], tuple(prefix.tokens[-size:])

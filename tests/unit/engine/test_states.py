@@ -270,6 +270,18 @@ def test_long_prompts_have_checkpoints_where_kv_takes_as_many_blocks(short_check
     assert cached(machine, [*shared[:59], *[98] * 9]) == 40
 
 
+def test_without_a_prefix_cache_no_step_ends_for_a_checkpoint(short_checkpoints):
+    blocks = StateBlockManager(60, SIZE, False, 3, zero=list, copy=zip)
+    scheduler = Scheduler(blocks, ChunkBudget(64), max_batch=3)
+    scheduler.add(prompt_of([7] * 30))
+    step = scheduler.schedule()
+    assert [one.count for one in step.sequences] == [30]
+    scheduler.update_after_launch(step)
+    scheduler.update_after_landing(step.sequences[0])
+    blocks.check()
+    assert not blocks.num_cached
+
+
 def test_an_answer_is_cached_up_to_a_checkpoint_that_moves_along(short_checkpoints):
     machine = Machine(60)
     sequence = prompt_of([7] * 21)
