@@ -204,6 +204,7 @@ class Machine:
             for index in range(start // SIZE, -(-end // SIZE)):
                 self.memory[sequence.block_ids[index]] = known[: min(end, (index + 1) * SIZE)]
             self.memory.update(dict.fromkeys(sequence.state_blocks, known[:end]))
+        takes, before = self.scheduler.takes_checkpoint(step), set(self.blocks._checkpoints)
         self.scheduler.update_after_launch(step)
         for item in step.sequences:
             sequence = item.sequence
@@ -213,6 +214,7 @@ class Machine:
             self.scheduler.update_after_landing(item)
             if sequence.num_tokens >= sequence.limit:
                 self.drop(sequence)
+        assert takes or before >= set(self.blocks._checkpoints), "it was known before the launch"
         self.check()
         return [item.sequence for item in step.sequences]
 

@@ -121,16 +121,15 @@ def _input(
     first: the sequence's first row.
     """
     CHANNELS: tl.constexpr = 2 * KEY + GROUP * VALUE
-    if at >= 0:
-        own = ((first + at).to(tl.int64) * HEADS + head) * (CHANNELS + GROUP * VALUE)
-        return tl.load(mixed + own + channel, mask=inside, other=0.0).to(tl.float32)
+    own = ((first + at).to(tl.int64) * HEADS + head) * (CHANNELS + GROUP * VALUE)
+    here = tl.load(mixed + own + channel, mask=inside & (at >= 0), other=0.0).to(tl.float32)
     flat = (KERNEL - 1 + at) * CHANNELS + channel
-    kept = inside & (context > 0)
+    kept = inside & (at < 0) & (context > 0)
     row = _rows_at(
         table, head, GROUP * KEY + flat // VALUE, layer, HEAD_ROWS, OF_KV_HEAD, KV_HEADS,
         CHUNK_ROWS, CHUNK_FLOATS, BLOCK_CHUNKS, VALUE, kept,
     )  # fmt: skip
-    return tl.load(floats + row + flat % VALUE, mask=kept, other=0.0)
+    return tl.where(at >= 0, here, tl.load(floats + row + flat % VALUE, mask=kept, other=0.0))
 
 
 @triton.jit
@@ -282,7 +281,8 @@ def _gate_kernel(
     owner = row
     if owners is not None:
         owner = tl.load(owners + row)
-    element, column = mixed.dtype.element_ty, tl.arange(0, VALUE_PAD)
+    element = mixed.dtype.element_ty
+    column = tl.arange(0, VALUE_PAD)
     inside = (column < VALUE) & (tl.load(context_lens + owner) >= 0)
     at = (row.to(tl.int64) * value_heads + value_head) * VALUE + column
     x = tl.load(rows_out + at, mask=inside, other=0.0).to(tl.float32)
