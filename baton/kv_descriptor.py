@@ -33,7 +33,7 @@ def token_bytes(kv: common_pb2.KvDescriptor) -> int:
 
 
 def pool_tokens(kv: common_pb2.KvDescriptor, num_blocks: int) -> int:
-    """Tokens of long sequences that a pool of so many blocks holds."""
+    """Tokens of long sequences that a pool of `num_blocks` holds."""
     full, windowed, _ = groups(kv)
     return num_blocks * kv.block_size // (full or windowed)
 

@@ -54,7 +54,7 @@ class KvGroups:
         return [max(0, position + 1 - window) // size if window else 0 for window in self.windows]
 
     def handoff_start(self, cached_tokens: int, num_tokens: int) -> int:
-        """The first token whose KV a handoff of `num_tokens` sends, if so many are cached."""
+        """The first token whose KV a handoff of `num_tokens` sends, if these are cached."""
         return max(cached_tokens, min(self.first_blocks(num_tokens)) * self.block_size)
 
     def handoff_end(self, num_tokens: int) -> int:

@@ -19,11 +19,10 @@ from opentelemetry.context import Context
 
 from baton.block_hash import token_digest
 from baton.engine.build import Loaded
-from baton.engine.pooling import Pooling, Vector
+from baton.engine.pooling import Vector
 from baton.engine.sequence import Sequence
 from baton.engine.step_report import SequenceProgress, StepReport
 from baton.errors import (
-    CheckpointError,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -42,6 +41,7 @@ from baton.worker.messages import (
     sequence_of,
 )
 from baton.worker.node import Node, Part
+from baton.worker.pooling import PromptPooler
 from kvtransfer.interface import Transport
 from kvtransfer.outgoing import OutgoingLinks
 from kvtransfer.pool import handoff_slots
@@ -67,7 +67,7 @@ class Prompt:
     sent: int  # token slots whose blocks were sent, or are not needed by the decode worker
     arrived_ns: int = field(default_factory=time.time_ns)
     computed: int | None = None  # tokens; None before the first chunk
-    pooled: Vector | None = None  # for an embedding: the sum of hidden states so far
+    pooled: Vector | None = None  # the sum of hidden states so far, or logits of label tokens
     steps: asyncio.Queue[tuple[StepReport, SequenceProgress] | None] = field(
         default_factory=asyncio.Queue
     )
@@ -83,11 +83,7 @@ class PrefillPart(Part):
         super().__init__(node, loaded, pools, usable)
         self.engine, self.limits, self.metrics = node.engine, node.limits, node.metrics
         self.tracer, self.config = node.tracer, node.config
-        self._pooling, self._no_pooling = Pooling(), ""
-        try:
-            self._pooling = Pooling.read(loaded.path)
-        except CheckpointError as error:  # it can still generate
-            self._no_pooling = f"this model's embeddings cannot be computed: {error}"
+        self._pooler = PromptPooler(loaded)
         self._links = OutgoingLinks(pools, node.record, usable, node.find)
         self._opening_links = asyncio.create_task(self._open_links())
         self.metrics.observe_links(self._links.status)
@@ -181,10 +177,7 @@ class PrefillPart(Part):
         self.node.refuse_if_draining()
         spec, cached_tokens = request.sequence, request.target.cached_tokens
         sequence = sequence_of(spec, self.limits, pause_after=1)
-        if sequence.params.embedding:
-            if self._no_pooling:
-                raise InvalidRequest(self._no_pooling, "sampling.embedding")
-            sequence.num_scored = 0 if self._pooling.mean else None
+        self._pooler.prepare(sequence)
         if sequence.seq_id in self._prompts:
             raise InvalidRequest(f"handoff {sequence.seq_id} runs here", _HANDOFF_ID)
         if request.HasField("target") is not (sequence.params.max_tokens > 0):
@@ -296,16 +289,10 @@ class PrefillPart(Part):
                 prompt.pooled = pooled if prompt.pooled is None else prompt.pooled + pooled
             if progress.token_ids or progress.finish_reason:
                 first_token = _first_token(progress)
-                if prompt.sequence.params.embedding:
-                    first_token.embedding.extend(self._embedding(prompt))
+                asked = prompt.sequence.params, prompt.pooled, prompt.num_tokens
+                first_token.pooled.extend(self._pooler.finish(*asked))
                 send(prefill_pb2.PrefillResponse(first_token=first_token))
                 return progress
-
-    def _embedding(self, prompt: Prompt) -> list[float]:
-        if prompt.pooled is None:
-            raise InvalidRequest("a simulated engine has no embeddings", "sampling.embedding")
-        embedding: list[float] = self._pooling.finish(prompt.pooled, prompt.num_tokens).tolist()
-        return embedding
 
     def _send_blocks(self, prompt: Prompt, handoff: HandoffSender) -> None:
         """Queues newly complete blocks for sending: full ones, and at the end the partial one."""

@@ -18,7 +18,7 @@ import uvloop
 from opentelemetry.trace import Tracer
 
 from baton.config import ModelSource, RouterConfig, model_path, slo
-from baton.errors import InvalidRequest
+from baton.errors import ConfigError, InvalidRequest
 from baton.generation.generation_config import DEFAULTS, sampling_defaults
 from baton.generation.structured_output import GrammarCompiler
 from baton.net.metrics_server import serving
@@ -138,6 +138,8 @@ async def _run(
 
 def _load_texts(config: RouterConfig, tenants: Tenants) -> list[tuple[ModelSource, Admission]]:
     """Each model with what makes its tokens of texts; one directory is read once."""
+    if config.limits.chat_template and len({one.path for one in config.sources}) > 1:
+        raise ConfigError("--chat-template is for a router of one model: leave it out")
     read: dict[Path, Admission] = {}
     found = []
     for source in config.sources:

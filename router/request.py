@@ -21,6 +21,7 @@ from baton.config.slo import Slo
 from baton.errors import Overloaded
 from baton.generation.sampling_params import Reasoning, SamplingParams
 from baton.text.detokenizer import TokenPieces
+from baton.text.scoring import Scoring
 from baton.text.tool_calls import ToolFormat, ToolSchemas
 from baton.v1 import common_pb2, prefill_pb2
 
@@ -125,6 +126,7 @@ class TokenizedRequest:
     workers: frozenset[str] = frozenset()  # the only ones that may serve it; empty: any
     output_format: OutputFormat | None = None  # None: all output is content
     stream_interval: int = 1  # least number of tokens delivered together
+    scoring: Scoring | None = None  # of the prompt's labels, if they were asked for
 
     @property
     def accepted(self) -> bool:
@@ -201,7 +203,7 @@ class RequestState:
     route: common_pb2.Route = field(default_factory=common_pb2.Route)
     # Those of the current attempt; complete before its first token.
     prompt_logprobs: common_pb2.PromptLogprobs | None = None
-    embedding: Sequence[float] = ()
+    pooled: Sequence[float] = ()  # the prompt's embedding, or the logits of its labels
     _demand: Demand | None = field(default=None, repr=False)
     _sampling: common_pb2.SamplingParams | None = field(default=None, repr=False)
 

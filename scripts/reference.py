@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+import msgspec
 import transformers
+from anthropic.types import message_create_params
+from openai import types
+from openai.types import chat
 
 from baton import cli
 from baton.cli.options import HelpFormatter
@@ -24,6 +30,7 @@ from baton.engine.backends import unsupported
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY, refused
 from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS, Architecture, ExpertNames
 from baton.engine.models.model_config import ModelConfig
+from baton.gateway import api, messages, responses
 from baton.telemetry.metrics import table
 from baton.text.tool_formats import FORMATS
 
@@ -189,11 +196,54 @@ def tool_formats() -> Iterator[str]:
             yield f"| `{name}` | {one.models} | {quote}{written}{quote} |"
 
 
+PUBLISHED: dict[str, tuple[Any, type]] = {
+    "/v1/chat/completions": (chat.completion_create_params, api.ChatRequest),
+    "/v1/completions": (types.completion_create_params, api.CompletionRequest),
+    "/v1/responses": (types.responses.response_create_params, responses.ResponsesRequest),
+    "/v1/embeddings": (types.embedding_create_params, api.EmbeddingRequest),
+    "/v1/messages": (message_create_params, messages.MessagesRequest),
+}
+"""The requests of a path, as its maker's client and as the gateway have them."""
+
+
+def compatibility() -> Iterator[str]:
+    """The published fields of each path, and those that are added."""
+    yield "| path | taken | refused with a 400 | without effect | added |\n|---|---|---|---|---|"
+    for path, (published, own) in PUBLISHED.items():
+        names = {
+            name
+            for kind in vars(published).values()
+            if isinstance(kind, type) and re.match(r"\w+CreateParams", kind.__name__)
+            for name in kind.__annotations__
+        }
+        refused = api.unsupported_in(own).keys()
+        fields = {one.name for one in msgspec.structs.fields(own) if one.type is not NoneType}
+        taken = (fields | {"stream"} & names) - refused
+        yield (
+            "| "
+            + " | ".join(
+                (
+                    f"`{path}`",
+                    _names(names & taken),
+                    _names(names & refused),
+                    _names(names - taken - refused),
+                    _names(taken - names),
+                )
+            )
+            + " |"
+        )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
 PAGES = {
     "gateway.md": tool_formats,
     "metrics.md": metrics,
     "models.md": models,
     "reference/cli.md": commands,
+    "reference/compatibility.md": compatibility,
     "reference/grpc.md": grpc,
     "../README.md": model_names,
 }

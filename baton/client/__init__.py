@@ -5,6 +5,7 @@ from baton.client.request import Options, Prompt
 from baton.client.results import (
     Completion,
     Delta,
+    LabelScore,
     Model,
     Route,
     Timing,
@@ -22,6 +23,7 @@ __all__ = [
     "Client",
     "Completion",
     "Delta",
+    "LabelScore",
     "Model",
     "Options",
     "Prompt",

@@ -17,16 +17,19 @@ from baton.client.request import (
     Prompt,
     canary_request,
     generate_request,
+    pair,
     route_request,
     tokenize_request,
 )
 from baton.client.results import (
     Completion,
     Delta,
+    LabelScore,
     Model,
     adapter_results,
     fields_of,
     models_of,
+    only_score,
     route_of,
     status_of,
 )
@@ -117,6 +120,28 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
         files say; without them, by the last token's hidden state, normalized."""
         options["max_tokens"], options["embedding"] = 0, True
         return (await self.generate(prompt, **options)).embedding
+
+    async def classify(self, prompt: Prompt, **options: Unpack[Options]) -> tuple[LabelScore, ...]:
+        """Classifies a text, token ids or chat messages: the labels of a sequence classification
+        model, by index, with their scores."""
+        options["max_tokens"], options["classification"] = 0, True
+        return (await self.generate(prompt, **options)).labels
+
+    async def score(
+        self,
+        query: str,
+        document: str,
+        *,
+        instruction: str | None = None,
+        **options: Unpack[Options],
+    ) -> float:
+        """How relevant a document is for a query, between 0 and 1, as a reranker sees it.
+
+        instruction: what makes it relevant, for rerankers that take one. Raises InvalidRequest for
+        a model that has several labels.
+        """
+        labels = await self.classify(pair(query, document, instruction), **options)
+        return only_score(labels)
 
     async def tokenize(
         self, prompt: Prompt, *, model: str | None = None, timeout: float | None = 10.0

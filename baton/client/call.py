@@ -21,6 +21,7 @@ from baton.client.request import Options, Prompt, generate_request, timeout_of
 from baton.client.results import (
     Completion,
     Delta,
+    LabelScore,
     Route,
     Timing,
     Usage,
@@ -346,6 +347,7 @@ class GenerateCall:
             logprobs=tuple(logprob for delta in self._deltas for logprob in delta.logprobs),
             prompt_logprobs=prompt_logprobs_of(self._prompt_logprobs),
             embedding=tuple(finish.embedding),
+            labels=tuple(LabelScore(one.name, one.logit, one.score) for one in finish.labels),
             usage=from_message(Usage, finish.usage),
             timing=from_message(Timing, finish.timing),
             route=Route(

@@ -48,6 +48,7 @@ class Options(TypedDict, total=False):
     include_stop: bool | None  # False: the stop string is not part of the text
     stop_token_ids: Sequence[int] | None  # none
     embedding: bool | None  # False; True, with max_tokens 0: return the prompt's embedding
+    classification: bool | None  # False; True, with max_tokens 0: return the prompt's labels
     min_tokens: int | None  # 0
     allowed_token_ids: Sequence[int] | None  # any
     bad_words: Sequence[str] | None  # none; texts that the output must not contain
@@ -123,6 +124,12 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
         else:
             raise InvalidRequest(f"there is no option {name!r}", name)
     return request
+
+
+def pair(query: str, document: str, instruction: str | None) -> list[dict[str, str]]:
+    """The messages by which a reranker is given a pair."""
+    turns = {"system": instruction, "query": query, "document": document}
+    return [{"role": role, "content": text} for role, text in turns.items() if text is not None]
 
 
 def _set_structured_output(sampling: common_pb2.SamplingParams, name: str, value: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from baton.config import shown_name
+from baton.errors import InvalidRequest
 from baton.generation.enum_names import FinishReason
 from baton.generation.tool_call import ToolCallDelta
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2, route_pb2, worker_pb2
@@ -85,6 +86,25 @@ class Route:
 
 
 @dataclass(frozen=True)
+class LabelScore:
+    """How well a label fits a prompt: the model's logit, and a score between 0 and 1; of a
+    regression, the score is the logit."""
+
+    name: str
+    logit: float
+    score: float
+
+
+def only_score(labels: Sequence[LabelScore]) -> float:
+    """The score of the only label. Raises InvalidRequest if there are several."""
+    if len(labels) != 1:
+        raise InvalidRequest(
+            f"this model has {len(labels)} labels, and a score is of one: use classify", "model"
+        )
+    return labels[0].score
+
+
+@dataclass(frozen=True)
 class Completion:
     """A completion. Only the partial one of a failed request has no `finish_reason`.
 
@@ -100,6 +120,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     embedding: tuple[float, ...] = ()
+    labels: tuple[LabelScore, ...] = ()
     usage: Usage = Usage()
     timing: Timing = Timing()
     route: Route = Route()

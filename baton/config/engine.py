@@ -20,6 +20,7 @@ KV_DTYPES = ("auto", "int8", "fp8")
 KERNELS = ("auto", "native", "torch", "triton")
 CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, without --kv-cache or --kv-blocks
 MAX_TP = 64
+DRAFT_TOKENS = 4  # most proposed by a draft model in a step, without --speculate
 MAX_LORAS, MAX_LORA_RANK = 1024, 512
 
 
@@ -232,7 +233,15 @@ class EngineConfig(CacheConfig):
         0,
         "--speculate TOKENS",
         "speculative decoding: most tokens to propose a step from n-grams of the text so far; the "
-        "output is the same, sooner if the text repeats itself (default: 0, off)",
+        "output is the same, sooner if the text repeats itself (default: 0, off; with "
+        "--speculative-model 4)",
+    )
+    speculative_model: str = option(
+        "",
+        "--speculative-model DIR",
+        "small model with the same vocabulary that proposes tokens instead of n-grams, for "
+        "decode and mixed workers on CPUs: a Hugging Face model directory or GGUF file (default: "
+        "none)",
     )
     gpu_memory: float = option(
         0.9,
@@ -261,6 +270,32 @@ class EngineConfig(CacheConfig):
         """The adapters of --lora, by name."""
         pairs = (text.partition("=") for text in self.lora)
         return {name: Path(directory).absolute() for name, _, directory in pairs}
+
+    @property
+    def most_proposed(self) -> int:
+        """Most tokens that are proposed for a sequence in a step; 0 without speculation."""
+        return self.speculate or (DRAFT_TOKENS if self.speculative_model else 0)
+
+    def check_draft_device(self, device: str) -> None:
+        """Raises ConfigError if a draft model is asked for on a GPU. device: as of --device."""
+        if self.speculative_model and device.startswith("cuda"):
+            raise ConfigError(
+                "--speculative-model computes on CPUs only, as its steps are not among the CUDA "
+                "graphs and the measured memory of a GPU: use --speculate instead, or add "
+                "--device cpu"
+            )
+
+    def of_draft(self, is_quantized: bool) -> EngineConfig:
+        """The settings of the draft model itself, which the first rank has as a whole.
+
+        is_quantized: whether its checkpoint is; else `--quantization` applies to it, too.
+        """
+        quantization = "none" if is_quantized else self.quantization
+        return dataclasses.replace(
+            self, model=self.speculative_model, random_weights=False, speculative_model="",
+            speculate=0, tp=1, expert_parallel=False, lora=(), max_loras=0,
+            quantization=quantization,
+        )  # fmt: skip
 
     @property
     def lora_slots(self) -> int:

@@ -105,6 +105,18 @@ class RouterLimits:
         "format of reasoning before the answer (default: by the chat template)",
         choices=REASONING_PARSERS,
     )
+    chat_template: Path | None = option(
+        None,
+        "--chat-template FILE",
+        "jinja file with the chat template, instead of the checkpoint's; for a router of one model",
+    )
+    score_tokens: str = option(
+        "",
+        "--score-tokens NO,YES",
+        "texts of the tokens with which a reranker answers that a document is not relevant, and "
+        "that it is: no,yes for Qwen3-Reranker (default: as the checkpoint's LogitScore module or "
+        "classification head says)",
+    )
     text_processes: int = option(
         2,
         "--text-processes N",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from baton.engine.adapters import LoraAdapter
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
+from baton.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,11 @@ class StepBatch:
     KV is in the pool · query_lens: `[sequences]`, rows of each, which attend causally to the
     context and to each other · block_tables: `[sequences, width]`, the blocks of each sequence, one
     of each group of layers in turn (`Sequence.block_ids`), at least those of context and rows;
-    padded with 0, also where a group has none · logit_rows: `[n]`, rows whose logits are
-    wanted, ascending · num_decodes: number of sequences with one
-    row (known to the host) · wants_hidden: whether `StepModel.hidden` is to be written ·
-    lora_slots: `[rows]`, the slot of each row's adapter or -1; None if no row has one ·
-    state_tables: `[sequences, blocks]`, the blocks of each sequence's state; None in models
-    without.
+    padded with 0, also where a group has none · logit_rows: `[n]`, rows whose logits are wanted,
+    ascending · num_decodes: number of sequences with one row (known to the host) · wants_hidden:
+    whether `StepModel.hidden` is to be written · lora_slots: `[rows]`, the slot of each row's
+    adapter or -1; None if no row has one · state_tables: `[sequences, blocks]`, the blocks of each
+    sequence's state; None in models without.
     """
 
     token_ids: Tensor
@@ -131,7 +131,7 @@ class BatchBuilder:
             block_tables=self._tensor(block_tables),
             logit_rows=self._tensor(np.array(logit_rows, np.int32)),
             num_decodes=num_decodes,
-            wants_hidden=any(item.sequence.params.embedding for item in scheduled),
+            wants_hidden=any(item.sequence.params.is_pooled for item in scheduled),
             lora_slots=None if (slots := lora_slots(scheduled)) is None else self._tensor(slots),
             state_tables=None if (of := state_tables(scheduled)) is None else self._tensor(of),
         )
@@ -164,7 +164,7 @@ def on_device(values: Ints, device: torch.device) -> torch.Tensor:
 
 
 def _decodes(item: ScheduledSequence) -> bool:
-    return item.samples and not item.sequence.params.embedding
+    return item.samples and not item.sequence.params.is_pooled
 
 
 class _DecodeBatch:
@@ -198,11 +198,9 @@ class _DecodeBatch:
         if [item.sequence for item in scheduled] != self._sequences:
             return False
         for at, sequence in enumerate(self._sequences):
-            if sequence.state_blocks is not self._states[at]:
-                return False
             blocks = sequence.block_ids
             same = blocks is self._blocks[at] and len(blocks) == self._num_blocks[at]
-            if not same and not self._take(at, blocks):
+            if not same and not self._take(at, sequence):
                 return False
         return True
 
@@ -212,9 +210,10 @@ class _DecodeBatch:
         self._rows[1] = [item.start for item in scheduled]
         return self._batch
 
-    def _take(self, at: int, blocks: list[int]) -> bool:
-        """Writes a sequence's blocks; False if there are too many."""
-        if len(blocks) > self._tables.shape[1]:
+    def _take(self, at: int, sequence: Sequence) -> bool:
+        """Writes a sequence's blocks; False if there are too many, or its state moved with them."""
+        blocks = sequence.block_ids
+        if len(blocks) > self._tables.shape[1] or sequence.state_blocks is not self._states[at]:
             return False
         self._tables[at, : len(blocks)] = blocks
         self._tables[at, len(blocks) :] = 0

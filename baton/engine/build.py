@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from baton.config import EngineConfig, model_path
+from baton.engine import draft_model
 from baton.engine.backends import Backend
 from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.backends.gpu import memory
@@ -25,6 +26,13 @@ from baton.engine.block_manager import BlockManager
 from baton.engine.checkpoint.tensors import fingerprint
 from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.cpu_affinity import pin_thread
+from baton.engine.draft_model import (
+    CATCH_UP_SHARE,
+    MIN_CATCH_UP,
+    DraftModel,
+    DraftProposer,
+    load_draft,
+)
 from baton.engine.engine import Engine
 from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.kv_cache import Allocate, KvLayout, plan_layout
@@ -36,6 +44,7 @@ from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
+from baton.engine.speculative import Proposer
 from baton.engine.speculative.ngram import NgramProposer
 from baton.engine.state_blocks import StateBlockManager
 from baton.engine.step_report import StepReport
@@ -65,7 +74,8 @@ class Loaded:
     """A model in memory with its KV pool, ready to be driven by an `Engine`.
 
     dtype: of its computation · fingerprint: of its weights · max_context: tokens of a sequence that
-    model, settings and pool all allow · prepare: to be called once, before the first step.
+    model, settings and pool all allow · prepare: to be called once, before the first step · draft:
+    the draft model, if there is one.
     """
 
     path: Path
@@ -77,6 +87,7 @@ class Loaded:
     settings: EngineConfig
     max_context: int
     prepare: Callable[[], None]
+    draft: DraftModel | None = None
 
     @property
     def descriptor(self) -> common_pb2.KvDescriptor:
@@ -92,7 +103,7 @@ class Loaded:
         """A new engine, not started, over this model and pool."""
         settings, runner, most = self.settings, self.runner, self.max_context
         blocks = self._block_manager()
-        proposer = NgramProposer(settings.speculate, most) if settings.speculate else None
+        proposer = self._proposer()
         usual = _CHUNKS[runner.pool.device.type]
         alone_s = 0.0 if settings.chunk_ms else usual.alone_s
         chunk = ChunkBudget(settings.chunk_tokens, self.chunk_s, usual.min_tokens, alone_s)
@@ -118,6 +129,13 @@ class Loaded:
         memory_of = runner.zero_blocks, runner.copy_blocks
         return StateBlockManager(*sizes, cache, layout.state_blocks, *memory_of)
 
+    def _proposer(self) -> Proposer | None:
+        settings, tokens = self.settings, (self.settings.most_proposed, self.max_context)
+        if self.draft is not None:
+            chunk = ChunkBudget(settings.chunk_tokens, CATCH_UP_SHARE * self.chunk_s, MIN_CATCH_UP)
+            return DraftProposer(*tokens, self.draft, chunk, settings.prefix_cache)
+        return NgramProposer(*tokens) if settings.speculate else None
+
 
 def load(
     settings: EngineConfig,
@@ -137,6 +155,7 @@ def load(
     config = ModelConfig.load(path)
     config.check_settings(settings)
     backend = backend or backend_of(settings, ranks_here)
+    settings.check_draft_device(backend.device.type)
     backend.remote_ranks = remote_ranks
     settings = Shard(0, ranks_here).settings(backend.settings)
     if settings.threads:
@@ -191,8 +210,12 @@ def load(
     runner.pools = pools
     runner.ranks = model if isinstance(model, TensorParallelModel) else None
     identity = fingerprint(path, random_seed(settings, backend.device))
-    prepare = partial(backend.prepare, runner)
-    return Loaded(path, config, runner, layout, dtype, identity, settings, max_context, prepare)
+    prepare, draft = partial(backend.prepare, runner), None
+    if settings.speculative_model:
+        draft = load_draft(settings, backend, config, layout, dtype, max_context, sampler)
+    return Loaded(
+        path, config, runner, layout, dtype, identity, settings, max_context, prepare, draft
+    )
 
 
 def longest_context(settings: EngineConfig, config: ModelConfig) -> int:
@@ -234,6 +257,8 @@ def warm_up(loaded: Loaded) -> None:
     sequence has blocks.
     """
     loaded.prepare()
+    if loaded.draft is not None:
+        draft_model.warm_up(loaded.draft)
     chunk = min(512, loaded.settings.chunk_tokens, loaded.max_context)
     groups, num_blocks = len(loaded.layout.windows), loaded.layout.num_blocks
     blocks = list(range(-(-chunk // loaded.layout.block_size) * groups))

@@ -213,7 +213,9 @@ class EngineLoop:
         if previous is not None and chunk.estimate_s(previous.step) > LAUNCH_AHEAD_S:
             self._land(previous)
             return
+        self._step_began = time.monotonic()  # a draft model computes meanwhile
         step, launch = self._scheduler.schedule(), None
+        self._step_began = None
         overlaps = self._overlap and bool(step.sequences) and self._runner.launches_ahead(step)
         overlaps = overlaps and not (step.exclusive or self._scheduler.takes_checkpoint(step))
         if previous is not None:
@@ -306,11 +308,7 @@ class EngineLoop:
             self._step_began = None
 
     def _fail(
-        self,
-        step: ScheduledStep,
-        sequences: list[ScheduledSequence],
-        failure: str,
-        began_ns: int,
+        self, step: ScheduledStep, sequences: list[ScheduledSequence], failure: str, began_ns: int
     ) -> None:
         """Aborts the sequences of a step that failed."""
         self._runner.wait_for_writes()

@@ -1,4 +1,5 @@
-"""Pooling of a prompt's hidden states to an embedding, as the checkpoint configures it."""
+"""Pooling of a prompt's hidden states to an embedding, as the checkpoint configures it; or of the
+logits of label tokens."""
 
 from __future__ import annotations
 
@@ -59,17 +60,20 @@ class Pooling:
         return vector
 
 
-def pooled(work: Sequence[ScheduledSequence], hidden: Tensor) -> dict[str, Vector]:
-    """Sums the rows of each sequence whose embedding is wanted, by id.
+def pooled(work: Sequence[ScheduledSequence], hidden: Tensor, logits: Tensor) -> dict[str, Vector]:
+    """Sums the rows of each sequence that wants no output but these, by id.
 
-    hidden: `[rows, hidden_size]`, of each work's `scored` positions, and then of those that it
-    samples at.
+    Of a sequence with label tokens those are its logits. hidden: `[rows, hidden_size]`, and logits:
+    `[rows, vocab_size]`, of each work's `scored` positions, and then of those that it samples at.
     """
     found, at = dict[str, Vector](), 0
     for item in work:
         end = at + len(item.scored) + (1 + len(item.proposed) if item.samples else 0)
-        if item.sequence.params.embedding and end > at:
-            found[item.sequence.seq_id] = hidden[at:end].float().sum(0).cpu().numpy()
+        params = item.sequence.params
+        if params.is_pooled and end > at:
+            labels = list(params.label_token_ids)
+            rows = logits[at:end, labels] if labels else hidden[at:end]
+            found[item.sequence.seq_id] = rows.float().sum(0).cpu().numpy()
         at = end
     return found
 

@@ -24,8 +24,9 @@ class SampledTokens(NamedTuple):
 
     token_ids: one, and one more for each accepted proposal; none where a part of its prompt was
     computed · logprobs: of each token, if asked for · prompt: log-probabilities of prompt tokens ·
-    pooled: sum of this step's hidden states, for an embedding · broken: whether the model's output
-    for it is not finite, so that it got nothing.
+    pooled: sum of this step's hidden states, for an embedding or a classification head, or logits
+    of the label tokens · broken: whether the model's output for it is not finite, so that it got
+    nothing.
     """
 
     token_ids: tuple[int, ...]
@@ -211,10 +212,10 @@ class Runner(StepRunner):
         rows = [row for item in sampling for row in sample_rows(item)]
         if hidden is None and len(rows) == len(scheduled) == len(logits) and not step.has_chunks:
             return one_each(scheduled, self._choose(logits, rows))
-        embedded: dict[str, Vector] = {} if hidden is None else pooled(scheduled, hidden)
+        vectors: dict[str, Vector] = {} if hidden is None else pooled(scheduled, hidden, logits)
         logits, prompts = split_prompt_logprobs(scheduled, logits)
         found = tokens_by_sequence(sampling, self._choose(logits, rows), prompts)
-        for seq_id, vector in embedded.items():
+        for seq_id, vector in vectors.items():
             got = found.get(seq_id, SampledTokens(()))
             found[seq_id] = got._replace(pooled=vector) if np.isfinite(vector).all() else BROKEN
         return StepOutput(found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -29,6 +30,7 @@ from router.generation_service import CALLERS_ID_PATTERN
 
 MAX_N = 128
 MAX_PROMPTS = 1024
+MAX_INPUTS = 2048  # of a request without output
 MAX_DETOKENIZED = 1 << 20  # tokens
 _MAX_NEUTRAL_BYTES = 64  # of a value that disables a feature
 
@@ -51,6 +53,7 @@ LogitBias = Annotated[dict[TokenKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 PriorityNumber = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 Priority = Literal["low", "normal", "high"] | PriorityNumber
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Logprob = Annotated[float, Meta(le=0)]
@@ -64,6 +67,12 @@ _PROMPTS: dict[tuple[bool, bytes], Any] = {
     (True, b"["): Annotated[list[TokenIds], Meta(min_length=1, max_length=MAX_PROMPTS)],
 }
 _PROMPT_SCHEMAS = [msgspec.json.schema(kind) for kind in _PROMPTS.values()]
+_INPUTS: dict[tuple[bool, bytes], Any] = {
+    **_PROMPTS,
+    (True, b'"'): Annotated[list[str], Meta(min_length=1, max_length=MAX_INPUTS)],
+    (True, b"["): Annotated[list[TokenIds], Meta(min_length=1, max_length=MAX_INPUTS)],
+}
+_INPUT_SCHEMAS = [msgspec.json.schema(kind) for kind in _INPUTS.values()]
 
 # By field: the values besides null that disable it.
 Unsupported = dict[str, tuple[Any, ...]]
@@ -79,7 +88,7 @@ _UNSUPPORTED: Unsupported = {
     "guided_whitespace_pattern": (),
     **dict.fromkeys(("regex", "ebnf", "json_schema", "lora_path"), ()),  # SGLang's
 }
-_TEMPLATE: Unsupported = {"chat_template": (), "documents": ([],)}
+_TEMPLATE: Unsupported = {"chat_template": ()}
 
 
 class StreamOptions(Struct):
@@ -150,6 +159,7 @@ class GenerateOptions(Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     priority: Priority | None = None
+    service_tier: ServiceTier | None = None
     ttft_target_ms: Count | None = None
     cache_salt: Salt | None = None
     prompt_cache_key: Session | None = None
@@ -164,7 +174,7 @@ class GenerateOptions(Struct, kw_only=True):
 
     @property
     def dropped_tools(self) -> list[str]:
-        """Types of the tools that are no functions, of which the model is not told."""
+        """Types of the tools that are not functions; they are dropped from the prompt."""
         return []
 
 
@@ -244,11 +254,23 @@ class NamedFunction(Struct):
     name: str
 
 
-class NamedTool(Struct, kw_only=True):
+class NamedTool(Struct, tag="function"):
     """The tool that must be called."""
 
-    type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(Struct, kw_only=True):
+    """Tools that may be called, or of which one must be; the model is told of no others."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolChoice(Struct, tag="allowed_tools"):
+    """A choice among some of the tools."""
+
+    allowed_tools: AllowedTools
 
 
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
@@ -262,6 +284,7 @@ class ChatOptions(GenerateOptions, kw_only=True):
     # vLLM's name of the same; -1 is no limit.
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=_UINT32)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
 
 
 class ChatRequest(ChatOptions, kw_only=True):
@@ -277,6 +300,7 @@ class ChatRequest(ChatOptions, kw_only=True):
         "audio": (),
         "modalities": (["text"],),
         "web_search_options": (),
+        "moderation": (),
     }
 
     messages: Messages
@@ -284,7 +308,7 @@ class ChatRequest(ChatOptions, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     reasoning_effort: Text | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
@@ -301,27 +325,48 @@ class TokenizeRequest(Struct, kw_only=True):
     messages: Messages | None = None
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
 
 
-class EmbeddingRequest(Struct, kw_only=True):
-    """Texts or token ids to embed."""
+class PoolingOptions(Struct, kw_only=True):
+    """Fields of requests without output."""
 
-    unsupported: ClassVar[Unsupported] = {"truncation_side": ("left",)}
+    unsupported: ClassVar[Unsupported] = {
+        "truncation_side": ("left",),
+        "mm_processor_kwargs": ({},),
+        "messages": (),
+    }
 
-    input: Annotated[Raw, Meta(extra_json_schema={"anyOf": _PROMPT_SCHEMAS})]  # see `prompts_of`
     model: ModelName | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Positive | None = None
     truncate_prompt_tokens: Positive | None = None
     add_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
     user: Session | None = None
     request_id: CallersId | None = None
+
+
+class InputRequest(PoolingOptions, kw_only=True):
+    """Texts or token ids."""
+
+    input: Annotated[Raw, Meta(extra_json_schema={"anyOf": _INPUT_SCHEMAS})]  # see `prompts_of`
+
+
+class EmbeddingRequest(InputRequest, kw_only=True):
+    """Texts or token ids to embed."""
+
+    unsupported: ClassVar[Unsupported] = {
+        **PoolingOptions.unsupported,
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+    }
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Positive | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):
@@ -478,7 +523,9 @@ class Answer(Struct, kw_only=True):
     id: str
     created: Count
     model: str
+    system_fingerprint: str | UnsetType = UNSET
     usage: CompletionUsage | UnsetType | None = UNSET
+    service_tier: ServiceTier | UnsetType = UNSET  # as requested
 
 
 class Completion(Answer, kw_only=True):
@@ -513,7 +560,7 @@ class Embedding(Struct):
     object: Literal["embedding"] = "embedding"
 
 
-class EmbeddingUsage(Struct):
+class InputUsage(Struct):
     """Token counts of all inputs."""
 
     prompt_tokens: Count
@@ -525,7 +572,7 @@ class Embeddings(Struct):
 
     data: list[Embedding]
     model: str
-    usage: EmbeddingUsage
+    usage: InputUsage
     object: Literal["list"] = "list"
 
 
@@ -558,6 +605,23 @@ class Status(Struct):
     """The answer of /health and /ready."""
 
     status: str
+
+
+class Load(Struct):
+    """The number of requests that run or wait on this process."""
+
+    server_load: Count
+
+
+class TokenizerInfo(Struct):
+    """What a model's tokenizer and chat template are."""
+
+    model: str
+    vocab_size: Count
+    max_model_len: Count
+    eos_token_ids: list[Count]
+    special_tokens: dict[str, str]
+    chat_template: str | None
 
 
 class Version(Struct):
@@ -618,19 +682,29 @@ def unsupported_in(kind: Any) -> Unsupported:
     return getattr(kind, "unsupported", {})
 
 
-def prompts_of(raw: Raw, field: str = "prompt") -> list[str] | list[list[int]]:
-    """Decodes the prompts of `field`. Raises InvalidRequest."""
+def inputs_of(raw: Raw, field: str) -> list[str] | list[list[int]]:
+    """Decodes the inputs of `field`, as prompts. Raises InvalidRequest."""
+    return prompts_of(raw, field, _INPUTS, MAX_INPUTS)
+
+
+def prompts_of(
+    raw: Raw,
+    field: str = "prompt",
+    kinds: Mapping[tuple[bool, bytes], Any] = _PROMPTS,
+    most: int = MAX_PROMPTS,
+) -> list[str] | list[list[int]]:
+    """Decodes the prompts of `field`, `most` at most. Raises InvalidRequest."""
     text = bytes(raw)
     start = _PROMPT_START.match(text)
     assert start is not None
     kind = (bool(start[1]), start[2])
-    if kind not in _PROMPTS:
+    if kind not in kinds:
         raise InvalidRequest(f"{field} must be text, token ids, or a list of either", field)
     # Counted first: a million lists would take long to decode.
-    if kind == (True, b"[") and text.count(b"[") > MAX_PROMPTS + 1:
-        raise InvalidRequest(f"{field} has more than {MAX_PROMPTS} prompts", field)
+    if kind == (True, b"[") and text.count(b"[") > most + 1:
+        raise InvalidRequest(f"{field} has more than {most} prompts", field)
     try:
-        prompt = msgspec.json.decode(text, type=_PROMPTS[kind])
+        prompt = msgspec.json.decode(text, type=kinds[kind])
     except msgspec.ValidationError as error:
         raise _invalid(error, field) from error
     except UnicodeDecodeError as error:

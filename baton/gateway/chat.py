@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, quoted
 from baton.gateway import api
 from baton.gateway.api import ChatDelta, ChatLogprobs, ChatToken
 from baton.gateway.output import MIN_LOGPROB, ChoiceOutput
@@ -85,7 +85,8 @@ def chat_message(
             function = call.function
             name = "" if function.name is UNSET else function.name
             turn.tool_calls.add(id=call.id, name=name, arguments=function.arguments)
-    for tool in body.tools or ():
+    choice = getattr(body, "tool_choice", None)
+    for tool in _allowed(body.tools or (), choice):
         parameters = tool.function.parameters
         chat.tools.add(
             name=tool.function.name,
@@ -99,6 +100,8 @@ def chat_message(
         variables["reasoning_effort"] = body.reasoning_effort
     if variables:
         chat.template_kwargs = json.dumps(variables)
+    if body.documents:
+        chat.documents = json.dumps(body.documents)
     return chat
 
 
@@ -106,7 +109,7 @@ def _set_tool_choice(chat: inference_pb2.Chat, body: api.ChatRequest) -> None:
     choice = body.tool_choice
     if isinstance(choice, api.NamedTool):
         chat.tool_name = choice.function.name
-    elif choice == "required":
+    elif choice == "required" or _mode(choice) == "required":
         chat.tool_choice = inference_pb2.TOOL_CHOICE_REQUIRED
     elif choice == "none":
         chat.tool_choice = inference_pb2.TOOL_CHOICE_NONE
@@ -119,6 +122,20 @@ def _set_tool_choice(chat: inference_pb2.Chat, body: api.ChatRequest) -> None:
         most = budget
     if most is not None:
         chat.max_thinking_tokens = most
+
+
+def _mode(choice: object) -> str | None:
+    return choice.allowed_tools.mode if isinstance(choice, api.AllowedToolChoice) else None
+
+
+def _allowed(tools: Sequence[api.Tool], choice: object) -> Sequence[api.Tool]:
+    """The tools that a choice allows. Raises InvalidRequest for one that is not there."""
+    if not isinstance(choice, api.AllowedToolChoice):
+        return tools
+    names = {one.function.name for one in choice.allowed_tools.tools}
+    if unknown := names - {tool.function.name for tool in tools}:
+        raise InvalidRequest(f"there is no tool {quoted(min(unknown))}", "tool_choice")
+    return [tool for tool in tools if tool.function.name in names]
 
 
 def chat_tokens(

@@ -1,4 +1,4 @@
-"""/v1/embeddings: each input is a prompt without output."""
+"""/v1/embeddings and /pooling: each input is a prompt without output."""
 
 from __future__ import annotations
 
@@ -8,101 +8,120 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import msgspec
+from msgspec import Struct
 
 from baton.errors import InvalidRequest
 from baton.gateway import api
-from baton.gateway.generation import run_choices
-from baton.gateway.headers import id_headers, with_request_id
-from baton.gateway.parsed_request import ParsedRequest, priority_of
+from baton.gateway.pooling import InputRequests, parse_inputs, run_inputs
 from baton.net.http_server import HttpExchange
-from baton.v1 import common_pb2, inference_pb2
+from baton.v1 import inference_pb2
 from router.generation_service import Caller, GenerationService
-from router.output.sink import Piece
+
+
+class PoolingRequest(api.EmbeddingRequest, kw_only=True):
+    """Inputs to embed or to classify, by default what the model is for."""
+
+    unsupported: ClassVar[api.Unsupported] = {
+        **api.EmbeddingRequest.unsupported,
+        "normalize": (True,),
+        "softmax": (True,),
+        "data": (),
+    }
+
+    task: Literal["embed", "classify"] | None = None
+    use_activation: bool | None = None
+    activation: bool | None = None
+
+
+class Pooled(Struct):
+    """An input's embedding, or the scores of its labels: numbers, or base64 as embeddings."""
+
+    data: list[float] | str
+    index: api.Count
+    object: Literal["pooling"] = "pooling"
+
+
+class PoolingAnswer(Struct):
+    """The answer of /pooling."""
+
+    id: str
+    data: list[Pooled]
+    model: str
+    usage: api.InputUsage
+    object: Literal["list"] = "list"
 
 
 @dataclass(frozen=True)
 class ParsedEmbeddings:
     """The requests of a body, and the format of the answer."""
 
-    requests: ParsedRequest
+    inputs: InputRequests
     base64: bool
     dimensions: int | None
-    request_id: str | None
+    task: str | None = "embed"  # None: what the model is for
 
 
 def parse_embeddings(text: bytes) -> ParsedEmbeddings:
     """Parses a body of /v1/embeddings. Raises InvalidRequest naming the field."""
     body = api.decode(api.EmbeddingRequest, text)
-    base = inference_pb2.GenerateRequest(
-        model=body.model or "",
-        sampling=common_pb2.SamplingParams(max_tokens=0, embedding=True),
-        truncate_prompt_tokens=body.truncate_prompt_tokens or 0,
-        cache_salt=body.cache_salt or "",
-        priority=priority_of(body.priority),
-        session=body.user or "",
+    inputs = parse_inputs(body, api.inputs_of(body.input, "input"), "input")
+    return ParsedEmbeddings(inputs, body.encoding_format == "base64", body.dimensions)
+
+
+def parse_pooling(text: bytes) -> ParsedEmbeddings:
+    """Parses a body of /pooling. Raises InvalidRequest naming the field."""
+    body = api.decode(PoolingRequest, text)
+    if body.task == "classify" and body.dimensions is not None:
+        raise InvalidRequest("dimensions are those of an embedding: leave them out", "dimensions")
+    activated = (body.activation, body.use_activation)
+    inputs = parse_inputs(
+        body, api.inputs_of(body.input, "input"), "input", use_activation=False not in activated
     )
-    if body.add_special_tokens is not None:
-        base.add_special_tokens = body.add_special_tokens
-    requests = ParsedRequest(
-        base,
-        api.prompts_of(body.input, "input"),
-        api.GenerateOptions(model=body.model),
-        n=1,
-        kept=1,
-        logprobs=None,
-        max_tokens_given=True,
-        fields=dict.fromkeys(("input", "text", "token_ids"), "input"),
-    )
-    in_base64 = body.encoding_format == "base64"
-    return ParsedEmbeddings(requests, in_base64, body.dimensions, body.request_id)
-
-
-class _EmbeddingSink:
-    """Stores the `Finish` of a request, which has no output."""
-
-    def __init__(self, exchange: HttpExchange) -> None:
-        self._exchange = exchange
-        self.end = inference_pb2.Finish()
-
-    def start(self, started: inference_pb2.Started) -> None:
-        ids = id_headers(self._exchange, started.request_id, started.trace_id)
-        # The ids of the first input that starts are kept.
-        self._exchange.answer_headers = {**ids, **self._exchange.answer_headers}
-
-    def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
-        pass
-
-    def put(self, piece: Piece) -> None:
-        pass
-
-    async def finish(self, finish: inference_pb2.Finish) -> None:
-        self.end = finish
+    return ParsedEmbeddings(inputs, body.encoding_format == "base64", body.dimensions, body.task)
 
 
 async def embed(
     service: GenerationService, parsed: ParsedEmbeddings, caller: Caller, exchange: HttpExchange
 ) -> None:
     """Answers with the embedding of each input."""
-    caller = with_request_id(exchange, caller, parsed.request_id)
-    base = parsed.requests.base
-    target = service.resolve(base.model, base.session, caller)
-    sinks = [_EmbeddingSink(exchange) for _ in range(parsed.requests.num_prompts)]
-    try:
-        await run_choices(service, parsed.requests, caller, sinks, target)
-        data = [
-            api.Embedding(
-                _encoded(_shortened(sink.end.embedding, parsed.dimensions), parsed), index
-            )
-            for index, sink in enumerate(sinks)
-        ]
-    except InvalidRequest as error:
-        raise error.renamed(parsed.requests.fields.get(error.field, error.field)) from error
-    tokens = sum(sink.end.usage.prompt_tokens for sink in sinks)
-    model = base.model or target.version.name
-    answer = api.Embeddings(data, model, api.EmbeddingUsage(tokens, tokens))
+    parsed.inputs.requests.base.sampling.embedding = True
+    found = await run_inputs(service, parsed.inputs, caller, exchange)
+    data = [
+        api.Embedding(_embedding(end, parsed), index) for index, end in enumerate(found.finishes)
+    ]
+    exchange.answer(200, msgspec.json.encode(api.Embeddings(data, found.model, found.usage)))
+
+
+async def pool(
+    service: GenerationService, parsed: ParsedEmbeddings, caller: Caller, exchange: HttpExchange
+) -> None:
+    """Answers with each input's embedding, or the scores of its labels."""
+    inputs, task = parsed.inputs, parsed.task
+    if task is None:
+        base = inputs.requests.base
+        scoring = service.resolve(base.model, base.session, caller).version.admission.scoring
+        task = "classify" if scoring and not scoring.token_ids else "embed"
+    sampling = inputs.requests.base.sampling
+    sampling.embedding, sampling.classification = task == "embed", task == "classify"
+    found = await run_inputs(service, inputs, caller, exchange)
+    data = [
+        Pooled(
+            _embedding(end, parsed)
+            if task == "embed"
+            else _encoded(array.array("f", inputs.scores(end)), parsed),
+            index,
+        )
+        for index, end in enumerate(found.finishes)
+    ]
+    answer = PoolingAnswer(f"pool-{found.request_id}", data, found.model, found.usage)
     exchange.answer(200, msgspec.json.encode(answer))
+
+
+def _embedding(end: inference_pb2.Finish, parsed: ParsedEmbeddings) -> list[float] | str:
+    return _encoded(_shortened(end.embedding, parsed.dimensions), parsed)
 
 
 def _shortened(embedding: Sequence[float], dimensions: int | None) -> array.array[float]:
@@ -121,9 +140,9 @@ def _shortened(embedding: Sequence[float], dimensions: int | None) -> array.arra
     return array.array("f", [value / length for value in kept])
 
 
-def _encoded(embedding: array.array[float], parsed: ParsedEmbeddings) -> list[float] | str:
+def _encoded(values: array.array[float], parsed: ParsedEmbeddings) -> list[float] | str:
     if not parsed.base64:
-        return embedding.tolist()
+        return values.tolist()
     if sys.byteorder == "big":
-        embedding.byteswap()
-    return base64.b64encode(embedding).decode()
+        values.byteswap()
+    return base64.b64encode(values).decode()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from baton.errors import InvalidRequest, quoted
-from baton.gateway.headers import caller_of
+from baton.gateway.headers import caller_of, limit_headers
 from baton.net.http_errors import HttpError
 from baton.net.http_server import HttpExchange
 from baton.net.rpc import MAX_MESSAGE_BYTES, max_request_bytes
@@ -33,6 +33,7 @@ class Endpoint(Generic[T]):
     ) -> None:
         """Answers a POST; `caller` replaces the caller that the headers name."""
         caller = caller or caller_of(exchange)
+        exchange.answer_headers = {**exchange.answer_headers, **limit_headers(service, caller)}
         service.tenant_of(caller).check()
         await self.answer(service, await self._parsed(service, exchange), caller, exchange)
 

@@ -18,13 +18,14 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from baton.errors import BatonError, Cancelled, InvalidRequest
 from baton.gateway import api
 from baton.gateway.failures import failure_at
-from baton.gateway.headers import id_headers, with_request_id
+from baton.gateway.headers import id_headers, limit_headers, with_request_id
 from baton.gateway.output import ChoiceOutput, PromptOutput, usage_of
-from baton.gateway.parsed_request import ParsedRequest
+from baton.gateway.parsed_request import MAX_CHOICES, ParsedRequest
 from baton.net.http_errors import Failure, Header
 from baton.net.http_server import HttpExchange
 from baton.v1 import inference_pb2
@@ -155,6 +156,7 @@ class Generation(ABC):
         if not self.started.request_id:
             self.started = started
             ids = id_headers(self.exchange, started.request_id, started.trace_id)
+            ids |= limit_headers(self.service, self.caller)
             if dropped := self.parsed.options.dropped_tools:
                 types = [re.sub(r"[^\w.-]", "?", one) for one in dropped[:_MAX_DROPPED_SHOWN]]
                 ids[DROPPED_HEADER] = ", ".join(types).encode("ascii", "replace")
@@ -267,6 +269,8 @@ class CompletionGeneration(Generation):
                 id=self.kind.id_prefix + self.started.request_id,
                 created=self.created,
                 model=self.model,
+                system_fingerprint=self.admission.system_fingerprint,
+                service_tier=self.parsed.options.service_tier or UNSET,
                 **members,
             )
         )
@@ -302,8 +306,9 @@ async def run_choices(
     caller: Caller,
     sinks: Sequence[Sink],
     target: Target,
+    at_once: int = MAX_CHOICES,
 ) -> None:
-    """Runs n choices of each prompt; cancelling it cancels all of them.
+    """Runs n choices of each prompt, `at_once` at most; cancelling it cancels all of them.
 
     Choices are admitted one after the other, because the first is charged as the tenant's request,
     and because a hundred choices of a long prompt must not block the event loop. A prompt's other
@@ -326,21 +331,22 @@ async def run_choices(
         PromptChoices(total, n, first=i == 0, cut_output=cut, reserved=reserved)
         for i in range(num_prompts)
     ]
-    entrance = asyncio.Semaphore()
+    entrance, running = asyncio.Semaphore(), asyncio.Semaphore(at_once)
 
     async def one(choice: int) -> None:
         index, number = divmod(choice, n)
         prompt = computed[index]
         if number:
             await prompt.wait()
-        await entrance.acquire()
-        await asyncio.sleep(0)  # one admission per iteration of the event loop
-        request = parsed.request(index, number)
-        shared[index].params = shared[0].params
-        sink = _ChoiceSink(sinks[choice], entrance.release, prompt.set)
-        left = replace(caller, time_left_s=deadline - loop.time())
-        await service.generate(request, left, sink, shared[index], number, target)
-        prompt.set()
+        async with running:
+            await entrance.acquire()
+            await asyncio.sleep(0)  # one admission per iteration of the event loop
+            request = parsed.request(index, number)
+            shared[index].params = shared[0].params
+            sink = _ChoiceSink(sinks[choice], entrance.release, prompt.set)
+            left = replace(caller, time_left_s=deadline - loop.time())
+            await service.generate(request, left, sink, shared[index], number, target)
+            prompt.set()
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -10,7 +10,7 @@ from baton.errors import InvalidRequest
 from baton.net.http_errors import Header
 from baton.net.http_server import HttpExchange
 from baton.telemetry import propagation, tracing
-from router.generation_service import CALLERS_ID, Caller, is_callers_id
+from router.generation_service import CALLERS_ID, Caller, GenerationService, is_callers_id
 
 TIMEOUT_HEADER = "x-request-timeout"
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86400.0
@@ -19,7 +19,9 @@ _REQUEST_ID, _TRACE_ID = b"x-request-id", b"x-trace-id"
 _API_KEY = b"x-api-key"
 _EXPOSED = (
     b"x-request-id, request-id, x-trace-id, traceparent, retry-after, retry-after-ms, "
-    b"x-baton-dropped-tools"
+    b"x-baton-dropped-tools, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
+    b"x-ratelimit-reset-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, "
+    b"x-ratelimit-reset-tokens"
 )
 
 
@@ -56,6 +58,19 @@ def id_headers(
     if trace_id:
         headers[_TRACE_ID] = trace_id.encode()
     return headers
+
+
+def limit_headers(service: GenerationService, caller: Caller) -> dict[bytes, bytes]:
+    """Response headers with what is left of the tenant's rate limits, as OpenAI names them."""
+    return {
+        f"x-ratelimit-{kind}-{one.name}".encode(): text.encode()
+        for one in service.tenant_of(caller).rate_limits()
+        for kind, text in (
+            ("limit", f"{one.limit}"),
+            ("remaining", f"{one.remaining}"),
+            ("reset", f"{one.reset_s:.3f}s"),
+        )
+    }
 
 
 def with_request_id(exchange: HttpExchange, caller: Caller, request_id: str | None) -> Caller:

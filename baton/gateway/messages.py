@@ -117,6 +117,8 @@ class CountTokensRequest(api.ChatOptions, kw_only=True):
     output_config: OutputConfig | None = None
     # Fields of chats that have other names here, or no place in the answer.
     n: None = None
+    documents: None = None
+    service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
     stop: None = None
     stream_options: None = None
     response_format: None = None
@@ -235,7 +237,7 @@ def _tools(body: CountTokensRequest) -> tuple[list[api.Tool], dict[str, str]]:
 def _tool_choice(choice: MessageToolChoice) -> Any:
     if choice.type == "tool":
         name = _required(choice.name, "tool_choice.name")
-        return api.NamedTool(type="function", function=api.NamedFunction(name))
+        return api.NamedTool(api.NamedFunction(name))
     return "required" if choice.type == "any" else choice.type
 
 

@@ -19,6 +19,8 @@ from baton.v1 import common_pb2, inference_pb2
 MAX_CHOICES = 1024  # of all prompts
 MAX_CHOICES_SIZE = 4 << 20  # n times the prompts' characters or token ids, if n > 1
 _FUNCTION = re.compile(r"(tools\[\d+\]|tool_calls\[\d+\])\.")  # as the router names fields
+# By OpenAI's service tier; other tiers have the tenant's priority.
+_TIERS: Mapping[str | None, str] = {"flex": "low", "priority": "high"}
 _GUIDED = ("json", "regex", "choice", "grammar")
 # Fields with the name and meaning of those of SamplingParams.
 _SAMPLING_FIELDS = (
@@ -33,7 +35,7 @@ class ParsedRequest:
     """The requests of a body. Choice i belongs to prompt i // n."""
 
     base: inference_pb2.GenerateRequest  # without the prompt, unless it is a chat
-    prompts: Sequence[str | Sequence[int]]  # empty for a chat
+    prompts: Sequence[str | Sequence[int] | inference_pb2.Chat]  # empty for one chat
     options: api.GenerateOptions
     n: int  # choices run for each prompt
     kept: int  # choices returned for each prompt: the likeliest
@@ -68,6 +70,8 @@ class ParsedRequest:
             prompt = self.prompts[index]
             if isinstance(prompt, str):
                 base.text = prompt
+            elif isinstance(prompt, inference_pb2.Chat):
+                base.chat.CopyFrom(prompt)
             else:
                 del base.token_ids.ids[:]
                 base.token_ids.ids.extend(prompt)
@@ -105,7 +109,9 @@ def base_request(
         include_stop=bool(body.include_stop_str_in_output),
         cache_salt=body.cache_salt or "",
         session=body.prompt_cache_key or body.user or "",
-        priority=priority_of(body.priority),
+        priority=priority_of(
+            _TIERS.get(body.service_tier) if body.priority is None else body.priority
+        ),
         ttft_target_ms=body.ttft_target_ms or 0,
         truncate_prompt_tokens=body.truncate_prompt_tokens or 0,
         show_special_tokens=body.skip_special_tokens is False,

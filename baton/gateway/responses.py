@@ -51,10 +51,15 @@ class FunctionTool(Struct, kw_only=True):
     strict: bool | None = None
 
 
-class FunctionChoice(api.NamedFunction, kw_only=True):
+class FunctionChoice(api.NamedFunction, tag="function"):
     """The function that must be called."""
 
-    type: Literal["function"]
+
+class AllowedFunctions(Struct, kw_only=True, tag="allowed_tools"):
+    """Functions that may be called, or of which one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class PlainText(Struct, tag="text"):
@@ -91,13 +96,16 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
         "moderation": (),
         "context_management": ([],),
         "max_tool_calls": (),
+        "image": (),
     }
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: api.Positive | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions | None = (
+        None
+    )
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     metadata: Metadata | None = None
@@ -175,7 +183,6 @@ def parsed_response(
                 parameters=tool.parameters,
             )
             tools.append(api.Tool(type="function", function=function))
-    choice = body.tool_choice
     same = {name: getattr(body, name) for name in api.ChatOptions.__struct_fields__}
     chat = api.ChatRequest(
         **{**same, "response_format": _response_format(body.text)},
@@ -184,11 +191,7 @@ def parsed_response(
         tools=tools,
         logprobs=body.with_logprobs,
         top_logprobs=body.top_logprobs if body.with_logprobs else None,
-        tool_choice=(
-            api.NamedTool(type="function", function=choice)
-            if isinstance(choice, FunctionChoice)
-            else choice
-        ),
+        tool_choice=_tool_choice(body.tool_choice),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
     parsed = parsed_chat(chat)
@@ -204,6 +207,16 @@ def parsed_response(
         **tool_fields,
     }
     return replace(parsed, options=body, fields=fields)
+
+
+def _tool_choice(choice: str | FunctionChoice | AllowedFunctions | None) -> Any:
+    match choice:
+        case FunctionChoice():
+            return api.NamedTool(api.NamedFunction(choice.name))
+        case AllowedFunctions():
+            tools = [api.NamedTool(api.NamedFunction(one.name)) for one in choice.tools]
+            return api.AllowedToolChoice(api.AllowedTools(mode=choice.mode, tools=tools))
+    return choice
 
 
 def _response_format(text: TextOptions | None) -> api.ResponseFormat | None:

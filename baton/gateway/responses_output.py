@@ -19,6 +19,7 @@ from baton.gateway.chat import chat_tokens
 from baton.gateway.generation import Generation
 from baton.gateway.output import ItemSink, token_text
 from baton.gateway.responses import (
+    AllowedFunctions,
     FunctionChoice,
     FunctionTool,
     PlainText,
@@ -142,7 +143,7 @@ class Response(Struct, kw_only=True):
     reasoning: ReasoningOptions
     temperature: float
     text: TextOptions
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions
     tools: list[FunctionTool]
     top_p: float
     background: bool

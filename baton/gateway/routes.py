@@ -15,6 +15,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 from msgspec import Raw
@@ -25,7 +26,14 @@ from baton.gateway import adapters, api, batch_store, batches, response_api, res
 from baton.gateway.batches import BatchApi
 from baton.gateway.chat import ChatOutput, parse_chat
 from baton.gateway.completions import CompletionOutput, parse_completion
-from baton.gateway.embeddings import embed, parse_embeddings
+from baton.gateway.embeddings import (
+    PoolingAnswer,
+    PoolingRequest,
+    embed,
+    parse_embeddings,
+    parse_pooling,
+    pool,
+)
 from baton.gateway.endpoint import Endpoint
 from baton.gateway.failures import MESSAGES_PATH, MessageError, failure_at
 from baton.gateway.generation import CompletionGeneration, generate
@@ -50,6 +58,20 @@ from baton.gateway.openapi import (
     Operation,
     Routes,
     document,
+)
+from baton.gateway.ranking import (
+    Classifications,
+    ClassifyRequest,
+    Ranking,
+    RerankRequest,
+    ScoreRequest,
+    Scores,
+    classify,
+    parse_classify,
+    parse_rerank,
+    parse_score,
+    rerank,
+    score,
 )
 from baton.gateway.response_api import ResponseApi
 from baton.gateway.tokenize import detokenize, parse_detokenize, parse_tokenize, tokenize
@@ -238,6 +260,24 @@ def _version(service: GenerationService, exchange: HttpExchange) -> api.Version:
     return api.Version(metadata.version("baton-serving"))
 
 
+def _tokenizer_info(service: GenerationService, exchange: HttpExchange) -> api.TokenizerInfo:
+    names = parse_qs(exchange.query.decode("latin-1")).get("model", [""])
+    version = service.resolve(names[0], "", caller_of(exchange)).version
+    tokenizer = version.admission.tokenizer
+    return api.TokenizerInfo(
+        names[0] or version.name,
+        tokenizer.vocab_size,
+        version.max_context,
+        sorted(tokenizer.eos_token_ids),
+        dict(tokenizer.special_tokens),
+        tokenizer.template.source if tokenizer.template else None,
+    )
+
+
+async def _ping(service: GenerationService, exchange: HttpExchange) -> None:
+    exchange.answer(200, b"")
+
+
 def _get(
     find: Callable[[GenerationService, HttpExchange], Any],
     summary: str = "",
@@ -263,6 +303,14 @@ def _described() -> Raw:
 
 _completion = partial(CompletionGeneration, kind=CompletionOutput)
 _chat = partial(CompletionGeneration, kind=ChatOutput)
+_score = {"POST": Operation(
+    Endpoint(parse_score, score),
+    "Score pairs of texts.", Scores, ERRORS, ScoreRequest,
+)}  # fmt: skip
+_rerank = {"POST": Operation(
+    Endpoint(parse_rerank, rerank),
+    "Order documents by their relevance for a query.", Ranking, ERRORS, RerankRequest,
+)}  # fmt: skip
 ROUTES: Routes = {
     "/": _get_and_head(Operation(_page)),
     "/v1/completions": {"POST": Operation(
@@ -287,6 +335,16 @@ ROUTES: Routes = {
         Endpoint(parse_embeddings, embed),
         "Embed texts.", api.Embeddings, ERRORS, api.EmbeddingRequest,
     )},
+    "/pooling": {"POST": Operation(
+        Endpoint(parse_pooling, pool),
+        "Embed or classify texts.", PoolingAnswer, ERRORS, PoolingRequest,
+    )},
+    "/classify": {"POST": Operation(
+        Endpoint(parse_classify, classify),
+        "Classify texts.", Classifications, ERRORS, ClassifyRequest,
+    )},
+    **dict.fromkeys(("/score", "/v1/score"), _score),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _rerank),
     "/tokenize": {"POST": Operation(
         Endpoint(parse_tokenize, tokenize),
         "Token ids of a prompt or a chat.", api.Tokens, ERRORS, api.TokenizeRequest,
@@ -299,6 +357,13 @@ ROUTES: Routes = {
     f"{_MODEL}{{model}}": _get(_model, "One model.", api.ModelCard, "401", "404", "503"),
     "/health": _get(lambda *_: api.Status("ok"), "Liveness of this process.", api.Status),
     "/ready": _get(_ready, "Readiness for requests.", api.Status, "503"),
+    "/ping": {**_get_and_head(Operation(_ping)), "POST": Operation(_ping)},  # SageMaker's
+    "/load": _get(
+        lambda service, _: api.Load(service.running), "Requests of this process.", api.Load
+    ),
+    "/tokenizer_info": _get(
+        _tokenizer_info, "A model's tokenizer, by ?model=NAME.", api.TokenizerInfo, "401", "404"
+    ),
     "/version": _get(_version, "The server's version.", api.Version),
     "/openapi.json": _get(lambda *_: _described()),
     "/metrics": _get_and_head(Operation(_metrics)),

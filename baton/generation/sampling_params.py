@@ -22,7 +22,9 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 14  # take a millisecond of the router's loop, and 48 KiB
 MAX_CACHE_SALT_CHARS = 256
+MAX_LABEL_TOKEN_IDS = 16
 MAX_BAD_WORDS = 256  # each is up to two token sequences: with and without a space before it
+MAX_LABEL_TOKEN_IDS = 16
 MAX_STRUCTURED_OUTPUT_CHARS = 64 << 10
 MAX_SEED = (1 << 64) - 1
 _OPTIONAL = frozenset(
@@ -145,6 +147,13 @@ class SamplingParams:
     allowed_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
     embedding: bool = False
+    classification: bool = False
+    label_token_ids: tuple[int, ...] = ()
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether the prompt's hidden states or logits are reported instead of an output."""
+        return self.embedding or self.classification
 
     @cached_property
     def has_penalties(self) -> bool:
@@ -185,6 +194,11 @@ class SamplingParams:
                 max(self.allowed_token_ids, default=0) < vocab_size,
                 "known tokens",
             ),
+            (
+                "label_token_ids",
+                max(self.label_token_ids, default=0) < vocab_size,
+                "known tokens",
+            ),
             ("bad_words", all(self.bad_words), "not empty"),
             (
                 "bad_words",
@@ -201,10 +215,15 @@ class SamplingParams:
                 raise InvalidRequest(
                     f"{name} must be {expected}, not {quoted(value)}", f"sampling.{name}"
                 )
-        if self.embedding and (self.max_tokens or self.prompt_logprobs is not None):
+        if self.is_pooled and (self.max_tokens or self.prompt_logprobs is not None):
+            name = "embedding" if self.embedding else "classification"
             raise InvalidRequest(
-                "an embedding has no output: set max_tokens to 0, and leave prompt_logprobs out",
-                "sampling.embedding",
+                f"{name} has no output: set max_tokens to 0, and leave prompt_logprobs out",
+                f"sampling.{name}",
+            )
+        if self.embedding and self.classification:
+            raise InvalidRequest(
+                "give either embedding or classification", "sampling.classification"
             )
         if self.structured_output is not None:
             self.structured_output.validate()
@@ -231,7 +250,7 @@ class SamplingParams:
     def to_proto(self) -> common_pb2.SamplingParams:
         values = {name: getattr(self, name) for name in _NAMES}
         values["logit_bias"] = dict(self.logit_bias)
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "label_token_ids"):
             values[name] = list(getattr(self, name))
         values["bad_words"] = [common_pb2.BadWord(token_ids=word) for word in self.bad_words]
         for name in ("structured_output", "reasoning"):
@@ -257,6 +276,7 @@ class SamplingParams:
             ("stop_token_ids", MAX_STOP_TOKEN_IDS),
             ("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS),
             ("bad_words", 2 * MAX_BAD_WORDS),
+            ("label_token_ids", MAX_LABEL_TOKEN_IDS),
         )
         for name, most in limits:
             if (count := len(getattr(message, name))) > most:
@@ -277,6 +297,7 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             values[name] = frozenset(getattr(message, name))
         values["bad_words"] = tuple(tuple(word.token_ids) for word in message.bad_words)
+        values["label_token_ids"] = tuple(message.label_token_ids)
         if output := values.get("structured_output"):
             values["structured_output"] = StructuredOutput.from_proto(output)
         if reasoning := values.get("reasoning"):

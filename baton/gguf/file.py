@@ -30,7 +30,7 @@ _TEXT, _ARRAY = 8, 9
 
 
 class TensorType(NamedTuple):
-    """A type of tensors: so many elements are stored in that number of bytes."""
+    """A type of tensors: `elements` are stored in `num_bytes`."""
 
     elements: int
     num_bytes: int

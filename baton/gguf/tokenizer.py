@@ -39,7 +39,7 @@ _GPT4O = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _GPT2, _DIGITS = "", "digits"
-# By `tokenizer.ggml.pre`: an expression, or GPT-2's, or that one with each digit apart.
+# By `tokenizer.ggml.pre`: an expression, or GPT-2's, or GPT-2's with single digits.
 _SPLITS = {
     **dict.fromkeys(("default", "gpt-2", "mpt", "olmo", "phi-2"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone"), _DIGITS),

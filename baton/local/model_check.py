@@ -9,7 +9,7 @@ from baton.engine.quantization.config import weight_format
 from baton.errors import CheckpointError, ConfigError
 from baton.gguf.file import SUFFIX
 from baton.text import load_tokenizer, text_fingerprint
-from baton.text.model_files import TOKENIZER_FILE
+from baton.text.model_files import TOKENIZER_FILE, has_same_tokens
 
 
 def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
@@ -28,6 +28,8 @@ def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
     if not (settings.random_weights or settings.simulate):
         stored = text_tensors(path, config)[0]
         check_tensors(path, as_stored(config, stored), stored)
+    if settings.speculative_model:
+        _check_draft(settings, config)
     if worker:
         text_fingerprint(path)
         return
@@ -35,3 +37,15 @@ def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
     if not settings.random_weights and not has_file:
         raise CheckpointError(f"{path / TOKENIZER_FILE} is missing: the router needs it")
     load_tokenizer(path)
+
+
+def _check_draft(settings: EngineConfig, config: ModelConfig) -> None:
+    """Checks the draft model's files, and that its token ids mean the same texts."""
+    settings.check_draft_device(settings.device)
+    draft = config.draft(settings)
+    check_model(settings.of_draft(draft.quantization is not None), worker=True)
+    if not has_same_tokens(model_path(settings.speculative_model), model_path(settings.model)):
+        raise ConfigError(
+            f"--speculative-model {settings.speculative_model}: {TOKENIZER_FILE} has other tokens "
+            "than that of --model: choose a draft model with the same tokenizer"
+        )

@@ -22,6 +22,7 @@ from baton.engine.backends.gpu.cuda_graphs import shapes_of
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.build import choose_dtype, device_of, kv_dtype_of, longest_context
 from baton.engine.checkpoint.tensors import ELEMENT_BYTES
+from baton.engine.draft_model import draft_layout
 from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
@@ -45,6 +46,7 @@ def check_plan(settings: EngineConfig) -> Iterator[Finding]:
     try:
         check_model(settings)
         config, device = ModelConfig.load(model_path(settings.model)), device_of(settings)
+        settings.check_draft_device(device.type)
         gpu = Gpu(device) if device.type == "cuda" else None
         part = f" (of {config.wrapper}, text only)" if config.wrapper else ""
         yield ok(
@@ -91,7 +93,11 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
     if gpu is None:
         assert layout is not None, "it has a size for KV"
         yield _kv(settings, layout, context)
-        yield _host_memory(settings, config, dtype, weights, layout.num_bytes + step)
+        drafting = 0
+        if settings.speculative_model:
+            drafting, found = _draft(settings, config, dtype, layout)
+            yield found
+        yield _host_memory(settings, config, dtype, weights, layout.num_bytes + step + drafting)
         return
     free, total = gpu.free_and_total()
     graphs = len(shapes_of(settings, context))
@@ -104,6 +110,21 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
     layout = memory.kv_layout(usage, settings, shard, kv_dtype, layout)
     yield _kv(settings, replace(layout, num_kv_heads=config.num_kv_heads), context)
     yield ok("memory", memory.summary(gpu.name, usage, layout, settings, context))
+
+
+def _draft(
+    settings: EngineConfig, config: ModelConfig, dtype: torch.dtype, layout: KvLayout
+) -> tuple[int, Finding]:
+    """Bytes of the draft model, and what to say of them. layout: of the other model's KV."""
+    draft = config.draft(settings)
+    own = settings.of_draft(draft.quantization is not None)
+    weights = weight_bytes(own, draft, dtype, False)
+    kv = draft_layout(settings, draft, layout, dtype)
+    return weights + kv.num_bytes, ok(
+        "draft model",
+        f"{draft.architecture}, {num_parameters(draft) / 1e6:,.1f} M parameters: "
+        f"{weights / _GIB:.2f} GiB of weights and {kv.num_bytes / _GIB:.2f} GiB of KV",
+    )
 
 
 def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:

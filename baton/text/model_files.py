@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -50,6 +50,8 @@ class TextFiles:
     eos_token_ids: frozenset[int]
     vocab_size: int
     max_context: int
+    config_file: Path = Path()
+    config: Mapping[str, Any] = field(default_factory=dict)  # empty for a GGUF file
 
     @classmethod
     def read(cls, path: Path) -> TextFiles:
@@ -75,6 +77,8 @@ class TextFiles:
             or _eos_token_ids(config_file, config),
             vocab_size=_count(config_file, config, "vocab_size"),
             max_context=_count(config_file, config, "max_position_embeddings"),
+            config_file=config_file,
+            config=config,
         )
 
     @classmethod
@@ -118,6 +122,32 @@ def text_fingerprint(path: Path) -> str:
     Raises CheckpointError naming a file that cannot be read.
     """
     return TextFiles.read(path).fingerprint
+
+
+def has_same_tokens(path: Path, other: Path) -> bool:
+    """Whether two models have the same texts by token id, or one of them has no tokenizer.
+
+    How texts are split may differ, and chat templates. Raises CheckpointError.
+    """
+    one, two = TextFiles.read(path), TextFiles.read(other)
+    if one.tokenizer_json is None or two.tokenizer_json is None:
+        return True
+    same_file = one.tokenizer_json == two.tokenizer_json
+    return same_file or _tokens(path, one.tokenizer_json) == _tokens(other, two.tokenizer_json)
+
+
+def _tokens(path: Path, tokenizer_json: str) -> dict[str, int]:
+    """Ids by text, of the vocabulary and the added tokens of a tokenizer.json."""
+    file = path / TOKENIZER_FILE
+    try:
+        content = parse_json(file, tokenizer_json)
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # a Unigram model's, with scores
+            vocabulary = {text: at for at, (text, _) in enumerate(vocabulary)}
+        added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
+        return {**vocabulary, **added}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: there is no vocabulary that can be read") from error
 
 
 def _read_text(file: Path, most: int) -> str | None:

@@ -9,12 +9,14 @@ from typing import Any
 import tokenizers
 from tokenizers import models
 
+from baton.checkpoint_files import MAX_JSON_BYTES, read_bytes
 from baton.errors import (
     ENDINGS,
     CheckpointError,
     ContextOverflow,
     InternalError,
     InvalidRequest,
+    quoted,
 )
 from baton.text import detokenizer
 from baton.text.chat_template import ChatTemplate, Message
@@ -25,6 +27,14 @@ from baton.text.model_files import (
     TOKENIZER_FILE,
     TOOL_TEMPLATE,
     TextFiles,
+)
+from baton.text.scoring import (
+    DOCUMENT,
+    PAIR_TEMPLATE,
+    QUERY,
+    ROLES,
+    Scoring,
+    renders_pairs,
 )
 from baton.text.segment_cache import SegmentCache
 
@@ -45,6 +55,7 @@ _FILL_TOKENS = (
         "<\uff5cfim\u2581end\uff5c>",
     ),  # DeepSeek
 )
+_PAIRS = ChatTemplate(PAIR_TEMPLATE, {}, "the template of pairs")
 _CUT_TOKENS = 64  # more tokens than a cut inside a word and special tokens can add
 
 
@@ -76,10 +87,12 @@ class Tokenizer:
         self._library = library
         self._added = frozenset(library.get_added_tokens_decoder() if library else ())
         self._segments: SegmentCache | None = None
+        self.special_tokens = files.special_tokens  # texts by name, as "bos_token"
         self.template: ChatTemplate | None = None  # for chats without tools
         self.tool_template: ChatTemplate | None = None
         self._bos_token_id: int | None = None
         self._fill: tuple[int, ...] | None = None  # fill-in-the-middle tokens
+        self.scoring: Scoring | None = None  # how the checkpoint scores a prompt, if it does
         if library is None:
             return
         # A tokenizer.json may have limits of the training; prompts are never truncated or padded.
@@ -90,6 +103,7 @@ class Tokenizer:
             name: ChatTemplate(text, files.special_tokens, str(file))
             for name, (text, file) in files.chat_templates.items()
         }
+        self.scoring = Scoring.read(files.config_file, files.config, self.token_id)
         self.template = templates.get(DEFAULT_TEMPLATE)
         self.tool_template = templates.get(TOOL_TEMPLATE, self.template)
         if bos := files.special_tokens.get("bos_token"):
@@ -106,6 +120,16 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether it accepts chats."""
         return self.tool_template is not None
+
+    def use_template(self, file: Path) -> None:
+        """Replaces the checkpoint's chat templates. Raises CheckpointError naming the file."""
+        try:
+            source = read_bytes(file, MAX_JSON_BYTES).decode()
+        except FileNotFoundError:
+            raise CheckpointError(f"{file}: not found") from None
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        self.template = self.tool_template = ChatTemplate(source, self.special_tokens, str(file))
 
     def keep_segments(self, max_bytes: int) -> None:
         """Caches ids of chats' segments from now on; then for one thread only."""
@@ -181,6 +205,32 @@ class Tokenizer:
             text, "chat", max_tokens, add_special_tokens=add_special_tokens, salt=salt
         )
 
+    def encode_pair(self, messages: Sequence[Message], max_tokens: int = 0) -> list[int]:
+        """Token ids of a query and a document, messages of these roles, for a reranker.
+
+        The chat template renders them if it has these roles. Else a classification head gets them
+        as the tokenizer joins two texts, and other models the prompt of Qwen3-Reranker, which a
+        message of the role "system" may instruct. Raises InvalidRequest (field "chat").
+        """
+        if self.template is not None and renders_pairs(self.template.source):
+            return self.encode_chat(messages, max_tokens)
+        if self.scoring is None or self.scoring.token_ids:
+            text = _PAIRS.render(messages)
+            return self._encode(text, "chat", max_tokens, add_special_tokens=False)
+        by_role = {str(message["role"]): str(message["content"]) for message in messages}
+        if by_role.keys() != set(ROLES):
+            raise InvalidRequest("this model takes a query and a document, no instruction", "chat")
+        self._check_text(by_role[QUERY] + by_role[DOCUMENT], "chat")
+        (found,) = self._ids([(by_role[QUERY], by_role[DOCUMENT])], add_special_tokens=True)
+        return found
+
+    def token_id(self, text: str) -> int:
+        """The id of a text that is one token. Raises InvalidRequest for other texts."""
+        found = self._encode(text, "text", 0, add_special_tokens=False)
+        if len(found) != 1:
+            raise InvalidRequest(f"{quoted(text)} is not one token of this model", "text")
+        return found[0]
+
     def added_token(self, text: str) -> int | None:
         """The id of an added token, which is one token anywhere in a text."""
         library = self._library
@@ -206,12 +256,7 @@ class Tokenizer:
         salt: str | None = None,
     ) -> list[int]:
         """Token ids; with a `salt`, from the cache."""
-        if self._library is None:
-            raise InvalidRequest("this model has no tokenizer: send token ids", field)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"{field} is not Unicode text: {error}", field) from error
+        self._check_text(text, field)
         if max_tokens and len(text) > max(_PIECE_CHARS, max_tokens * _MANY_CHARS_PER_TOKEN):
             # Piece by piece: encoding takes 200 bytes for each token.
             count = 0
@@ -228,8 +273,18 @@ class Tokenizer:
             raise _too_many(len(found) - 1, max_tokens, field)
         return found
 
-    def _ids(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
-        """Token ids of each text."""
+    def _check_text(self, text: str, field: str) -> None:
+        if self._library is None:
+            raise InvalidRequest("this model has no tokenizer: send token ids", field)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"{field} is not Unicode text: {error}", field) from error
+
+    def _ids(
+        self, texts: Sequence[str | tuple[str, str]], add_special_tokens: bool = False
+    ) -> list[list[int]]:
+        """Token ids of each text or pair of texts."""
         assert self._library is not None
         # The library's `encode` holds the interpreter lock: 2.4 s for 2 MB of text.
         encode = self._library.encode_batch_fast

@@ -15,6 +15,7 @@ from torch import Tensor
 from baton.config import WorkerConfig
 from baton.engine.block_manager import CacheChanges
 from baton.engine.busy_share import BusyShare
+from baton.engine.draft_model import DraftModel
 from baton.engine.runner import StepRunner
 from baton.engine.step_report import StepReport
 from baton.errors import BatonError
@@ -161,7 +162,12 @@ class WorkerMetrics:
         assert outcome in _RESERVATIONS
         self._recorder.count("baton.reservations", 1, {"outcome": outcome})
 
-    def observe_engine(self, load: Callable[[], worker_pb2.Load], runner: StepRunner) -> None:
+    def observe_engine(
+        self,
+        load: Callable[[], worker_pb2.Load],
+        runner: StepRunner,
+        draft: DraftModel | None = None,
+    ) -> None:
         """Reads the engine's load, and its rows on a GPU, at every scrape from now on."""
 
         def states(prefix: str, *names: str) -> list[tuple[float, Attributes]]:
@@ -186,6 +192,8 @@ class WorkerMetrics:
             observe("baton.engine.gpu.wait_time", lambda: runner.waited_s or 0.0)
         if (tokens := runner.expert_tokens) is not None:
             observe("baton.engine.expert.imbalance", ExpertImbalance(tokens).read)
+        if draft is not None:
+            observe("baton.engine.draft_time", lambda: draft.seconds)
         if (ranks := runner.ranks) is not None:
             observe("baton.engine.collective.time", lambda: ranks.collective_s)
 

@@ -14,6 +14,7 @@ import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -187,7 +188,7 @@ class Node(WorkerServiceServicer):
                 return
             self.engine = loaded.engine(lambda report: self._call(loop, self._on_step, report))
             self.engine.ended.add_done_callback(lambda _: self._call(loop, self._stop.set))
-            self.metrics.observe_engine(self.load, loaded.runner)
+            self.metrics.observe_engine(self.load, loaded.runner, loaded.draft)
             self.limits = ModelLimits.from_loaded(loaded)
             eos_token_ids = loaded.model_config.eos_token_ids
             self.grammars = GrammarCompiler(loaded.path, self.limits.vocab_size, eos_token_ids)
@@ -463,6 +464,8 @@ def _load(
 ) -> tuple[Loaded, list[KvPool]]:
     """Everything slow, on a thread: the event loop keeps the worker's lease meanwhile."""
     settings = config.engine
+    if config.role == "prefill":  # it gives sequences away with their first token
+        settings = replace(settings, speculative_model="")
     areas = list[SharedMemoryArea | CudaArea | None]()
 
     def allocate(num_bytes: int, device: torch.device) -> SharedMemoryArea | CudaArea | None:

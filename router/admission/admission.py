@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from baton.config import MAX_STREAM_INTERVAL, RouterConfig
-from baton.errors import DeadlineExceeded, InvalidRequest
+from baton.errors import ConfigError, DeadlineExceeded, InvalidRequest, quoted
 from baton.generation.generation_config import DEFAULTS
 from baton.generation.sampling_params import (
     FILL_CONTEXT,
@@ -25,6 +27,7 @@ from baton.generation.sampling_params import (
 )
 from baton.generation.structured_output import GrammarCompiler
 from baton.text import Tokenizer, check_stop_strings
+from baton.text.scoring import Scoring
 from baton.text.stop_strings import MAX_STOP_CHARS
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.chat import ChatFormats, has_grammar
@@ -75,18 +78,29 @@ class Admission:
         grammars: GrammarCompiler | None = None,
         sampling_defaults: Mapping[str, Any] = DEFAULTS,
     ) -> None:
-        """Raises ConfigError for parsers that do not fit the model."""
+        """Raises ConfigError for options that do not fit the model, CheckpointError for a template
+        that is broken."""
         self.config = config
         self.limits = config.limits
         self.tokenizer = tokenizer
         self.tenants = tenants
         self.sampling_defaults = sampling_defaults
+        self.scoring = self._scoring()
+        # Of what makes text and tokens of this model: this version, and the model's text files.
+        source = tokenizer.template.source if tokenizer.template else ""
+        named = f"{metadata.version('baton-serving')} {tokenizer.fingerprint} {source}"
+        self.system_fingerprint = f"fp_{hashlib.sha256(named.encode()).hexdigest()[:10]}"
+        if self.limits.chat_template:
+            tokenizer.use_template(self.limits.chat_template)
         self._grammars = grammars or GrammarCompiler(Path(), 0, ())
         self.chat_formats = ChatFormats.from_tokenizer(
             tokenizer, self.limits.tool_parser, self.limits.reasoning_parser
         )
         self.prompts = PromptTokenizer(
-            self.chat_formats, self.limits.tool_parser, self.limits.text_processes
+            self.chat_formats,
+            self.limits.tool_parser,
+            self.limits.text_processes,
+            self.limits.chat_template,
         )
 
     async def aclose(self) -> None:
@@ -153,6 +167,7 @@ class Admission:
             workers=frozenset(request.workers),
             output_format=output_format,
             stream_interval=self._stream_interval(request),
+            scoring=self.scoring if params.classification else None,
         )
 
     def enter(
@@ -311,9 +326,43 @@ class Admission:
         params = SamplingParams.from_proto(given, seed & MAX_SEED, self.sampling_defaults)
         if request.bad_words:
             params = replace(params, bad_words=self._bad_words(request.bad_words))
+        params = self._with_labels(params)
         params.validate(self.tokenizer.vocab_size)
         choices.params = params
         return params
+
+    def _scoring(self) -> Scoring | None:
+        """How the model scores prompts. Raises ConfigError if --score-tokens are no tokens."""
+        if not (given := self.limits.score_tokens):
+            return self.tokenizer.scoring
+        if (found := self.tokenizer.scoring) and not found.token_ids:
+            raise ConfigError("--score-tokens: this model has a classification head: leave it out")
+        texts = given.split(",")
+        if len(texts) != 2:
+            raise ConfigError(f"--score-tokens are two texts, as no,yes, not {quoted(given)}")
+        try:
+            return Scoring.from_tokens([self.tokenizer.token_id(text) for text in reversed(texts)])
+        except InvalidRequest as error:
+            raise ConfigError(f"--score-tokens: {error}") from error
+
+    def _with_labels(self, params: SamplingParams) -> SamplingParams:
+        """The settings with the tokens that score, if the prompt's labels are asked for."""
+        scoring = self.scoring
+        if params.classification:
+            if scoring is None:
+                raise InvalidRequest(
+                    "this model scores no texts: serve a checkpoint with a classification head, or "
+                    "name a reranker's answers by the router's --score-tokens no,yes",
+                    "sampling.classification",
+                )
+            return replace(params, label_token_ids=scoring.token_ids)
+        if scoring and not scoring.token_ids and not params.embedding:
+            raise InvalidRequest(
+                "this model classifies texts and generates none: use /classify, /score or "
+                "/v1/rerank",
+                "sampling.max_tokens",
+            )
+        return replace(params, label_token_ids=()) if params.label_token_ids else params
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_STOP_CHARS for word in words):

@@ -24,6 +24,7 @@ from baton.text import Tokenizer
 from baton.text.detokenizer import TokenPieces
 from baton.text.json_repair import repaired
 from baton.text.reasoning import reasoning_format
+from baton.text.scoring import is_pair
 from baton.text.tool_calls import ToolFormat, ToolSchemas
 from baton.text.tool_formats import tool_format
 from baton.text.tool_formats.harmony import HarmonyFormat
@@ -112,6 +113,8 @@ class ChatFormats:
         long.
         """
         messages = [_message(message, i) for i, message in enumerate(chat.messages)]
+        if is_pair([message["role"] for message in messages]):
+            return self.tokenizer.encode_pair(messages, max_tokens)
         if self.text_arguments:
             _write_arguments(messages)
         return self.tokenizer.encode_chat(
@@ -232,6 +235,8 @@ class ChatFormats:
                 if name in variables:
                     raise InvalidRequest(f"{name} is a separate field", "chat.template_kwargs")
         variables = self._with_effort(variables, with_tools=_with_tools(chat))
+        if chat.documents:
+            variables = {**variables, "documents": self._documents(chat)}
         names = _checked_tools(chat)
         if (_must_call(chat) and not names) or chat.tool_name not in ("", *names):
             raise InvalidRequest(
@@ -252,6 +257,18 @@ class ChatFormats:
                 "chat.tools",
             )
         return {**variables, "tools": [_tool(tool) for tool in chat.tools]}
+
+    def _documents(self, chat: inference_pb2.Chat) -> list[dict[str, Any]]:
+        template = self.tokenizer.tool_template if _with_tools(chat) else self.tokenizer.template
+        if template is None or "documents" not in template.source:
+            raise InvalidRequest("this model's chat template has no documents", "chat.documents")
+        try:
+            documents = json.loads(chat.documents)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"documents are not JSON: {error}", "chat.documents") from error
+        if not isinstance(documents, list) or not all(isinstance(one, dict) for one in documents):
+            raise InvalidRequest("documents must be a list of objects", "chat.documents")
+        return documents
 
     def _with_effort(self, variables: dict[str, Any], *, with_tools: bool) -> dict[str, Any]:
         """Adds the switch of reasoning of a template that has one, and no degrees of effort."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 from baton.errors import DeadlineExceeded, InvalidRequest
@@ -31,11 +32,19 @@ T = TypeVar("T")
 class PromptTokenizer:
     """The served model's tokenizer, with the threads and processes for long texts."""
 
-    def __init__(self, formats: ChatFormats, tool_parser: str, processes: int) -> None:
+    def __init__(
+        self,
+        formats: ChatFormats,
+        tool_parser: str,
+        processes: int,
+        chat_template: Path | None = None,
+    ) -> None:
+        """`chat_template`: the file that the tokenizer has its template from, if not its own."""
         self._formats = formats
         self._tokenizer: Tokenizer = formats.tokenizer
         path, fingerprint = str(self._tokenizer.path.absolute()), self._tokenizer.fingerprint
-        self.pool = TokenizerPool((path, fingerprint, tool_parser), processes)
+        template = [str(chat_template.absolute())] if chat_template else []
+        self.pool = TokenizerPool((path, fingerprint, tool_parser, *template), processes)
         self._threads = ThreadPoolExecutor(_THREADS, "text")
 
     async def run_in_thread(self, work: Callable[..., T], *args: object) -> T:

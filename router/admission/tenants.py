@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from baton.errors import ConfigError, InvalidRequest, RetryableError, Unauthenticated
 from baton.generation.enum_names import PRIORITIES
@@ -44,6 +44,15 @@ _BUSY_RETRY_S = 1.0  # at max_running: when a request will end is not known
 _RELOAD_S = 1.0  # between two checks of the files
 
 Metadata = Iterable[tuple[str, str | bytes]]
+
+
+class RateLimit(NamedTuple):
+    """A tenant's requests or tokens: at most at once, available now, and seconds until all are."""
+
+    name: str
+    limit: int
+    remaining: int
+    reset_s: float
 
 
 class Tenant:
@@ -150,6 +159,18 @@ class Tenant:
         with self._usage.lock:
             self._usage.add_running(-choices)
             self._charge(-refund_requests, -refund_tokens)
+
+    def rate_limits(self) -> list[RateLimit]:
+        """What is left of the tenant's limits; those that are unlimited are left out."""
+        named = ("requests", self._requests), ("tokens", self._tokens)
+        limited = [(name, bucket) for name, bucket in named if not bucket.is_unlimited]
+        if not limited:
+            return []
+        with self._usage.lock:
+            return [
+                RateLimit(name, int(one.size), max(0, int(one.level)), one.wait_s(one.size))
+                for name, one in limited
+            ]
 
     def _check(self, choices: int, tokens: int | None) -> None:
         most, running = self.config.max_running, self._usage.running

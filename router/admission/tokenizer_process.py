@@ -33,14 +33,14 @@ _NICE = 2  # streams go before new prompts, as on workers
 _CACHED_BYTES = 32 << 20  # token ids of parts of chats
 
 
-def main(path: str, fingerprint: str, tool_parser: str) -> None:
+def main(path: str, fingerprint: str, tool_parser: str, chat_template: str = "") -> None:
     """Serves until the router closes the connection."""
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router handles ctrl-C
     formats, failure = None, ""
     try:
-        formats = _load(Path(path), fingerprint, tool_parser)
+        formats = _load(Path(path), fingerprint, tool_parser, chat_template)
     except BatonError as error:
         failure = str(error)
     with socket.socket(fileno=0) as connection, connection.makefile("rwb") as stream:
@@ -57,11 +57,13 @@ def main(path: str, fingerprint: str, tool_parser: str) -> None:
             stream.flush()
 
 
-def _load(path: Path, fingerprint: str, tool_parser: str) -> ChatFormats:
+def _load(path: Path, fingerprint: str, tool_parser: str, chat_template: str) -> ChatFormats:
     """Raises BatonError."""
     tokenizer = load_tokenizer(path)
     if tokenizer.fingerprint != fingerprint:
         raise InternalError(f"{path} has changed since the router was started: restart it")
+    if chat_template:
+        tokenizer.use_template(Path(chat_template))
     tokenizer.keep_segments(_CACHED_BYTES)
     formats = ChatFormats.from_tokenizer(tokenizer, tool_parser, "none")
     pages = int(Path("/proc/self/statm").read_text().split()[0])

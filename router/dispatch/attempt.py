@@ -36,7 +36,7 @@ class Attempt:
         # Workers that a failure counts against now; an empty set means the decode worker.
         self.suspects: set[str] = set()
         self.finished_on_decode = False
-        self.embedding: Sequence[float] = ()
+        self.pooled: Sequence[float] = ()
         self.prompt_logprobs = common_pb2.PromptLogprobs()  # those received so far
         self.first_output_ns = 0  # wall clock
         self._decoding = False
@@ -117,7 +117,7 @@ class Attempt:
                     self.prefill_ended()
                     self._handed_over = True
                 logprobs = [first.logprobs] if first.HasField("logprobs") else []
-                self.embedding = first.embedding
+                self.pooled = first.pooled
                 tokens = [first.token_id] if first.HasField("token_id") else []
                 self._output(tokens, logprobs, first.finish_reason)
                 self.first_token_seen()

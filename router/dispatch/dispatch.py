@@ -91,7 +91,7 @@ class Dispatch:
                     prefill = self._fleet.member(pair.prefill.incarnation)
                     self._prefill(state, pair, prefill, reserved, attempt, trace)
                 await attempt.finished()
-                state.embedding = attempt.embedding
+                state.pooled = attempt.pooled
             except BatonError as error:
                 state.failed_workers |= self._fleet.breakers.failed_attempt(
                     pair.names, attempt.suspects, error

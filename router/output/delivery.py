@@ -105,6 +105,8 @@ class Delivery:
             raise self._error
         usage = self._state.usage()
         usage.reasoning_tokens = self._text.reasoning_tokens
+        request = self._state.request
+        labels = request.scoring.scores(self._state.pooled) if request.scoring else []
         await self._sink.finish(
             inference_pb2.Finish(
                 reason=self.finish_reason,
@@ -112,6 +114,10 @@ class Delivery:
                 usage=usage,
                 timing=self._state.timing(),
                 route=route,
-                embedding=self._state.embedding,
+                embedding=() if request.scoring else self._state.pooled,
+                labels=[
+                    inference_pb2.LabelScore(name=one.name, logit=one.logit, score=one.score)
+                    for one in labels
+                ],
             )
         )

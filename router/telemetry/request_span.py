@@ -45,7 +45,7 @@ class RequestSpan:
     def admitted(
         self, request: inference_pb2.GenerateRequest, admitted: TokenizedRequest, choices: int
     ) -> None:
-        """Records the request, one of so many choices of its prompt."""
+        """Records the request; choices: number of answers to its prompt."""
         if not self._span.is_recording():
             return
         params = admitted.params

@@ -240,11 +240,21 @@ async def test_quantised_weights_and_kv(clusters, oracle, engine, transport):
         await all_blocks_free(client)
 
 
-async def test_speculation_changes_no_token(clusters, oracle):
+@pytest.mark.parametrize(
+    ("options", "workers", "killed"),
+    [
+        ({"speculate": 4}, {"decode": 2}, "decode-0"),
+        ({"speculative_model": str(DEMO_MODEL)}, {"mixed": 2}, "mixed-0"),
+        ({"speculative_model": str(DEMO_MODEL)}, {}, "decode-0"),
+    ],
+    ids=["n-grams", "draft model", "draft model after handoffs"],
+)
+async def test_speculation_changes_no_token(clusters, oracle, options, workers, killed):
     """Several tokens at once, with log-probabilities and stop strings, and a worker is killed."""
-    cluster, client = await clusters(alone=True, engine=replace(ENGINE, speculate=4), decode=2)
+    engine, largest = replace(ENGINE, **options), 0
+    cluster, client = await clusters(alone=True, engine=engine, **workers)
     for sampling in SAMPLING:
-        case, largest = oracle.case(200, 900, sampling, new_tokens=120), 0
+        case = oracle.case(200, 900, sampling, new_tokens=120)
         asked = client.stream(case.prompt, **case.options, logprobs=1, cache_salt=sampling)
         async with asked as stream:
             async for delta in stream:
@@ -254,7 +264,7 @@ async def test_speculation_changes_no_token(clusters, oracle):
         assert whole.token_ids == oracle.tokens(case)
         assert [one.token_id for one in whole.logprobs] == list(whole.token_ids)
         assert whole.text == oracle.text(whole.token_ids)
-        assert largest > 1
+    assert largest > 1
     for at in (60, 83):
         stop = whole.text[at : at + 5]
         done = await client.generate(case.prompt, **case.options, stop=stop)
@@ -266,7 +276,7 @@ async def test_speculation_changes_no_token(clusters, oracle):
         assert stop not in oracle.text(done.token_ids[:-1]), "tokens after it are no output"
     streams = Streams(client, oracle, oracle.mixed(16))
     running = await streams.start()
-    cluster.kill("decode-0")
+    cluster.kill(killed)
     assert any(one.route.attempts > 1 for one in await running)
     await all_blocks_free(client)
 

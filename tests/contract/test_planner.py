@@ -178,12 +178,17 @@ class Cluster:
             prompt_tokens=100 * requests,
             output_tokens=requests,
         )
-        router = fleet_pb2.RouterStatus(incarnation="r", counts=counts)
+        traffic = fleet_pb2.ModelTraffic(model="m", counts=counts)
+        router = fleet_pb2.RouterStatus(incarnation="r", traffic=[traffic])
         load = worker_pb2.Load(prefill_tokens_per_s=2e4, step_ms=1.0)
         workers = [
             fleet_pb2.WorkerStatus(
                 record=common_pb2.WorkerRecord(
-                    incarnation=name, role=ROLES[role], address=self.address, max_batch=64
+                    incarnation=name,
+                    role=ROLES[role],
+                    address=self.address,
+                    max_batch=64,
+                    model="m",
                 ),
                 load=load,
                 state="READY",
@@ -221,10 +226,8 @@ async def planning(config, name, cluster, **plan):
 
 
 def flips(planner, result):
-    return (
-        f'after="prefill",before="decode",result="{result}"}}'
-        in planner.recorder.render()[1].decode()
-    )
+    labels = f'after="prefill",before="decode",result="{result}"'
+    return labels in planner.recorder.render()[1].decode()
 
 
 async def test_a_dry_run_publishes_and_changes_no_role(config, worker):

@@ -589,7 +589,7 @@ def test_local_output_is_cut_to_the_context_unless_a_length_was_given(monkeypatc
 STATUS = {
     "router": {
         "incarnation": "r1", "address": "h:7700", "pid": 3, "state": "SERVING", "models": ["demo"],
-        "routes": [],
+        "routes": [], "plan": None,
         "queued": 1, "running": 2, "registry_connected": True, "cluster": "default",
     },
     "workers": [

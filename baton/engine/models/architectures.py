@@ -642,3 +642,9 @@ REFUSED: dict[str, str] = {
     "DeepseekV4ForCausalLM": "sparse attention over compressed KV, and hyper-connections",
 }
 """Well-known architectures that are not supported, and what the decoder lacks for them."""
+ENCODERS = (
+    *("Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert", "Albert", "Electra", "MPNet"),
+    *("Deberta", "ModernBert", "NomicBert", "JinaBert", "GteModel", "NewModel", "NewFor"),
+    *("EuroBert", "NeoBERT", "ErnieModel", "ErnieForSequence", "T5Encoder", "Gemma3TextModel"),
+)
+"""Beginnings of the names of encoders, whose attention is in both directions."""

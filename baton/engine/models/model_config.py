@@ -13,7 +13,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from baton.config import EngineConfig
+from baton.checkpoint_files import CLASSIFIER, label_names
+from baton.config import EngineConfig, model_path
 from baton.engine.checkpoint.fields import (
     BOOLEAN,
     COUNT,
@@ -33,6 +34,7 @@ from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.kernels.routing import Routing
 from baton.engine.models.architectures import (
     ARCHITECTURES,
+    ENCODERS,
     FULL,
     LINEAR,
     REFUSED,
@@ -171,6 +173,7 @@ class ModelConfig:
     wrapper: str = ""
     interleaved_rope: bool = False  # rotated pairs are neighbours in the checkpoint's q and k
     norm_plus_one: bool = False  # 1 is added to the checkpoint's norms
+    num_labels: int = 0  # outputs of the classification head, which is there instead of `lm_head`
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
@@ -198,6 +201,8 @@ class ModelConfig:
         def bias(key: bool | str) -> bool:
             return bool(fields.read(key, BOOLEAN, False)) if isinstance(key, str) else key
 
+        labels = label_names(whole_model.file, whole_model.values)
+        num_labels = len(labels) if labels is not None else 0
         latent = _latent(fields) if arch.latent else None
         num_heads, num_kv_heads, head_size = _heads(fields, arch, latent)
         query_size = latent.query_size if latent else head_size
@@ -231,7 +236,8 @@ class ModelConfig:
                 for rope, rotates in zip(layer_ropes, rotated, strict=True)
             ),
             windows=windows,
-            tie_embeddings=fields.read("tie_word_embeddings", BOOLEAN, False),
+            # A classification model has no output layer, and no output that needs one.
+            tie_embeddings=num_labels > 0 or fields.read("tie_word_embeddings", BOOLEAN, False),
             qkv_bias=bias(arch.qkv_bias),
             o_bias=bias(arch.o_bias),
             mlp_bias=bias(arch.mlp_bias),
@@ -256,15 +262,17 @@ class ModelConfig:
             wrapper=named if named in WRAPPERS else "",
             interleaved_rope=fields.read("rope_interleave", BOOLEAN, arch.interleaved_rope),
             norm_plus_one=fields.read("norm_plus_one", BOOLEAN, arch.norm_plus_one),
+            num_labels=num_labels,
         )
 
     def check_settings(self, settings: EngineConfig) -> None:
         """Raises ConfigError for options that a model with states cannot have."""
         if self.delta_rule is None:
             return
-        if settings.speculate:
+        if settings.most_proposed:
+            option = "--speculative-model" if settings.speculative_model else "--speculate"
             raise ConfigError(
-                f"--speculate: {self.architecture} has linear attention, whose states cannot go "
+                f"{option}: {self.architecture} has linear attention, whose states cannot go "
                 "back to before a rejected token; leave the option out"
             )
         if settings.lora_slots:
@@ -272,6 +280,32 @@ class ModelConfig:
                 f"--max-loras: {self.architecture} has linear attention, which adapters are not "
                 "supported for; leave --lora and --max-loras out"
             )
+
+    def draft(self, settings: EngineConfig) -> ModelConfig:
+        """The config of the draft model that the settings name for this model.
+
+        Raises CheckpointError, and ConfigError for a draft model that cannot propose.
+        """
+        option, reason = f"--speculative-model {settings.speculative_model}", ""
+        if settings.simulate:
+            raise ConfigError(f"{option}: --simulate computes nothing; leave one of them out")
+        try:
+            draft = ModelConfig.load(model_path(settings.speculative_model))
+        except ConfigError as error:
+            raise ConfigError(f"{option}: {error}") from error
+        if draft.delta_rule is not None:
+            reason = (
+                f"{draft.architecture} has linear attention, whose states cannot go back to before "
+                "a rejected token"
+            )
+        elif draft.vocab_size != self.vocab_size:
+            reason = (
+                f"config.json has vocab_size {draft.vocab_size}, and that of --model has "
+                f"{self.vocab_size}: choose a draft model with the same vocabulary"
+            )
+        if reason:
+            raise ConfigError(f"{option}: {reason}")
+        return draft
 
     @property
     def arch(self) -> Architecture:
@@ -337,12 +371,16 @@ def _architecture(fields: Fields) -> str:
     """The first of `architectures`, which is supported."""
     named = fields.values.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else named
+    if isinstance(architecture, str):
+        architecture = architecture.replace(CLASSIFIER, "ForCausalLM")
     if isinstance(architecture, str) and (
         architecture in ARCHITECTURES or architecture in WRAPPERS
     ):
         return architecture
     families = ", ".join(name.partition("For")[0] for name in (*ARCHITECTURES, *WRAPPERS))
     lacking = REFUSED.get(architecture) if isinstance(architecture, str) else None
+    if str(architecture).startswith(ENCODERS):
+        lacking = "attention in both directions, as an encoder"
     why = f" (it needs {lacking})" if lacking else ""
     raise fields.error("architectures", named, f"those of {families}", why)
 

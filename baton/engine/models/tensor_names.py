@@ -33,6 +33,7 @@ from baton.gguf.file import SUFFIX
 
 STACKED = StackedExperts(transposed=None)  # as transformers names them
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+CLASSIFICATION_HEAD = "score.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PART = re.compile(r"(.+)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _TEXT_PREFIX = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
@@ -243,6 +244,8 @@ def _parts(config: ModelConfig) -> Iterator[Shapes]:
     yield {FINAL_NORM: (config.hidden_size,)}
     if not config.tie_embeddings:
         yield {LM_HEAD: (config.vocab_size, config.hidden_size)}
+    if config.num_labels:
+        yield {CLASSIFICATION_HEAD: (config.num_labels, config.hidden_size)}
 
 
 def checkpoint_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
@@ -284,7 +287,8 @@ def scheme_of(config: ModelConfig, parts: Shapes) -> QuantizationConfig | None:
     Raises CheckpointError if its parts differ, unless it is a GGUF file.
     """
     is_gguf = isinstance(config.quantization, GgufConfig)
-    if config.quantization is None or (EMBEDDING in parts and not is_gguf):
+    is_kept = EMBEDDING in parts or CLASSIFICATION_HEAD in parts
+    if config.quantization is None or (is_kept and not is_gguf):
         return None
     modules = [name.removesuffix(".weight") for name, shape in parts.items() if len(shape) == 2]
     found = {module: config.quantization.scheme(module) for module in modules}

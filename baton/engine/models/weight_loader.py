@@ -22,12 +22,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.checkpoint.tensors import StoredTensor
+from baton.engine.checkpoint.tensors import StoredTensor, stored_tensors
 from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.tensor_names import (
+    CLASSIFICATION_HEAD,
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,
@@ -122,6 +123,20 @@ def load_weights(
         }
         reader = _Reader(config, stored, files, dtype, device, shard)
         return _assemble(config, reader.tensor, reader.weight, lambda shapes: None, prepare, shard)
+
+
+def load_classification_head(path: Path, config: ModelConfig) -> Tensor | None:
+    """The weight of a classification head, float32 `[labels, hidden_size]`, applied to the last
+    token's hidden state; None if the model has none.
+
+    The checkpoint's tensors have been checked.
+    """
+    if not config.num_labels or not path.is_dir():
+        return None
+    stored = stored_tensors(path, config.tie_embeddings)[CLASSIFICATION_HEAD]
+    with safe_open(stored.file, framework="pt", device="cpu") as file:
+        weight: Tensor = file.get_tensor(stored.name)
+    return weight.float()
 
 
 class _Reader:

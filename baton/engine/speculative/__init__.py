@@ -16,7 +16,7 @@ from baton.engine.sequence import Sequence
 class Proposer(ABC):
     """Proposes tokens for decoding sequences. Used by the engine thread only.
 
-    State is kept by sequence object, in weak references, and recreated from its tokens if missing.
+    State is kept by sequence object, and recreated from its tokens if missing.
     """
 
     def __init__(self, most: int, max_context: int) -> None:

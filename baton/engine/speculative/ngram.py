@@ -1,10 +1,7 @@
 """n-gram proposer: proposes a sequence's next tokens from its own text (prompt lookup).
 
-A proposal is what followed the previous occurrence of the sequence's last few tokens. The cost of a
-further row is learned from step durations (`RowCost`), and the acceptance rate is tracked for each
-sequence and n-gram length, also without proposals. A token is proposed only if it adds
-proportionally more tokens to a step than time: proposals stop where they are wrong or steps are
-full.
+A proposal is what followed the previous occurrence of the sequence's last few tokens. The
+acceptance rate is tracked for each sequence and n-gram length, also without proposals.
 
 Source: A. Saxena, "Prompt Lookup Decoding", 2023.
 """
@@ -16,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from baton.engine.sequence import Sequence
 from baton.engine.speculative import Proposer
+from baton.engine.speculative.cost import AcceptanceRate, RowCost, worthwhile
 
 LENGTHS = (4, 3, 2)  # of n-grams, in the order of their look-up
 MAX_NGRAMS = 1 << 15  # of a sequence's index, of which there are two: about 8 MiB at most
@@ -54,7 +52,7 @@ class NgramIndex:
         self._places: dict[tuple[int, ...], int] = {}  # n-gram → position after its last occurrence
         self._older_places: dict[tuple[int, ...], int] = {}
         self._indexed = 1  # n-grams that end before this position are indexed
-        self._rates = {length: _AcceptanceRate() for length in LENGTHS}
+        self._rates = {length: AcceptanceRate() for length in LENGTHS}
         self._found = 0  # n-gram length of the last proposal
         self._proposed: tuple[int, ...] = ()
 
@@ -105,104 +103,6 @@ class NgramIndex:
             if place:
                 return length, place
         return 0, 0
-
-
-class _AcceptanceRate:
-    """The share of accepted tokens, with exponentially decaying weights."""
-
-    _KEPT = 15 / 16  # decay of weights a token
-
-    def __init__(self) -> None:
-        self._tried, self._accepted = 4.0, 2.0  # a prior of one half, with little weight
-
-    @property
-    def value(self) -> float:
-        return self._accepted / self._tried
-
-    def add(self, accepted: bool) -> None:
-        self._tried = self._tried * self._KEPT + 1
-        self._accepted = self._accepted * self._KEPT + accepted
-
-
-class RowCost:
-    """The cost of proposed tokens in step time: a default at first, then measured.
-
-    For each number of rows without proposed tokens, a line is fitted to step durations over the
-    proposed tokens a sequence; while these hardly vary, it keeps the default slope.
-    """
-
-    USUAL_FREE_ROWS = 16  # rows whose arithmetic takes as long as reading the weights
-    MAX_ROWS = 64  # of measured steps; with more, proposals are not worth their cost
-
-    def __init__(self) -> None:
-        self._lines: dict[int, _Line] = {}
-
-    def record_step(self, rows: int, proposed: int, seconds: float) -> None:
-        """Records a step's duration. rows: without proposed tokens · proposed: their number."""
-        if 0 < rows <= self.MAX_ROWS and seconds > 0:
-            line = self._lines.get(rows)
-            if line is None:
-                line = self._lines[rows] = _Line(self._usual(rows))
-            line.add(proposed / rows, seconds)
-
-    def price(self, rows: int) -> float:
-        """The share by which a step of `rows` rows gets longer with one more row for each."""
-        line = self._lines.get(rows)
-        return line.price if line is not None else self._usual(rows)
-
-    def _usual(self, rows: int) -> float:
-        return rows / (rows + self.USUAL_FREE_ROWS)
-
-
-class _Line:
-    """A line of seconds over proposed tokens a sequence, fitted with decaying weights."""
-
-    _KEPT = 0.99  # decay of weights a step
-    _PRIOR_STEPS = 20.0  # weight of the default price, in steps that are one token apart
-    _MAX_RATIO = 2.0  # to the expected duration; longer steps have another cause
-    _MIN_RATIO = 0.25  # to the default price: noise can make durations look constant
-
-    def __init__(self, usual: float) -> None:
-        self._usual = usual
-        self._weight = self._proposed = self._seconds = 0.0  # means of the latter two
-        self._var = self._cov = 0.0  # sums
-
-    def add(self, proposed: float, seconds: float) -> None:
-        """Adds a step to the fit."""
-        if self._weight:
-            at_mean, there = 1 + self.price * self._proposed, 1 + self.price * proposed
-            seconds = min(seconds, self._MAX_RATIO * self._seconds * there / at_mean)
-        self._weight = self._weight * self._KEPT + 1
-        off, late = proposed - self._proposed, seconds - self._seconds
-        self._proposed += off / self._weight
-        self._seconds += late / self._weight
-        self._var = self._var * self._KEPT + off * (proposed - self._proposed)
-        self._cov = self._cov * self._KEPT + off * (seconds - self._seconds)
-
-    @property
-    def price(self) -> float:
-        """The slope as a share of the duration without proposed tokens."""
-        usual = self._seconds * self._usual / (1 + self._usual * self._proposed)
-        rise = (self._cov + self._PRIOR_STEPS * usual) / (self._var + self._PRIOR_STEPS)
-        without = max(self._seconds - rise * self._proposed, self._seconds / 100)
-        return min(max(rise / without, self._usual * self._MIN_RATIO), 1.0)
-
-
-def worthwhile(chance: float, price: float, most: int) -> int:
-    """The number of proposed tokens that maximises tokens a second.
-
-    chance: that a token is accepted if those before it are · price: the share by which each makes
-    the step longer. A token is worth it if it raises the expected tokens of a step, 1 without
-    proposals, by a greater factor than its duration.
-    """
-    tokens = time = probability = 1.0
-    for count in range(most):
-        probability *= chance
-        if probability * time <= price * tokens:
-            return count
-        tokens += probability
-        time += price
-    return most
 
 
 def _continued(tokens: Tokens[int], place: int, count: int) -> tuple[int, ...]:

@@ -173,8 +173,12 @@ TABLE: tuple[Instrument, ...] = (
     Instrument("baton.engine.tokens.generated", COUNTER, "{token}", WORKERS,
         "Tokens sampled."),
     Instrument("baton.engine.draft_tokens", COUNTER, "{token}", WORKERS,
-        "Tokens proposed from a sequence's own text (`--speculate`) and computed, by whether they "
-        "were accepted: yes or no.", ("accepted",)),
+        "Tokens proposed from a sequence's own text (`--speculate`) or by a draft model "
+        "(`--speculative-model`) and computed, by whether they were accepted: yes or no.",
+        ("accepted",)),
+    Instrument("baton.engine.draft_time", COUNTER, "s", WORKERS,
+        "Time that a draft model (`--speculative-model`) computed, before steps and not counted in "
+        "their durations."),
     Instrument("baton.engine.gpu.rows", COUNTER, "{row}", WORKERS,
         "Rows of decode steps on a GPU: wanted, padding up to a graph's batch size, or wasted, "
         "which were launched ahead for sequences that had ended.", ("kind",)),

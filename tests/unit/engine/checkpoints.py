@@ -138,8 +138,8 @@ def make_checkpoint(
 def load_reference(directory, dtype=torch.float32):
     """The checkpoint as transformers loads and runs it, eager attention, in eval mode."""
     (architecture,) = transformers.AutoConfig.from_pretrained(directory).architectures
-    multimodal = architecture.endswith("ForConditionalGeneration")
-    model_class = getattr(transformers, architecture) if multimodal else AutoModelForCausalLM
+    named = architecture.endswith(("ForConditionalGeneration", "ForSequenceClassification"))
+    model_class = getattr(transformers, architecture) if named else AutoModelForCausalLM
     return model_class.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
 
 

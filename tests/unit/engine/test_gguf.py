@@ -1,6 +1,7 @@
 """GGUF files give what transformers and llama.cpp's own package make of them."""
 
 import math
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -56,10 +57,10 @@ def load(file, kernels, dtype=torch.float32):
 def reference(file):
     """The file as transformers reads and computes it, dequantised to float32."""
     # It asks for a package that it does not need on a CPU.
-    transformers.modeling_utils.is_accelerate_available = lambda: True
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    with mock.patch.object(transformers.modeling_utils, "is_accelerate_available", lambda: True):
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
 
 
 def prompt(length=40):

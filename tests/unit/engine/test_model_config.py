@@ -269,6 +269,10 @@ REFUSED_FORMATS: list[Any] = [
         ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "Qwen3"]),
         ({"architectures": None}, ["architectures", "None"]),
         *(
+            ({"architectures": [name]}, [name, "both directions"])
+            for name in ("BertModel", "XLMRobertaForSequenceClassification", "ModernBertModel")
+        ),
+        *(
             ({"architectures": [f"{name}ForCausalLM"]}, [name, "sparse attention", "indexer"])
             for name in ("DeepseekV32", "GlmMoeDsa")
         ),

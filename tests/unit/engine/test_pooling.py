@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from baton.engine.models.weight_loader import load_classification_head
 from baton.engine.pooling import Pooling
 from baton.engine.sequence import Sequence
 from baton.errors import CheckpointError
@@ -55,6 +56,65 @@ def test_embeddings_are_pooled_hidden_states(directory, settings, mean):
             np.testing.assert_allclose(summed(got[name]), expected, rtol=1e-4, atol=1e-3)
             assert bool(sequence.num_cached) is (name == "cached" and not mean)
     assert all(one.pooled is None for one in bench.reports[0].progress if one.seq_id == "other")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"kernels": "torch"}, {"kernels": "native"}, {"kernels": "native", "tp": 2, "threads": 2}],
+    ids=["torch", "native", "ranks"],
+)
+def test_label_tokens_have_the_logits_after_the_prompt(directory, settings):
+    labels = (7, 200)
+    params = SamplingParams(max_tokens=0, classification=True, label_token_ids=labels)
+    other = Sequence("other", PROMPT[:61], 61, SamplingParams(max_tokens=9, ignore_eos=True))
+    embedded = Sequence("embedded", PROMPT[:40], 40, EMBEDDED)
+    with torch.no_grad():
+        logits = load_reference(directory)(torch.tensor([PROMPT])).logits[0, -1]
+    with Bench(load(directory, chunk_tokens=64, **settings).engine) as bench:
+        for name in ("first", "cached"):
+            sequence = Sequence(name, list(PROMPT), 150, params)
+            got = bench.finish(sequence, *([other, embedded] if name == "first" else []))
+            np.testing.assert_allclose(
+                summed(got[name]), logits[list(labels)].numpy(), rtol=1e-4, atol=1e-3
+            )
+            assert bool(sequence.num_cached) is (name == "cached")
+
+
+CLASSIFIERS = {
+    "Qwen3ForSequenceClassification": 1,
+    "LlamaForSequenceClassification": 3,
+    "Gemma2ForSequenceClassification": 2,
+}
+
+
+@pytest.mark.parametrize("architecture", CLASSIFIERS)
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_a_classification_heads_logits_are_those_of_transformers(tmp_path, architecture, kernels):
+    reference = make_checkpoint(tmp_path, architecture, num_labels=CLASSIFIERS[architecture])
+    with torch.no_grad():
+        expected = reference(torch.tensor([PROMPT])).logits[0].numpy()
+    loaded = load(tmp_path, kernels=kernels, chunk_tokens=64)
+    assert loaded.model_config.num_labels == len(expected)
+    head = load_classification_head(tmp_path, loaded.model_config)
+    params = SamplingParams(max_tokens=0, classification=True)
+    with Bench(loaded.engine) as bench:
+        got = bench.finish(Sequence("a", list(PROMPT), len(PROMPT), params))
+    np.testing.assert_allclose(head.numpy() @ summed(got["a"]), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_classification_head_is_checked(tmp_path):
+    make_checkpoint(tmp_path, "Qwen3ForSequenceClassification", num_labels=3)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "id2label": {"0": "a", "1": "b"}}))
+    with pytest.raises(CheckpointError, match=r"score\.weight has shape \[3, .*implies \[2"):
+        load(tmp_path)
+    file.write_text(json.dumps({**config, "id2label": {"1": "a", "2": "b"}}))
+    with pytest.raises(CheckpointError, match="id2label must name labels 0, 1"):
+        load(tmp_path)
+    file.write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
+    with pytest.raises(CheckpointError, match=r"score\.weight is not part of|lacks tensor"):
+        load(tmp_path)
 
 
 def write(path, pooling=None, *modules):

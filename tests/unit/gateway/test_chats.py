@@ -137,6 +137,58 @@ async def test_fields_of_chats_reach_the_template_and_the_workers(says):
         assert (reasoning.max_tokens if reasoning.HasField("max_tokens") else None) == most
 
 
+async def test_the_model_is_told_of_allowed_tools_only(says):
+    gateway = await says("{}")
+
+    def allowed(mode, *names):
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    def grammar():
+        return gateway.cluster.prefills[0].requests[-1].sequence.sampling.structured_output.grammar
+
+    for mode in ("auto", "required"):
+        asked = await gateway.chat(tools=TOOLS, tool_choice=allowed(mode, "g"), ignore_eos=False)
+        assert asked.status_code == 200, asked.text
+        assert ("call_0" in grammar()) is (mode == "required")
+    of_allowed = grammar()
+    await gateway.chat(tools=TOOLS[1:], tool_choice="required", ignore_eos=False)
+    assert grammar() == of_allowed
+    for bad in (allowed("auto", "h"), allowed("none", "g"), allowed("auto")):
+        refused = await gateway.chat(tools=TOOLS, tool_choice=bad)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"].startswith("tool_choice")
+
+
+async def test_documents_and_a_template_of_the_routers_reach_the_prompt(says, tmp_path):
+    (tmp_path / "own.jinja").write_text(
+        "{% for d in documents %}<{{ d.title }}>{% endfor %}{{ messages[0].content }}"
+    )
+    gateway = await says("{}", chat_template=tmp_path / "own.jinja")
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "documents": [{"title": "T"}]}
+
+    async def shown(**more):
+        found = await gateway.post("/tokenize", asked, return_token_strs=True, **more)
+        return "".join(found.json()["token_strs"])
+
+    assert await shown() == "<T>Hi"
+    long = {"messages": [{"role": "user", "content": "x" * 5000}]}  # another process renders it
+    assert await shown(**long) == "<T>" + "x" * 5000
+    assert (await gateway.chat(**asked)).status_code == 200
+    spec = gateway.cluster.prefills[0].requests[-1].sequence
+    assert gateway.tokenizer.decode(spec.token_ids[: spec.prompt_tokens]) == "<T>Hi"
+    for documents in ({}, ["a"]):
+        refused = await gateway.chat(documents=documents)
+        assert refused.json()["error"]["param"].startswith("documents")
+
+
+async def test_a_template_without_documents_refuses_them(says):
+    gateway = await says("{}")
+    refused = await gateway.chat(documents=[{"title": "T"}])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents")
+    assert (await gateway.chat(documents=[])).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import mmap
+import re
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -324,6 +325,27 @@ async def test_priority_target_and_salt_reach_the_router(gateway):
     own = common_pb2.PRIORITY_UNSPECIFIED
     assert [request.priority for request in asked] == [low, normal, high, low, own, high, own]
     assert {(request.cache_salt, request.ttft_target_ms) for request in asked} == {("s", 9000)}
+
+
+async def test_service_tiers_are_priorities_and_are_returned(gateway):
+    asked, generate = [], gateway.service.generate
+
+    def watched(request, *args, **more):
+        asked.append(request.priority)
+        return generate(request, *args, **more)
+
+    gateway.service.generate = watched
+    for tier in ("flex", "priority", "default", "auto"):
+        answer = (await gateway.complete(service_tier=tier)).json()
+        assert answer["service_tier"] == tier
+    answer = (await gateway.complete(service_tier="priority", priority="low")).json()
+    low, high = common_pb2.PRIORITY_LOW, common_pb2.PRIORITY_HIGH
+    assert asked == [low, high, 0, 0, low]
+    assert re.fullmatch("fp_[0-9a-f]{10}", answer["system_fingerprint"])
+    (chunk, *_) = await gateway.events()
+    assert chunk["system_fingerprint"] == answer["system_fingerprint"]
+    assert "service_tier" not in chunk
+    assert (await gateway.complete(service_tier="fast")).json()["error"]["param"] == "service_tier"
 
 
 OBJECT, SCHEMA = '{"type": "object"}', {"type": "array", "items": {"type": "integer"}}

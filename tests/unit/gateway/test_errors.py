@@ -634,3 +634,27 @@ async def test_a_body_is_not_read_for_a_tenant_whose_requests_are_used_up(gatewa
     gateway = await gateway_of(tenants=tenants(tmp_path, text))
     assert (await gateway.complete()).status_code == 200
     assert b" 429 " in await answer_to_half_a_body(gateway)
+
+
+async def test_answers_tell_what_is_left_of_the_tenants_limits(gateway_of, tmp_path):
+    limits = "[default]\nrequests_per_minute = 2\ntokens_per_minute = 1000"
+    gateway = await gateway_of(tenants=tenants(tmp_path, limits))
+
+    def left(answer):
+        named = {k: v for k, v in answer.headers.items() if k.startswith("x-ratelimit-")}
+        assert len(named) == 6 and named["x-ratelimit-limit-requests"] == "2"
+        assert named["x-ratelimit-limit-tokens"] == "1000"
+        for what in ("requests", "tokens"):
+            assert float(named[f"x-ratelimit-reset-{what}"].removesuffix("s")) > 0
+        remaining = "x-ratelimit-remaining-"
+        return int(named[f"{remaining}requests"]), int(named[f"{remaining}tokens"])
+
+    requests, tokens = left(await gateway.complete())
+    assert requests == 1 and 900 < tokens < 1000
+    assert left(await gateway.post("/v1/embeddings", {"input": "a"}))[0] == 0
+    refused = await gateway.complete()
+    assert refused.status_code == 429 and left(refused)[0] == 0
+
+
+async def test_a_tenant_without_limits_has_no_headers_of_them(gateway):
+    assert not [name for name in (await gateway.complete()).headers if "ratelimit" in name]

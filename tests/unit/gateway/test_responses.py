@@ -290,3 +290,25 @@ async def test_a_bad_field_is_refused_by_its_name_here(says, fields, param):
     response = await gateway.post("/v1/responses", {"input": "Hi", **fields})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), error
+
+
+async def test_tools_may_be_allowed(says, client_of):
+    gateway = await says("{}")
+    choice = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "g"}],
+    }
+    async with client_of(gateway) as client:
+        answer = await client.responses.create(
+            model="tiny", input="Hi", tools=TOOLS, tool_choice=choice, max_output_tokens=30
+        )
+    assert answer.tool_choice.mode == "required"
+    sampling = gateway.cluster.prefills[0].requests[-1].sequence.sampling
+    assert "call_0" in sampling.structured_output.grammar
+    assert '"f"' not in sampling.structured_output.grammar
+    choice["tools"][0]["name"] = "h"
+    refused = await gateway.post(
+        "/v1/responses", {"input": "Hi", "tools": TOOLS, "tool_choice": choice}
+    )
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")

@@ -889,3 +889,19 @@ async def test_the_page_at_the_root_may_run_its_own_script_and_call_this_server_
     assert "default-src 'none'" in policy and "unsafe" not in policy
     assert not re.findall(r"(?:src|href)=\"(?!data:)|@import|url\(|//\w+\.", response.text)
     assert (await gateway.client.post("/")).status_code == 405
+
+
+async def test_probes_of_other_servers_are_answered(gateway):
+    for method in ("GET", "HEAD", "POST"):
+        answer = await gateway.client.request(method, "/ping")
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert (await gateway.client.get("/load")).json() == {"server_load": 0}
+    call, go_on = await gateway.begun_with_three_choices()
+    assert (await gateway.client.get("/load")).json()["server_load"] > 0
+    go_on.set()
+    assert (await call).status_code == 200
+    info = (await gateway.client.get("/tokenizer_info")).json()
+    assert (info["model"], info["vocab_size"], info["eos_token_ids"]) == ("tiny", 257, [0])
+    assert "m.content" in info["chat_template"] and info["max_model_len"] > 0
+    unknown = await gateway.client.get("/tokenizer_info?model=none")
+    assert unknown.status_code == 404

@@ -13,7 +13,7 @@ from baton.engine.backends.cpu import backend as cpu
 from baton.engine.kv_cache import KvLayout
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weight_loader import load_weights
-from baton.local import doctor
+from baton.local import doctor, model_plan
 from baton.local.model_plan import check_plan, weight_bytes
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.quantized_checkpoints import make_mxfp4, make_quantized
@@ -117,3 +117,18 @@ def test_a_plan_counts_what_is_beyond_windows(tmp_path, free):
     assert text.startswith("0.5 KiB a token, 0.25 beyond windows of 64; ")
     sequences = 256 // (1024 // 16 + (64 + 32) // 16 + 1)
     assert f"tokens: {sequences} sequences of 1,024" in text
+
+
+def test_a_draft_model_is_counted(monkeypatch, free):
+    free(GIB)
+    found = plan("demo", speculative_model="demo", kv_cache_bytes=64 << 20)
+    alone = plan("demo", kv_cache_bytes=64 << 20)
+    weights = alone["weights"].text.partition(" GiB")[0]
+    assert f"{weights} GiB of weights and 0.06 GiB of KV" in found["draft model"].text
+    needs = [
+        float(re.search("needs ([0-9.]+) GiB", one["memory"].text)[1]) for one in (alone, found)
+    ]
+    assert needs[1] - needs[0] == pytest.approx(float(weights) + 0.0625, abs=0.015)
+    monkeypatch.setattr(model_plan, "device_of", lambda settings: torch.device("cuda", 0))
+    refused = plan("demo", speculative_model="demo")["model"].text
+    assert refused.startswith("--speculative-model computes on CPUs only")

@@ -144,7 +144,7 @@ async def test_a_prompts_embedding_is_normalized_and_of_its_last_token(pair):
         asked = spec(name, prompt(num_tokens), 0)
         asked.sampling.embedding = True
         *_, last = await messages(pair.prompts.prefill(asked, None))
-        found.append(list(last.first_token.embedding))
+        found.append(list(last.first_token.pooled))
     assert len(found[0]) == 64 and sum(x * x for x in found[0]) == pytest.approx(1)
     assert found[2] == found[0] != found[1]
     asked = spec("d", prompt(70), 4)

@@ -334,7 +334,11 @@ class PrefillWorker(DecodeWorker):
         if not sequence.sampling.max_tokens:
             message = first_token(None, LENGTH)
             if sequence.sampling.embedding:
-                message.first_token.embedding.extend([0.0, *map(float, tokens)])
+                message.first_token.pooled.extend([0.0, *map(float, tokens)])
+            if sequence.sampling.classification:  # of three labels, or of label tokens
+                message.first_token.pooled.extend(
+                    sequence.sampling.label_token_ids or [float(len(tokens)), 1.0, 0.5]
+                )
             yield message
             return
         yield first_token(token_id, reason)

@@ -81,11 +81,13 @@ def test_a_decode_worker_counts_steps_drafts_reservations_and_cost():
         metrics.stepped(report)
     metrics.reserved("held")
     metrics.reserved("refused")
-    metrics.observe_engine(worker_pb2.Load, OnGpu.__new__(OnGpu))
+    drafting = SimpleNamespace(seconds=1.5)
+    metrics.observe_engine(worker_pb2.Load, OnGpu.__new__(OnGpu), drafting)
     duration = "baton_engine_step_duration_seconds"
     expected = {
         'baton_engine_draft_tokens_total{accepted="yes"} 4',
         'baton_engine_draft_tokens_total{accepted="no"} 4',
+        "baton_engine_draft_time_seconds_total 1.5",
         f'{duration}_count{{kind="decode"}} 2',
         f'{duration}_bucket{{kind="decode",le="0.004"}} 0',
         f'{duration}_bucket{{kind="decode",le="0.006"}} 2',

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.config import EngineConfig, WorkerConfig
 from baton.errors import ConfigError, InternalError, Unavailable
 from baton.net import rpc
 from baton.v1 import common_pb2, worker_pb2
@@ -238,3 +239,11 @@ async def test_health_says_when_a_step_stalls_and_when_it_has_ended(directory, s
         assert (await read(updates)).status == SERVING and worker.node._health.alive
         await router.tokens("a")
         updates.cancel()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+def test_a_draft_model_is_loaded_where_sequences_run(role):
+    """A prefill worker gives them away with their first token."""
+    engine = EngineConfig(speculative_model="demo", kv_blocks=8, threads=1)
+    loaded, _ = node._load(WorkerConfig(role, engine=engine))
+    assert (loaded.draft is None) == (role == "prefill")

@@ -59,6 +59,7 @@ class NativeModel(NativeOps):
 
         exchange: address of the ranks' shared memory. Raises ConfigError where there is no library.
         """
+        assert not lacking(config) and config.latent is None, "native code would write elsewhere"
         super().__init__(config, weights, dtype, shard=shard)
         self._kv_heads = shard.kv_heads(config)
         self._ranks = Ranks(exchange, shard.rank, shard.count)

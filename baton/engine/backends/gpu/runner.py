@@ -190,7 +190,7 @@ class GpuRunner(Runner):
             item.start + item.count <= self._max_context
             and not item.proposed
             and (sequence.num_scored is None or not item.scored)
-            and not params.embedding
+            and not params.is_pooled
             and (params.max_tokens > 0 or not item.samples)
         )
 

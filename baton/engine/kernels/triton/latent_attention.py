@@ -3,8 +3,8 @@
 A row is `rank` elements, which are key and value of every head, and then `rope_size` rotated ones,
 which are the end of every key: see `models.latent_attention`. A program takes some query
 heads, and the keys of all rows of a step are split over programs as `decode_attention` splits them.
-Rows of prompts are computed like decode rows: so many heads share a row of KV that products, not
-memory, take the time.
+Rows of prompts are computed like decode rows: all heads share a row of KV, so products take the
+time, not memory.
 """
 
 from __future__ import annotations

@@ -259,6 +259,7 @@ def test_the_gpu_is_the_engine_threads_before_anything_else(checkpoint, monkeypa
         launches_ahead=False,
         ranks=None,
         wait_for_writes=lambda blocks=None: None,
+        zero_blocks=lambda blocks: None,
         close=lambda: None,
     )
     for loaded in (on_cpu, replace(on_cpu, runner=runner)):
@@ -274,7 +275,8 @@ def test_chunks_are_larger_while_no_sequence_waits_for_its_token(checkpoint):
     config = EngineConfig(str(checkpoint), **{**SETTINGS, "chunk_tokens": 2048})
     on_cpu = build.load(config, backend=CpuBackend(replace(config, kernels="torch")))
     device = torch.device("cuda", 0)
-    runner = SimpleNamespace(pool=SimpleNamespace(device=device), ranks=None)
+    pool = SimpleNamespace(device=device)
+    runner = SimpleNamespace(pool=pool, ranks=None, zero_blocks=lambda blocks: None)
     plan = ScheduledStep(
         [ScheduledSequence(Sequence("", [0] * 2001, 2001, SamplingParams()), 0, 2000)]
     )

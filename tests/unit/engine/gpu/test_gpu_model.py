@@ -185,7 +185,7 @@ def test_ranks_with_whole_experts_add_up_to_all(kind, monkeypatch):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(7, config.hidden_size, generator=generator)
     router = DenseWeight(torch.randn(5, config.hidden_size, generator=generator))
-    placed = SimpleNamespace(rows=SimpleNamespace(lengths=torch.ones(7, dtype=torch.int32)))
+    placed = SimpleNamespace(lengths=torch.ones(7, dtype=torch.int32))
 
     def mixed(shard):
         prepare = partial(linear.prepare, quantization="none")
@@ -277,7 +277,7 @@ def test_decode_is_a_step_of_single_rows(decoding):
     assert written[block_tables[1, :groups].long(), ..., 5, :].all()
     gpu.decode(last, ints([-1, -1]), block_tables, decoded)
     assert torch.equal(written, decoded != run.pool), "nor does a batch of padding touch it"
-    assert written.sum() == 2 * run.pool[0, :, :, :, 0].numel()
+    assert written.sum() == 2 * groups * run.pool[0, :, :, :, 0].numel()
 
 
 def test_nothing_waits_for_the_device(decoding, monkeypatch):

@@ -68,7 +68,7 @@ def test_a_mixture_is_few_launches(
     gpu = both(config, torch.bfloat16)[1]
     x = torch.randn(rows, config.hidden_size, dtype=torch.bfloat16)
     lengths = torch.ones(rows, dtype=torch.int32)
-    layer, placed = gpu._weights.layers[0], SimpleNamespace(rows=SimpleNamespace(lengths=lengths))
+    layer, placed = gpu._weights.layers[0], SimpleNamespace(lengths=lengths)
     assert layer.experts is not None
     mix = partial(gpu._experts, x, layer, layer.experts, placed, 0)
     mix()  # makes what later launches use

@@ -67,9 +67,9 @@ def test_it_is_compiled_once_by_those_who_start_together_and_says_so(
 def test_it_is_little_code() -> None:
     """What the first start waits for goes with the code that templates are unrolled to.
 
-    With attention's softmax inlined for every number of rows it was nearly twice as much.
+    Formats of 4, 5, 6 and 8 bits with minimums, for GGUF files, are more than half of it.
     """
-    assert library._built(TARGET, torch.bfloat16).stat().st_size < 350_000
+    assert library._built(TARGET, torch.bfloat16).stat().st_size < 750_000
 
 
 def test_a_builder_that_was_stopped_is_not_waited_for_for_ever(

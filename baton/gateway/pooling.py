@@ -1,0 +1,121 @@
+"""Requests without output: each input of a body is a prompt that is embedded or classified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.errors import InvalidRequest
+from baton.gateway import api
+from baton.gateway.generation import run_choices
+from baton.gateway.headers import id_headers, limit_headers, with_request_id
+from baton.gateway.parsed_request import ParsedRequest, priority_of
+from baton.net.http_server import HttpExchange
+from baton.v1 import common_pb2, inference_pb2
+from router.generation_service import Caller, GenerationService
+from router.output.sink import Piece
+
+# Inputs of a body that wait for workers; more would fill the router's wait queue by themselves.
+_MAX_AT_ONCE = 256
+_WANTED = ("sampling.embedding", "sampling.classification")
+
+
+@dataclass(frozen=True)
+class InputRequests:
+    """The requests of a body, one for each input."""
+
+    requests: ParsedRequest
+    request_id: str | None
+    use_activation: bool = True  # False: labels have their logits
+
+    def scores(self, end: inference_pb2.Finish) -> list[float]:
+        """The score of each label, or its logit."""
+        return [one.score if self.use_activation else one.logit for one in end.labels]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The ends of all requests of a body, and what their answer has in common."""
+
+    finishes: list[inference_pb2.Finish]
+    model: str
+    usage: api.InputUsage
+    request_id: str
+
+
+def parse_inputs(
+    body: api.PoolingOptions,
+    prompts: Sequence[str | Sequence[int] | inference_pb2.Chat],
+    field: str,
+    *,
+    use_activation: bool = True,
+) -> InputRequests:
+    """The requests of a body whose inputs are in `field`; their sampling says what is wanted."""
+    base = inference_pb2.GenerateRequest(
+        model=body.model or "",
+        sampling=common_pb2.SamplingParams(max_tokens=0),
+        truncate_prompt_tokens=body.truncate_prompt_tokens or 0,
+        cache_salt=body.cache_salt or "",
+        priority=priority_of(body.priority),
+        session=body.user or "",
+    )
+    if body.add_special_tokens is not None:
+        base.add_special_tokens = body.add_special_tokens
+    fields = dict.fromkeys(("input", "text", "token_ids", "chat"), field)
+    requests = ParsedRequest(
+        base,
+        prompts,
+        api.GenerateOptions(model=body.model),
+        n=1,
+        kept=1,
+        logprobs=None,
+        max_tokens_given=True,
+        fields={**fields, **dict.fromkeys(_WANTED, "model")},
+    )
+    return InputRequests(requests, body.request_id, use_activation)
+
+
+async def run_inputs(
+    service: GenerationService, inputs: InputRequests, caller: Caller, exchange: HttpExchange
+) -> Answered:
+    """Runs all requests of a body; cancelling it cancels them. Raises InvalidRequest by field."""
+    caller, parsed = with_request_id(exchange, caller, inputs.request_id), inputs.requests
+    base = parsed.base
+    target = service.resolve(base.model, base.session, caller)
+    sinks = [_FinishSink(exchange) for _ in range(parsed.num_prompts)]
+    try:
+        await run_choices(service, parsed, caller, sinks, target, _MAX_AT_ONCE)
+    except InvalidRequest as error:
+        raise error.renamed(parsed.fields.get(error.field, error.field)) from error
+    exchange.answer_headers = {**exchange.answer_headers, **limit_headers(service, caller)}
+    tokens = sum(sink.end.usage.prompt_tokens for sink in sinks)
+    return Answered(
+        [sink.end for sink in sinks],
+        base.model or target.version.name,
+        api.InputUsage(tokens, tokens),
+        sinks[0].request_id,
+    )
+
+
+class _FinishSink:
+    """Stores the `Finish` of a request, which has no output."""
+
+    def __init__(self, exchange: HttpExchange) -> None:
+        self._exchange = exchange
+        self.end = inference_pb2.Finish()
+        self.request_id = ""
+
+    def start(self, started: inference_pb2.Started) -> None:
+        self.request_id = started.request_id
+        ids = id_headers(self._exchange, started.request_id, started.trace_id)
+        # The ids of the first input that starts are kept.
+        self._exchange.answer_headers = {**ids, **self._exchange.answer_headers}
+
+    def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
+        pass
+
+    def put(self, piece: Piece) -> None:
+        pass
+
+    async def finish(self, finish: inference_pb2.Finish) -> None:
+        self.end = finish

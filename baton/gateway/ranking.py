@@ -1,0 +1,267 @@
+"""/classify, /score and /rerank, in the forms of vLLM, Jina and Cohere.
+
+A pair of a query and a document is a chat with messages of these roles, which the router renders
+for the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from baton.errors import InvalidRequest
+from baton.gateway import api
+from baton.gateway.pooling import Answered, InputRequests, parse_inputs, run_inputs
+from baton.net.http_server import HttpExchange
+from baton.text.scoring import DOCUMENT, QUERY
+from baton.v1 import inference_pb2
+from router.generation_service import Caller, GenerationService
+
+
+class ClassifyRequest(api.InputRequest, kw_only=True):
+    """Texts or token ids to classify; `activation` is an older name."""
+
+    unsupported: ClassVar[api.Unsupported] = {**api.PoolingOptions.unsupported, "softmax": (True,)}
+
+    use_activation: bool | None = None
+    activation: bool | None = None
+
+
+class TextDocument(Struct):
+    """A document as an object."""
+
+    text: str
+
+
+Document = str | TextDocument
+Documents = Annotated[list[Document], Meta(min_length=1, max_length=api.MAX_INPUTS)]
+Texts = str | Annotated[list[str], Meta(min_length=1, max_length=api.MAX_INPUTS)]
+
+
+class PairOptions(api.PoolingOptions, kw_only=True):
+    """Fields of requests with pairs."""
+
+    use_activation: bool | None = None
+    activation: bool | None = None
+    instruction: str | None = None  # what makes a document relevant
+
+
+class ScoreRequest(PairOptions, kw_only=True):
+    """Pairs to score: one text and many, or as many of both; `queries` and `documents`, and
+    `data_1` and `data_2`, are other names."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+
+
+class RerankRequest(PairOptions, kw_only=True):
+    """Documents to order by their relevance for a query."""
+
+    unsupported: ClassVar[api.Unsupported] = {
+        **api.PoolingOptions.unsupported,
+        "max_tokens_per_doc": (),
+        "max_chunks_per_doc": (),
+        "rank_fields": ([], ["text"]),
+    }
+
+    query: str
+    documents: Documents
+    top_n: Annotated[int, Meta(ge=0)] | None = None  # 0, as in vLLM: all
+    return_documents: bool | None = None
+
+
+class Classification(Struct):
+    """The likeliest label of an input, and the score of each label."""
+
+    index: api.Count
+    label: str
+    probs: list[float]
+    num_classes: api.Count
+
+
+class Classifications(Struct):
+    """The answer of /classify."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Classification]
+    usage: api.InputUsage
+    object: Literal["list"] = "list"
+
+
+class Score(Struct):
+    """The score of a pair."""
+
+    index: api.Count
+    score: float
+    object: Literal["score"] = "score"
+
+
+class Scores(Struct):
+    """The answer of /score."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: api.InputUsage
+    object: Literal["list"] = "list"
+
+
+class RankedDocument(Struct):
+    """A document, by its index in the request."""
+
+    index: api.Count
+    relevance_score: float
+    document: TextDocument | UnsetType = UNSET
+
+
+class Ranking(Struct):
+    """The answer of /rerank, the most relevant document first."""
+
+    id: str
+    model: str
+    usage: api.InputUsage
+    results: list[RankedDocument]
+
+
+@dataclass(frozen=True)
+class ParsedRanking:
+    """The requests of a body, and what its answer shows."""
+
+    inputs: InputRequests
+    documents: Sequence[str] = field(default=())  # empty: not shown
+    top_n: int = 0  # 0: all
+
+
+def parse_classify(text: bytes) -> InputRequests:
+    """Parses a body of /classify. Raises InvalidRequest naming the field."""
+    body = api.decode(ClassifyRequest, text)
+    return _classified(body, api.inputs_of(body.input, "input"), "input")
+
+
+def parse_score(text: bytes) -> InputRequests:
+    """Parses a body of /score. Raises InvalidRequest naming the field."""
+    body = api.decode(ScoreRequest, text)
+    names = ("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")
+    given = [pair for pair in names if any(getattr(body, name) is not None for name in pair)]
+    if len(given) != 1:
+        raise InvalidRequest("give text_1 and text_2, or queries and documents", "text_1")
+    for name in given[0]:
+        if getattr(body, name) is None:
+            raise InvalidRequest(f"{name} is missing", name)
+    first, second = (_listed(getattr(body, name)) for name in given[0])
+    if len(first) not in (1, len(second)):
+        raise InvalidRequest(
+            f"{given[0][0]} must have one text, or as many as {given[0][1]} ({len(second)}), not "
+            f"{len(first)}",
+            given[0][0],
+        )
+    queries = repeat(first[0]) if len(first) == 1 else first
+    pairs = [
+        _pair(query, one, body.instruction) for query, one in zip(queries, second, strict=False)
+    ]
+    return _classified(body, pairs, given[0][1])
+
+
+def parse_rerank(text: bytes) -> ParsedRanking:
+    """Parses a body of /rerank. Raises InvalidRequest naming the field."""
+    body = api.decode(RerankRequest, text)
+    documents = [one if isinstance(one, str) else one.text for one in body.documents]
+    pairs = [_pair(body.query, one, body.instruction) for one in documents]
+    shown = [] if body.return_documents is False else documents
+    return ParsedRanking(_classified(body, pairs, "documents"), shown, body.top_n or 0)
+
+
+async def classify(
+    service: GenerationService, inputs: InputRequests, caller: Caller, exchange: HttpExchange
+) -> None:
+    """Answers with the labels of each input."""
+    found = await run_inputs(service, inputs, caller, exchange)
+    data = []
+    for index, end in enumerate(found.finishes):
+        best = max(end.labels, key=lambda label: label.logit)
+        data.append(Classification(index, best.name, inputs.scores(end), len(end.labels)))
+    now = int(time.time())
+    answer = Classifications(f"classify-{found.request_id}", now, found.model, data, found.usage)
+    exchange.answer(200, msgspec.json.encode(answer))
+
+
+async def score(
+    service: GenerationService, inputs: InputRequests, caller: Caller, exchange: HttpExchange
+) -> None:
+    """Answers with the score of each pair."""
+    found, scores = await _scored(service, inputs, caller, exchange)
+    data = [Score(index, value) for index, value in enumerate(scores)]
+    now = int(time.time())
+    answer = Scores(f"score-{found.request_id}", now, found.model, data, found.usage)
+    exchange.answer(200, msgspec.json.encode(answer))
+
+
+async def rerank(
+    service: GenerationService, parsed: ParsedRanking, caller: Caller, exchange: HttpExchange
+) -> None:
+    """Answers with the documents by relevance; those of equal scores keep their order."""
+    found, scores = await _scored(service, parsed.inputs, caller, exchange)
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])
+    results = [
+        RankedDocument(
+            index,
+            scores[index],
+            TextDocument(parsed.documents[index]) if parsed.documents else UNSET,
+        )
+        for index in order[: parsed.top_n or None]
+    ]
+    answer = Ranking(f"rerank-{found.request_id}", found.model, found.usage, results)
+    exchange.answer(200, msgspec.json.encode(answer))
+
+
+async def _scored(
+    service: GenerationService, inputs: InputRequests, caller: Caller, exchange: HttpExchange
+) -> tuple[Answered, list[float]]:
+    """The score of each pair, of a model with one label. Raises InvalidRequest for others."""
+    base = inputs.requests.base
+    scoring = service.resolve(base.model, base.session, caller).version.admission.scoring
+    if scoring and (count := len(scoring.labels)) > 1:
+        raise InvalidRequest(
+            f"this model has {count} labels, and a score is of one: use /classify", "model"
+        )
+    found = await run_inputs(service, inputs, caller, exchange)
+    return found, [inputs.scores(end)[0] for end in found.finishes]
+
+
+def _classified(
+    body: ClassifyRequest | PairOptions,
+    prompts: Sequence[str | Sequence[int] | inference_pb2.Chat],
+    field: str,
+) -> InputRequests:
+    use_activation = False not in (body.use_activation, body.activation)
+    inputs = parse_inputs(body, prompts, field, use_activation=use_activation)
+    inputs.requests.base.sampling.classification = True
+    return inputs
+
+
+def _listed(texts: Texts) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _pair(query: str, document: str, instruction: str | None) -> inference_pb2.Chat:
+    turns = {"system": instruction, QUERY: query, DOCUMENT: document}
+    return inference_pb2.Chat(
+        messages=[
+            inference_pb2.ChatMessage(role=role, content=text)
+            for role, text in turns.items()
+            if text is not None
+        ]
+    )
