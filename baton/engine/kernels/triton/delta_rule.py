@@ -26,6 +26,7 @@ from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_f
 from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 
 COLUMNS = 32  # of a matrix, in one program
+WARPS = 4
 
 
 class RowStates(NamedTuple):
@@ -63,7 +64,6 @@ def delta_rule(
     assert mixed.is_contiguous() and gates.is_contiguous() and states.tables.stride(1) == 1
     assert pool.is_contiguous() and layout.chunk_bytes % FLOAT == 0
     floats = pool.view(torch.uint8).view(-1).view(torch.float32)
-    owned = states.context_lens, states.begins, states.query_lens, states.owners
     table_stride, heads = states.tables.stride(0), (shape.key_heads, shape.value_heads)
     channels = mixed.new_empty(rows, shape.key_heads, shape.head_channels, dtype=torch.float32)
     out = mixed.new_empty(rows, shape.value_heads, shape.value_size)
@@ -74,18 +74,20 @@ def delta_rule(
         "HEAD_ROWS": shape.head_rows, "OF_KV_HEAD": shape.key_heads // layout.kv_heads,
         "KV_HEADS": layout.kv_heads, "CHUNK_ROWS": layout.chunk_rows,
         "CHUNK_FLOATS": layout.chunk_bytes // FLOAT, "BLOCK_CHUNKS": layout.block_chunks,
-        "VALUES_PAD": triton.next_power_of_2(group * shape.value_size),
-        "KEY_PAD": triton.next_power_of_2(shape.key_size),
+        "TAPS_PAD": triton.next_power_of_2(shape.kernel),
+        "CHANNELS_PAD": triton.next_power_of_2(shape.head_channels),
     }  # fmt: skip
     launch(
         _convolve_kernel, (rows, heads[0]), mixed, tensors.conv, channels, floats, states.tables,
-        *owned, rule.layer, table_stride, L2_EPS, shape.key_size**-0.5, num_warps=4, **sizes,
+        states.context_lens, states.begins, states.owners, rule.layer, table_stride, L2_EPS,
+        shape.key_size**-0.5, num_warps=4, **sizes,
     )  # fmt: skip
     columns = min(COLUMNS, int(triton.next_power_of_2(shape.value_size)))
     launch(
         _rule_kernel, (sequences, heads[1], triton.cdiv(shape.value_size, columns)), mixed, gates,
-        tensors.decay, tensors.decay_bias, channels, out, floats, states.tables, *owned[:3],
-        rule.layer, table_stride, COLUMNS=columns, num_warps=4, **sizes,
+        tensors.decay, tensors.decay_bias, channels, out, floats, states.tables,
+        states.context_lens, states.begins, states.query_lens, rule.layer, table_stride,
+        KEY_PAD=triton.next_power_of_2(shape.key_size), COLUMNS=columns, num_warps=WARPS, **sizes,
     )  # fmt: skip
     launch(
         _gate_kernel, (rows, heads[1]), mixed, out, tensors.scale, result, states.context_lens,
@@ -110,15 +112,16 @@ def _rows_at(
 
 
 @triton.jit
-def _input(
+def _inputs(
     mixed, floats, table, head, at, first, channel, inside, context, layer, HEADS,
     KEY: tl.constexpr, VALUE: tl.constexpr, GROUP: tl.constexpr, KERNEL: tl.constexpr,
     HEAD_ROWS: tl.constexpr, OF_KV_HEAD: tl.constexpr, KV_HEADS: tl.constexpr,
     CHUNK_ROWS: tl.constexpr, CHUNK_FLOATS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Channels of a key head at a sequence's row `at` of this step; of earlier ones, if negative.
+    """Inputs of a key head's convolution: `[rows, channels]`.
 
-    first: the sequence's first row.
+    at: `[rows, 1]`, the sequence's rows in this step; negative ones are those of earlier steps,
+    from its state · first: the sequence's first row · inside: `[rows, channels]`, of those wanted.
     """
     CHANNELS: tl.constexpr = 2 * KEY + GROUP * VALUE
     own = ((first + at).to(tl.int64) * HEADS + head) * (CHANNELS + GROUP * VALUE)
@@ -132,37 +135,17 @@ def _input(
     return tl.where(at >= 0, here, tl.load(floats + row + flat % VALUE, mask=kept, other=0.0))
 
 
-@triton.jit
-def _convolved(
-    mixed, conv, floats, table, head, at, first, channel, inside, context, layer, HEADS,
-    KEY: tl.constexpr, VALUE: tl.constexpr, GROUP: tl.constexpr, KERNEL: tl.constexpr,
-    HEAD_ROWS: tl.constexpr, OF_KV_HEAD: tl.constexpr, KV_HEADS: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr, CHUNK_FLOATS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """The convolution of some channels at a row, then silu; rounded as torch rounds."""
-    weights = conv + (head * (2 * KEY + GROUP * VALUE) + channel) * KERNEL
-    total = tl.zeros(channel.shape, dtype=tl.float32)
-    for tap in tl.static_range(KERNEL):
-        x = _input(
-            mixed, floats, table, head, at + (tap - (KERNEL - 1)), first, channel, inside, context,
-            layer, HEADS, KEY, VALUE, GROUP, KERNEL, HEAD_ROWS, OF_KV_HEAD, KV_HEADS, CHUNK_ROWS,
-            CHUNK_FLOATS, BLOCK_CHUNKS,
-        )  # fmt: skip
-        total += x * tl.load(weights + tap, mask=inside, other=0.0)
-    total = total.to(mixed.dtype.element_ty).to(tl.float32)
-    return (total * tl.sigmoid(total)).to(mixed.dtype.element_ty).to(tl.float32)
-
-
 @triton.jit(do_not_specialize=["layer", "table_stride"])
 def _convolve_kernel(
-    mixed, conv, channels, floats, tables, context_lens, begins, query_lens, owners, layer,
-    table_stride, unit_eps, query_scale, KEY: tl.constexpr, VALUE: tl.constexpr,
-    GROUP: tl.constexpr, KERNEL: tl.constexpr, HEAD_ROWS: tl.constexpr, OF_KV_HEAD: tl.constexpr,
+    mixed, conv, channels, floats, tables, context_lens, begins, owners, layer, table_stride,
+    unit_eps, query_scale, KEY: tl.constexpr, VALUE: tl.constexpr, GROUP: tl.constexpr,
+    KERNEL: tl.constexpr, HEAD_ROWS: tl.constexpr, OF_KV_HEAD: tl.constexpr,
     KV_HEADS: tl.constexpr, CHUNK_ROWS: tl.constexpr, CHUNK_FLOATS: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr, VALUES_PAD: tl.constexpr, KEY_PAD: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr, TAPS_PAD: tl.constexpr, CHANNELS_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Query and key of unit length, and values, of a row and key head. Grid `[rows, key heads]`."""
+    CHANNELS: tl.constexpr = 2 * KEY + GROUP * VALUE
     wait_for_inputs(PDL)
     launch_dependents(PDL)
     row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -174,25 +157,27 @@ def _convolve_kernel(
     if context < 0:
         return
     table = tables + owner.to(tl.int64) * table_stride
-    to = channels + (row.to(tl.int64) * heads + head) * (2 * KEY + GROUP * VALUE)
-    key = tl.arange(0, KEY_PAD)
-    for part in tl.static_range(2):
-        x = _convolved(
-            mixed, conv, floats, table, head, row - first, first, part * KEY + key, key < KEY,
-            context, layer, heads, KEY, VALUE, GROUP, KERNEL, HEAD_ROWS, OF_KV_HEAD, KV_HEADS,
-            CHUNK_ROWS, CHUNK_FLOATS, BLOCK_CHUNKS,
-        )  # fmt: skip
-        x *= tl.rsqrt(tl.sum(x * x, 0) + unit_eps)
-        if part == 0:
-            x *= query_scale
-        tl.store(to + part * KEY + key, x, mask=key < KEY)
-    value = tl.arange(0, VALUES_PAD)
-    x = _convolved(
-        mixed, conv, floats, table, head, row - first, first, 2 * KEY + value,
-        value < GROUP * VALUE, context, layer, heads, KEY, VALUE, GROUP, KERNEL, HEAD_ROWS,
-        OF_KV_HEAD, KV_HEADS, CHUNK_ROWS, CHUNK_FLOATS, BLOCK_CHUNKS,
+    tap, channel = tl.arange(0, TAPS_PAD)[:, None], tl.arange(0, CHANNELS_PAD)
+    inside = (tap < KERNEL) & (channel < CHANNELS)[None, :]
+    x = _inputs(
+        mixed, floats, table, head, row - first + tap - (KERNEL - 1), first, channel[None, :],
+        inside, context, layer, heads, KEY, VALUE, GROUP, KERNEL, HEAD_ROWS, OF_KV_HEAD, KV_HEADS,
+        CHUNK_ROWS, CHUNK_FLOATS, BLOCK_CHUNKS,
     )  # fmt: skip
-    tl.store(to + 2 * KEY + value, x, mask=value < GROUP * VALUE)
+    weights = conv + (head * CHANNELS + channel)[None, :] * KERNEL + tap
+    x = tl.sum(x * tl.load(weights, mask=inside, other=0.0), 0)
+    element = mixed.dtype.element_ty  # rounded as torch rounds
+    x = x.to(element).to(tl.float32)
+    x = (x * tl.sigmoid(x)).to(element).to(tl.float32)
+    is_query, is_value = channel < KEY, channel >= 2 * KEY
+    squares = tl.where(is_value, 0.0, x * x)
+    of_query = tl.sum(tl.where(is_query, squares, 0.0), 0)
+    of_key = tl.sum(tl.where(is_query, 0.0, squares), 0)
+    units = tl.where(is_query, tl.rsqrt(of_query + unit_eps), tl.rsqrt(of_key + unit_eps))
+    x *= tl.where(is_value, 1.0, units)
+    x *= tl.where(is_query, query_scale, 1.0)
+    to = channels + (row.to(tl.int64) * heads + head) * CHANNELS
+    tl.store(to + channel, x, mask=channel < CHANNELS)
 
 
 @triton.jit(do_not_specialize=["layer", "table_stride"])
@@ -201,8 +186,8 @@ def _rule_kernel(
     layer, table_stride, KEY: tl.constexpr, VALUE: tl.constexpr, GROUP: tl.constexpr,
     KERNEL: tl.constexpr, HEAD_ROWS: tl.constexpr, OF_KV_HEAD: tl.constexpr,
     KV_HEADS: tl.constexpr, CHUNK_ROWS: tl.constexpr, CHUNK_FLOATS: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr, VALUES_PAD: tl.constexpr, KEY_PAD: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr, TAPS_PAD: tl.constexpr, CHANNELS_PAD: tl.constexpr,
+    KEY_PAD: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Advances some columns of a value head's matrix. Grid `[sequences, value heads, parts]`.
 
@@ -249,24 +234,20 @@ def _rule_kernel(
         tl.store(to, result.to(element), mask=is_column)
     tl.store(places, matrix, mask=is_place)
     if (part == 0) & (of_group == 0):
-        value, tail = tl.arange(0, VALUES_PAD), count - (KERNEL - 1)
-        for tap in tl.static_range(KERNEL - 1):
-            for piece in tl.static_range(3):
-                if piece < 2:
-                    channel, inside = piece * KEY + key, is_key
-                else:
-                    channel, inside = 2 * KEY + value, value < GROUP * VALUE
-                x = _input(
-                    mixed, floats, table, head, tail + tap, first, channel, inside, context, layer,
-                    heads, KEY, VALUE, GROUP, KERNEL, HEAD_ROWS, OF_KV_HEAD, KV_HEADS, CHUNK_ROWS,
-                    CHUNK_FLOATS, BLOCK_CHUNKS,
-                )  # fmt: skip
-                flat = tap * (2 * KEY + GROUP * VALUE) + channel
-                kept = _rows_at(
-                    table, head, GROUP * KEY + flat // VALUE, layer, HEAD_ROWS, OF_KV_HEAD,
-                    KV_HEADS, CHUNK_ROWS, CHUNK_FLOATS, BLOCK_CHUNKS, VALUE, inside,
-                )  # fmt: skip
-                tl.store(floats + kept + flat % VALUE, x, mask=inside)
+        tap, channel = tl.arange(0, TAPS_PAD)[:, None], tl.arange(0, CHANNELS_PAD)[None, :]
+        inside = (tap < KERNEL - 1) & (channel < 2 * KEY + GROUP * VALUE)
+        x = _inputs(
+            mixed, floats, table, head, count - (KERNEL - 1) + tap, first, channel, inside, context,
+            layer, heads, KEY, VALUE, GROUP, KERNEL, HEAD_ROWS, OF_KV_HEAD, KV_HEADS, CHUNK_ROWS,
+            CHUNK_FLOATS, BLOCK_CHUNKS,
+        )  # fmt: skip
+        tl.debug_barrier()  # inputs move along: other threads have read them
+        flat = tap * (2 * KEY + GROUP * VALUE) + channel
+        kept = _rows_at(
+            table, head, GROUP * KEY + flat // VALUE, layer, HEAD_ROWS, OF_KV_HEAD, KV_HEADS,
+            CHUNK_ROWS, CHUNK_FLOATS, BLOCK_CHUNKS, VALUE, inside,
+        )  # fmt: skip
+        tl.store(floats + kept + flat % VALUE, x, mask=inside)
 
 
 @triton.jit
@@ -283,8 +264,11 @@ def _gate_kernel(
         owner = tl.load(owners + row)
     element = mixed.dtype.element_ty
     column = tl.arange(0, VALUE_PAD)
-    inside = (column < VALUE) & (tl.load(context_lens + owner) >= 0)
+    inside = column < VALUE
     at = (row.to(tl.int64) * value_heads + value_head) * VALUE + column
+    if tl.load(context_lens + owner) < 0:
+        tl.store(result + at, tl.zeros([VALUE_PAD], element), mask=inside)
+        return
     x = tl.load(rows_out + at, mask=inside, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, 0) / VALUE + eps)
     weight = tl.load(scale + column, mask=inside, other=0.0).to(element).to(tl.float32)
@@ -295,7 +279,7 @@ def _gate_kernel(
     gate = gates + 2 * KEY + GROUP * VALUE + of_group * VALUE + column
     opened = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
     opened *= tl.sigmoid(opened)
-    tl.store(result + at, (x * opened).to(element), mask=column < VALUE)
+    tl.store(result + at, (x * opened).to(element), mask=inside)
 
 
 def _trial(shape: Key, device: torch.device) -> Trial:

@@ -85,7 +85,9 @@ def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options):
 )  # fmt: skip
 def test_states_give_a_cpus_tokens_with_and_without_checkpoints(tmp_path, options, monkeypatch):
     monkeypatch.setattr(state_blocks, "MIN_CHECKPOINT", 16)
-    make_checkpoint(tmp_path, "Qwen3_5ForCausalLM")
+    few = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}  # interpreted slowly
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    make_checkpoint(tmp_path, "Qwen3_5ForCausalLM", **layers, **few)
     greedy, found = SamplingParams(max_tokens=3, ignore_eos=True), []
     settings = {"kv_blocks": 64, "max_context": 32, "chunk_tokens": 12}
     cpu = build.load(EngineConfig(str(tmp_path), **{**SETTINGS, **settings, "kernels": "torch"}))
