@@ -57,10 +57,12 @@ def _sample_without_the_interpreter(monkeypatch):
 
     def sample(logits, settings, seeds, positions, tokens):
         numbers = randomness.uniform(seeds.numpy().view(np.uint64), positions)
-        for at, (temperature, top_k, top_p, min_p) in enumerate(settings.tolist()):
+        known = np.nan_to_num(settings.numpy())  # what padding has are any numbers
+        for at, (temperature, top_k, top_p, min_p) in enumerate(known.tolist()):
             params = SamplingParams(
-                temperature=temperature or 1.0, top_k=int(top_k), top_p=top_p, min_p=min_p
-            )
+                temperature=temperature if temperature > 1e-6 else 1.0,
+                top_k=int(top_k), top_p=top_p, min_p=min_p,
+            )  # fmt: skip
             row = logits[at].float().numpy()
             drawn = filters.sample(row[None], [params], numbers[at : at + 1])[0]
             finite = drawn < len(row)
@@ -209,6 +211,22 @@ def test_states_are_those_of_a_cpu_and_copied_before_another_step_changes_them(s
         driven = play(scenario, on_gpu(stream, 150, model=model, graphs=at == 0))
         assert_same(driven, expected)
         assert driven.blocks._checkpoints, "which later prompts resume at"
+
+
+def test_copies_of_blocks_are_waited_for_before_others_write_and_behind_other_ranks_steps():
+    stream = LazyStream()
+    runner = on_gpu(stream, 8).runner
+    runner.pool.copy_(torch.arange(8.0).view(8, 1, 1, 1, 1, 1).expand_as(runner.pool))
+    runner.copy_blocks([1, 2], [4, 5])
+    assert runner.pool[:, 0, 0, 0, 0, 0].tolist() == [0, 1, 2, 3, 1, 2, 6, 7]
+    assert stream.unwaited
+    runner.wait_for_writes([4])
+    assert not stream.unwaited
+    runner.pools = (runner.pool, runner.pool.clone())
+    stream.put(lambda: None)
+    runner.copy_blocks([1], [6])
+    assert stream.unwaited == 1, "the copy alone"
+    assert (runner.pools[1][6] == 1).all()
 
 
 @pytest.mark.parametrize("seed", range(2))
