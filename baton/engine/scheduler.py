@@ -14,15 +14,13 @@ of it run in a step, and computes every position, so that it does not use the pr
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, insort
-from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 from baton.engine.block_manager import BlockManager
 from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.sequence import UNKNOWN, Sequence
+from baton.engine.sequence_queue import SequenceQueue
 from baton.engine.speculative import Proposer
 from baton.engine.state_blocks import (
     StateBlockManager,
@@ -33,47 +31,6 @@ from baton.engine.state_blocks import (
 from baton.kv_groups import NO_BLOCK, held
 
 SCORED_ROWS = 128  # a step: their logits are 80 MB with a vocabulary of 150,000
-_SEQUENCE_OF = itemgetter(2)
-
-
-class SequenceQueue:
-    """Sequences in order of priority, then of arrival.
-
-    Only iteration visits every sequence, so that removing hundreds at once is cheap. A sequence's
-    priority must not change while it is queued.
-    """
-
-    def __init__(self) -> None:
-        self.tokens = 0  # pending tokens, counted when their sequences were added
-        self._entries: list[tuple[float, int, Sequence, int]] = []  # (*order, sequence, pending)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return map(_SEQUENCE_OF, self._entries)
-
-    @property
-    def first(self) -> Sequence:
-        """The sequence that runs first."""
-        return self._entries[0][2]
-
-    @property
-    def last(self) -> Sequence:
-        """The sequence that runs last."""
-        return self._entries[-1][2]
-
-    def add(self, sequence: Sequence) -> None:
-        insort(self._entries, (*sequence.order, sequence, sequence.num_pending))
-        self.tokens += sequence.num_pending
-
-    def discard(self, sequence: Sequence) -> bool:
-        """Removes a sequence; returns whether it was queued."""
-        at = bisect_left(self._entries, sequence.order)
-        if at == len(self._entries) or self._entries[at][2] is not sequence:
-            return False
-        self.tokens -= self._entries.pop(at)[3]
-        return True
 
 
 class ScheduledSequence:
