@@ -295,18 +295,37 @@ CONFIG = qwen_config()  # 2 layers, 2 KV heads of 32: 512 B a token in bfloat16
 BLOCK = 16 * 512
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_a_plan_of_a_gpu_is_near_what_its_worker_finds(checkpoint, quantization, monkeypatch):
+@pytest.fixture
+def planned(monkeypatch):
+    """The findings of a plan by subject, on a fake GPU."""
     monkeypatch.setattr(model_plan, "device_of", lambda settings: torch.device("cuda", 0))
     monkeypatch.setattr(model_plan, "Gpu", lambda device: FakeGpu())
     monkeypatch.setattr(model_plan, "check_model", lambda settings: None)  # it has no tokenizer
+    return lambda settings: {one.subject: one for one in model_plan.check_plan(settings)}
+
+
+def test_a_plan_of_a_gpu_counts_states_and_refuses_what_models_with_them_lack(tmp_path, planned):
+    make_checkpoint(tmp_path, "Qwen3NextForCausalLM")
+    found = planned(settings := EngineConfig(str(tmp_path), max_batch=2))
+    assert found["kernels"].text == "Triton's"
+    assert "KiB a token and 0.0352 MiB a sequence" in found["KV"].text
+    found = planned(replace(settings, kv_blocks=9))
+    assert found["KV"].level == "fail" and "takes 9 blocks of 9" in found["KV"].text
+    assert planned(replace(settings, kv_blocks=10, max_context=8))["KV"].level == "ok"
+    assert "rejected token" in planned(replace(settings, speculate=2))["model"].text
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_plan_of_a_gpu_is_near_what_its_worker_finds(
+    checkpoint, quantization, planned, monkeypatch
+):
     monkeypatch.setattr(memory, "MOST_BLOCKS", 1 << 40)
     settings = EngineConfig(str(checkpoint), quantization=quantization, max_batch=2)
-    found = {one.subject: one for one in model_plan.check_plan(settings)}
+    found = planned(settings)
     assert found["kernels"].text == "Triton's"
     assert "GPU memory of cuda:0 Card: 8.00 GiB" in found["memory"].text
     ranked = replace(settings, tp=2)
-    divided = {one.subject: one for one in model_plan.check_plan(ranked)}
+    divided = planned(ranked)
     assert divided["weights"].text.endswith("divided among 2 ranks")
     tokens = [re.search(r"hold ([\d,]+) tokens", one["KV"].text)[1] for one in (found, divided)]
     one, two = (int(number.replace(",", "")) for number in tokens)
@@ -314,7 +333,7 @@ def test_a_plan_of_a_gpu_is_near_what_its_worker_finds(checkpoint, quantization,
     *_, refused = model_plan.check_plan(replace(settings, tp=3))
     assert "--tp 3 does not divide" in refused.text
     monkeypatch.setattr(FakeGpu, "free_and_total", lambda self: (1 << 20, 8 * GIB))
-    found = {one.subject: one for one in model_plan.check_plan(settings)}
+    found = planned(settings)
     assert found["model"].level == "fail" and "another GPU" in found["model"].text
 
 
