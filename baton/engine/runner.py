@@ -178,7 +178,7 @@ def zero_blocks(pool: torch.Tensor, blocks: list[int]) -> None:
 
 
 def copy_blocks(pool: torch.Tensor, source: list[int], target: list[int]) -> None:
-    """Copies blocks of a pool; on a GPU, on the current stream, which the host does not wait for."""
+    """Copies blocks of a pool; on a GPU, on the current stream, without waiting for it."""
     content = pool.view(torch.uint8).flatten(1).view(torch.int32)
     first, second = torch.tensor([source, target]).to(content.device, non_blocking=True)
     with torch.inference_mode():

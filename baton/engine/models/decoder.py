@@ -19,7 +19,7 @@ from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.torch.attention import Scoring, attend, place, softcapped, write_kv
-from baton.engine.kernels.torch.delta_rule import States, layout_of, rowwise
+from baton.engine.kernels.torch.delta_rule import States, layout_of
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.moe_routing import route
 from baton.engine.kernels.torch.rows import Norm, RowOps, rms_norm, rotate
@@ -157,7 +157,7 @@ class DecoderModel(LatentAttention):
             gates, qkv = qkv[:, -size:], qkv[:, :-size].contiguous()
         attended = self._attention(qkv, placed, index, layer, pool)
         if gates is not None:
-            attended = attended * rowwise(torch.sigmoid, gates)
+            attended = self.ops.sigmoid_mul(attended, gates)
         norm = layer.attention_norm
         self._add_product(hidden, attended, layer.o, layer.o_bias, norm, lora.get("o"))
 

@@ -30,6 +30,7 @@ from baton.local import model_plan
 from tests.unit.engine.bench import Bench
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.gpu.fake_gpu import GIB, FakeGpu, UnmeasuredGpu
+from tests.unit.engine.gpu.models import FEW_STATES
 from tests.unit.engine.small_models import qwen_config
 from tests.waiting import WAIT_S
 
@@ -85,9 +86,7 @@ def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options):
 )  # fmt: skip
 def test_states_give_a_cpus_tokens_with_and_without_checkpoints(tmp_path, options, monkeypatch):
     monkeypatch.setattr(state_blocks, "MIN_CHECKPOINT", 16)
-    few = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}  # interpreted slowly
-    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    make_checkpoint(tmp_path, "Qwen3_5ForCausalLM", **layers, **few)
+    make_checkpoint(tmp_path, "Qwen3_5ForCausalLM", **FEW_STATES)
     greedy, found = SamplingParams(max_tokens=3, ignore_eos=True), []
     settings = {"kv_blocks": 64, "max_context": 32, "chunk_tokens": 12}
     cpu = build.load(EngineConfig(str(tmp_path), **{**SETTINGS, **settings, "kernels": "torch"}))

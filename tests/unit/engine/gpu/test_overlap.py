@@ -18,9 +18,7 @@ from tokenizers.models import BPE
 from baton.engine import state_blocks
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
-from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.kernels.triton import sampling
-from baton.engine.models.model_config import DeltaRuleConfig
 from baton.engine.sampling import filters, randomness
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
@@ -40,15 +38,12 @@ from tests.unit.engine.gpu.driving import (
     on_gpu,
 )
 from tests.unit.engine.gpu.lazy_stream import LazyStream
+from tests.unit.engine.gpu.models import CONFIGS
 from tests.waiting import WAIT_S
 
 STRUCTURED = {"structured_output": StructuredOutput(regex="([a-f]{2,3}_)+"), "ignore_eos": False}
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
-STATES = replace(  # in the first of two layers, so that as many have KV as in the other model
-    CONFIG, architecture="Qwen3_5ForCausalLM", num_layers=2, windows=(None, None),
-    ropes=CONFIG.ropes * 2,
-    delta_rule=DeltaRuleConfig((True, False), DeltaRuleShape(2, 4, 16, 16, 4)),
-)  # fmt: skip
+STATES = replace(CONFIGS["qwen3.5"], max_context=MAX_CONTEXT)  # one of its layers has KV
 
 
 @pytest.fixture(autouse=True)
