@@ -313,8 +313,9 @@ class StepGraphs:
             batch = StepBatch(*rows, shape.decodes, lora_slots=slots, state_tables=states)
             logits = model.local_shard.step(batch, self._pool)
         else:
-            rows = tokens, context_lens, tables
-            logits = model.local_shard.decode(*rows, self._pool, slots, states)
+            logits = model.local_shard.decode(
+                tokens, context_lens, tables, self._pool, slots, states
+            )
         self._sample(inputs, logits)
         return logits
 

@@ -264,6 +264,9 @@ class Bf16Model:
     def on_all_ranks(self, *_):
         return nullcontext()
 
+    def state_blocks(self, pool):
+        return 0
+
     def decode(self, token_ids, *_):
         return self.logits[: len(token_ids)]
 
