@@ -22,12 +22,7 @@ from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.sequence import UNKNOWN, Sequence
 from baton.engine.sequence_queue import SequenceQueue
 from baton.engine.speculative import Proposer
-from baton.engine.state_blocks import (
-    StateBlockManager,
-    plan_checkpoints,
-    take_checkpoint,
-    wants_checkpoint,
-)
+from baton.engine.state_blocks import StateBlockManager, plan_checkpoints, take_checkpoint
 from baton.kv_groups import NO_BLOCK, held
 
 SCORED_ROWS = 128  # a step: their logits are 80 MB with a vocabulary of 150,000
@@ -248,12 +243,10 @@ class Scheduler:
 
     def takes_checkpoint(self, step: ScheduledStep) -> bool:
         """Whether states are copied when a step has landed, before another step changes them."""
-        if (states := self._states) is None:
+        if self._states is None:
             return False
-        return any(
-            wants_checkpoint(states, item.sequence, item.start + item.count, item.samples)
-            for item in step.sequences
-        )
+        wants, work = self._states.wants_checkpoint, step.sequences
+        return any(wants(one.sequence, one.start + one.count, one.samples) for one in work)
 
     @property
     def needs_every_token(self) -> bool:

@@ -19,7 +19,6 @@ from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.torch.attention import Scoring, attend, place, softcapped, write_kv
-from baton.engine.kernels.torch.delta_rule import States, layout_of
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.moe_routing import route
 from baton.engine.kernels.torch.rows import Norm, RowOps, rms_norm, rotate
@@ -86,7 +85,7 @@ class DecoderModel(LatentAttention):
         """Runs a batch and writes its K and V into the pool: logits `[logit_rows, vocab_size]`."""
         num_rows, num_logits, self.hidden = len(batch.token_ids), len(batch.logit_rows), None
         placed = self._place(batch, pool)
-        states = None if batch.state_tables is None else self._states(batch, batch.state_tables)
+        states = self._linear.states(batch)
         hidden = self._forward(batch.token_ids, placed, pool, batch.lora_slots, states)
         if not num_logits:
             return hidden.rows.new_empty((0, self.config.vocab_size), dtype=torch.float32)
@@ -99,8 +98,7 @@ class DecoderModel(LatentAttention):
 
     def state_blocks(self, pool: Tensor) -> int:
         """See `StepModel`."""
-        rule = self.config.delta_rule
-        return layout_of(rule.shape, sum(rule.layers), pool).num_blocks if rule else 0
+        return self._linear.state_blocks(pool)
 
     def close(self) -> None:
         """Does nothing: no other process computes."""
@@ -128,8 +126,7 @@ class DecoderModel(LatentAttention):
         self, token_ids: Tensor, placed: Any, pool: Tensor, lora_slots: Tensor | None = None,
         states: Any = None,
     ) -> ResidualStream:  # fmt: skip
-        """The residual stream after all layers. placed, states: as `_place` and `_states` returned
-        them."""
+        """The residual stream after all layers. placed: as `_place` returned it."""
         embedded = self._embed(token_ids)
         if self._embedding_scale != 1:
             embedded = embedded * self._embedding_scale
@@ -324,10 +321,6 @@ class DecoderModel(LatentAttention):
         """Where a step's rows read and write KV, for all layers."""
         positions, attention = place(batch, pool.shape[4], self.num_groups)
         return attention, self._tables[:, :, positions, None]
-
-    def _states(self, batch: StepBatch, tables: Tensor) -> Any:
-        """The states of a step's sequences, for all layers. tables: as `StepBatch.state_tables`."""
-        return States(tables, batch.context_lens, batch.query_lens)
 
     def _attention(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor

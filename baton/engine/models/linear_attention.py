@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from baton.engine.kernels.torch.delta_rule import DeltaRule, DeltaRuleTensors, layout_of
+from baton.engine.batch import StepBatch
+from baton.engine.kernels.torch.delta_rule import DeltaRule, DeltaRuleTensors, States, layout_of
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weights import DeltaRuleWeights, LayerWeights
 
@@ -20,10 +21,21 @@ class LinearAttention:
         self._weights = [layer.delta for layer in layers]
         self._rules: dict[int, DeltaRule] = {}  # by layer
 
+    def state_blocks(self, pool: Tensor) -> int:
+        """See `StepModel`."""
+        rule = self._config.delta_rule
+        return layout_of(rule.shape, sum(rule.layers), pool).num_blocks if rule else 0
+
+    def states(self, batch: StepBatch) -> Any:
+        """The states of a step's sequences, for all layers; None in models without states."""
+        if batch.state_tables is None:
+            return None
+        return States(batch.state_tables, batch.context_lens, batch.query_lens)
+
     def run(self, index: int, x: Tensor, states: Any, pool: Tensor) -> Tensor:
         """Advances states by normed rows x: `[rows, value_heads * value_size]`.
 
-        states: as `DecoderModel._states` returns them · pool: always of blocks of the same shape.
+        states: as `states` returned them · pool: always of blocks of the same shape.
         """
         weights = self._weights[index]
         assert weights is not None, "the layer has linear attention"

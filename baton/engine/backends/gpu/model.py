@@ -126,6 +126,15 @@ def _stacked(weights: LatentWeights) -> LatentWeights:
 
 
 class _TritonLinearAttention(LinearAttention):
+    """Linear attention by Triton's kernels."""
+
+    def states(self, batch: StepBatch) -> RowStates | None:
+        if batch.state_tables is None:
+            return None
+        decodes = batch.num_decodes == len(batch.query_lens)
+        query_lens = None if decodes else batch.query_lens
+        return row_states(batch.state_tables, batch.context_lens, query_lens, len(batch.token_ids))
+
     def _advance(
         self, rule: DeltaRule, mixed: Tensor, gates: Tensor, states: RowStates, pool: Tensor
     ) -> Tensor:
@@ -233,11 +242,6 @@ class GpuModel(DecoderModel):
         return _PlacedRows(
             groups, num_decodes, context_lens, query_lens, tiles, latent_plan=plan, owners=owners
         )
-
-    def _states(self, batch: StepBatch, tables: Tensor) -> RowStates:
-        decodes = batch.num_decodes == len(batch.query_lens)
-        query_lens = None if decodes else batch.query_lens
-        return row_states(tables, batch.context_lens, query_lens, len(batch.token_ids))
 
     def _latent_plan(self, rows: SlotMapping) -> DecodePlan | None:
         if self.config.latent is None:
