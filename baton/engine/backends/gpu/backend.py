@@ -257,6 +257,13 @@ def refused(config: ModelConfig, block_size: int, capability: Capability) -> str
             f"heads of {config.head_size} elements, and {gpu} has shared memory for tiles of "
             f"{SMALL_HEAD_SIZE}"
         )
+    lacking = {
+        "heads of several sizes": bool(config.layer_heads),
+        "norms of rotated queries and keys": config.arch.norms_rotated,
+        "attention by chunks": config.arch.chunked,
+    }
+    if found := [what for what, has in lacking.items() if has]:
+        return f"{found[0]}, which Triton's kernels do not have"
     return unsupported(config, block_size, "Triton's")
 
 
