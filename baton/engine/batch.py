@@ -60,6 +60,9 @@ class StepModel(Protocol):
     hidden: Tensor | None
     num_groups: int
 
+    def state_blocks(self, pool: Tensor) -> int:
+        """Blocks of each sequence's state in a pool of blocks like these; 0 without states."""
+
     def write_lora(self, slot: int, adapter: LoraAdapter) -> None:
         """Writes an adapter to a slot that no sequence uses."""
 

@@ -271,7 +271,8 @@ def warm_up(loaded: Loaded) -> None:
         )
     )
     loaded.runner.run(ScheduledStep([ScheduledSequence(sequence, chunk - 1, 1)]))
-    loaded.runner.zero_blocks(states)  # which may hold KV next
+    # They may hold KV next; on a GPU the first was every block of a state.
+    loaded.runner.zero_blocks([0, *states] if states else [])
 
 
 def backend_of(settings: EngineConfig, ranks: int) -> Backend:

@@ -217,7 +217,7 @@ class EngineLoop:
         step, launch = self._scheduler.schedule(), None
         self._step_began = None
         overlaps = self._overlap and bool(step.sequences) and self._runner.launches_ahead(step)
-        overlaps = overlaps and not step.exclusive
+        overlaps = overlaps and not (step.exclusive or self._scheduler.takes_checkpoint(step))
         if previous is not None:
             launch = self._launch_behind(step) if overlaps else None
             landed = self._land(previous, launch)

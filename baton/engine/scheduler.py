@@ -241,6 +241,13 @@ class Scheduler:
             if len(tokens) >= sequence.limit:
                 self.remove(sequence)
 
+    def takes_checkpoint(self, step: ScheduledStep) -> bool:
+        """Whether states are copied when a step has landed, before another step changes them."""
+        if self._states is None:
+            return False
+        wants, work = self._states.wants_checkpoint, step.sequences
+        return any(wants(one.sequence, one.start + one.count, one.samples) for one in work)
+
     @property
     def needs_every_token(self) -> bool:
         """Whether `update_after_landing` has to be called for every token."""

@@ -88,6 +88,15 @@ class StateBlockManager(BlockManager):
                 return count
         return 0
 
+    def wants_checkpoint(self, sequence: Sequence, end: int, decodes: bool) -> bool:
+        """Whether a checkpoint is wanted of a sequence's state after `end` tokens.
+
+        decodes: whether those are all of its known tokens, or all but one that was just sampled.
+        """
+        moves = decodes and end % self.block_size == 0
+        moves = moves and end - sequence.checkpoint >= MIN_CHECKPOINT
+        return self.has_checkpoints and (moves or end in sequence.checkpoints)
+
     def load_state(self, block_hash: int, state: list[int]) -> bool:
         """Copies the checkpoint after the block of a hash to a state; False if it was evicted."""
         copy = self._checkpoints.get(block_hash)
@@ -201,10 +210,7 @@ def plan_checkpoints(blocks: StateBlockManager, sequence: Sequence) -> None:
 def take_checkpoint(blocks: StateBlockManager, sequence: Sequence, end: int) -> None:
     """Takes a checkpoint of a sequence's state, that after `end` tokens, if one is wanted there."""
     size, planned = blocks.block_size, end in sequence.checkpoints
-    since = end - sequence.checkpoint
-    decodes = end >= sequence.num_tokens - 1
-    moves = decodes and end % size == 0 and since >= MIN_CHECKPOINT
-    if not blocks.has_checkpoints or not (planned or moves):
+    if not blocks.wants_checkpoint(sequence, end, decodes=end >= sequence.num_tokens - 1):
         return
     count = end // size
     hashes = [sequence.hash_of(index, size) for index in range(count)]

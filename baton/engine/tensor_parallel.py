@@ -196,6 +196,11 @@ class TensorParallelModel:
             self._failure = self._failure or f"blocks on another host are not zeroed: {error}"
             raise RunnerFailed(self._failure) from error
 
+    def state_blocks(self, pool: Tensor) -> int:
+        """Implements `StepModel.state_blocks`."""
+        count: int = self._model.state_blocks(pool)
+        return count
+
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Implements `StepModel.step`. Raises RunnerFailed when a rank has ended or hangs."""
         with self.on_all_ranks(rank_executor.RunStep.from_batch(batch)):

@@ -47,6 +47,7 @@ def check_plan(settings: EngineConfig) -> Iterator[Finding]:
         check_model(settings)
         config, device = ModelConfig.load(model_path(settings.model)), device_of(settings)
         settings.check_draft_device(device.type)
+        config.check_settings(settings)
         gpu = Gpu(device) if device.type == "cuda" else None
         part = f" (of {config.wrapper}, text only)" if config.wrapper else ""
         yield ok(
@@ -129,6 +130,10 @@ def _draft(
 
 def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
     groups, tokens, beyond = layout.groups, layout.num_tokens, ""
+    needed = math.ceil(layout.bytes_of(context + 1) / _GIB)
+    if tokens < 1:
+        text = f"a sequence's state takes {layout.state_blocks} blocks of {layout.num_blocks}"
+        return fail("KV", text, f"--kv-cache {needed}GiB")
     if layout.state_blocks:
         beyond = f" and {layout.state_bytes / 2**20:,.3g} MiB a sequence"
     if groups.slide:
@@ -144,7 +149,6 @@ def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
     )
     if tokens > context:
         return ok("KV", text)
-    needed = math.ceil(layout.bytes_of(context + 1) / _GIB)
     found = fail if settings.max_context else warn  # an explicit --max-context is never lowered
     return found(
         "KV",

@@ -26,7 +26,6 @@ from baton.engine.kernels.torch.attention import (
     softcapped,
     write_kv,
 )
-from baton.engine.kernels.torch.delta_rule import States, rowwise
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.rows import Norm, RowOps, rms_norm, rotate
 from baton.engine.models.experts import MixtureOfExperts
@@ -100,8 +99,7 @@ class DecoderModel(LatentAttention, MixtureOfExperts, LayerInputs):
         """Runs a batch and writes its K and V into the pool: logits `[logit_rows, vocab_size]`."""
         num_rows, num_logits, self.hidden = len(batch.token_ids), len(batch.logit_rows), None
         placed = self._place(batch, pool)
-        lens = batch.context_lens, batch.query_lens
-        states = None if batch.state_tables is None else States(batch.state_tables, *lens)
+        states = self._linear.states(batch)
         hidden = self._forward(batch.token_ids, placed, pool, batch.lora_slots, states)
         if not num_logits:
             return hidden.rows.new_empty((0, self.config.vocab_size), dtype=torch.float32)
@@ -111,6 +109,10 @@ class DecoderModel(LatentAttention, MixtureOfExperts, LayerInputs):
             return self._logits(hidden).float()
         self.hidden = self._normed(hidden, self._weights.final_norm)
         return self._gather_logits(self._weights.lm_head.apply(self.hidden)).float()
+
+    def state_blocks(self, pool: Tensor) -> int:
+        """See `StepModel`."""
+        return self._linear.state_blocks(pool)
 
     def close(self) -> None:
         """Does nothing: no other process computes."""
@@ -136,7 +138,7 @@ class DecoderModel(LatentAttention, MixtureOfExperts, LayerInputs):
 
     def _forward(
         self, token_ids: Tensor, placed: Any, pool: Tensor, lora_slots: Tensor | None = None,
-        states: States | None = None,
+        states: Any = None,
     ) -> ResidualStream:  # fmt: skip
         """The residual stream after all layers. placed: as `_place` returned it."""
         embedded = self._embed(token_ids, self._weights.embedding)
@@ -173,12 +175,12 @@ class DecoderModel(LatentAttention, MixtureOfExperts, LayerInputs):
             gates, qkv = qkv[:, -size:], qkv[:, :-size].contiguous()
         attended = self._attention(qkv, placed, index, layer, pool)
         if gates is not None:
-            attended = attended * rowwise(torch.sigmoid, gates)
+            attended = self.ops.sigmoid_mul(attended, gates)
         norm = layer.attention_norm
         self._add_product(hidden, attended, layer.o, layer.o_bias, norm, lora.get("o"))
 
     def _add_linear_attention(
-        self, hidden: ResidualStream, layer: LayerWeights, states: States, index: int, pool: Tensor
+        self, hidden: ResidualStream, layer: LayerWeights, states: Any, index: int, pool: Tensor
     ) -> None:
         """Adds the output of linear attention to the stream, and updates states."""
         assert layer.delta is not None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
+from baton.engine.batch import StepBatch
 from baton.engine.kernels.torch.delta_rule import DeltaRule, DeltaRuleTensors, States, layout_of
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weights import DeltaRuleWeights, LayerWeights
@@ -19,10 +21,21 @@ class LinearAttention:
         self._weights = [layer.delta for layer in layers]
         self._rules: dict[int, DeltaRule] = {}  # by layer
 
-    def run(self, index: int, x: Tensor, states: States, pool: Tensor) -> Tensor:
+    def state_blocks(self, pool: Tensor) -> int:
+        """See `StepModel`."""
+        rule = self._config.delta_rule
+        return layout_of(rule.shape, sum(rule.layers), pool).num_blocks if rule else 0
+
+    def states(self, batch: StepBatch) -> Any:
+        """The states of a step's sequences, for all layers; None in models without states."""
+        if batch.state_tables is None:
+            return None
+        return States(batch.state_tables, batch.context_lens, batch.query_lens)
+
+    def run(self, index: int, x: Tensor, states: Any, pool: Tensor) -> Tensor:
         """Advances states by normed rows x: `[rows, value_heads * value_size]`.
 
-        pool: always of the same shape.
+        states: as `states` returned them · pool: always of blocks of the same shape.
         """
         weights = self._weights[index]
         assert weights is not None, "the layer has linear attention"
@@ -42,6 +55,6 @@ class LinearAttention:
         return DeltaRule(layout, tensors, layer, self._config.rms_eps)
 
     def _advance(
-        self, rule: DeltaRule, mixed: Tensor, gates: Tensor, states: States, pool: Tensor
+        self, rule: DeltaRule, mixed: Tensor, gates: Tensor, states: Any, pool: Tensor
     ) -> Tensor:
         return rule.run(mixed, gates, states, pool)

@@ -26,7 +26,7 @@ from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.weight_loader import load_or_make_weights
 from baton.engine.quantization.config import weight_format
-from baton.engine.runner import StepRunner
+from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.tensor_parallel import LOAD_S, RANK_TIMEOUT_S, TensorParallelModel
 from baton.errors import ConfigError
@@ -40,9 +40,6 @@ LEAST_CAPABILITY: dict[str, Capability] = {
 }  # of other formats as of none
 # Compute capabilities with 99 KB of shared memory a program; larger heads need more.
 SMALL_MEMORY, SMALL_HEAD_SIZE = ((8, 6), (8, 9), (12, 0), (12, 1)), 128
-
-
-NO_STATES = "linear attention, whose states are computed on CPUs only"
 
 # Before torch 2.12, products of many fp8 rows ran on another stream on Ada (pytorch#177651).
 ADA, FP8_ON_ADA = (8, 9), (2, 12)
@@ -67,8 +64,6 @@ class GpuBackend(Backend):
         exchange: rank_executor.Exchange | None = None,
     ) -> StepModel:  # fmt: skip
         settings = self.settings
-        if config.delta_rule is not None:
-            raise ConfigError(f"{config.architecture} has {NO_STATES}: use --device cpu")
         self._gpu.use()
         try:  # these import triton, which may not be installed
             from baton.engine.backends.gpu.linear import prepare  # noqa: PLC0415
@@ -136,9 +131,9 @@ class GpuBackend(Backend):
         free, total = self._gpu.free_and_total()
         return memory.MemoryProfile(total, free, weights, activations, graphs)
 
-    def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
+    def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> Runner:
         if self._kernels == "torch":
-            return super().runner(model, pool, sampler, max_context)
+            return Runner(model, pool, sampler)
         from baton.engine.backends.gpu.runner import GpuRunner  # noqa: PLC0415
 
         if isinstance(model, TensorParallelModel):
@@ -262,8 +257,6 @@ def refused(config: ModelConfig, block_size: int, capability: Capability) -> str
             f"heads of {config.head_size} elements, and {gpu} has shared memory for tiles of "
             f"{SMALL_HEAD_SIZE}"
         )
-    if config.delta_rule is not None:
-        return NO_STATES
     lacking = {
         "heads of several sizes": bool(config.layer_heads),
         "norms of rotated queries and keys": config.arch.norms_rotated,

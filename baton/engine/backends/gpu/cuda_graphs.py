@@ -56,13 +56,15 @@ class StepShape(NamedTuple):
     """The shape of a padded step.
 
     decodes: number of decode rows · chunk_rows: total rows of chunks; 0 for a step without chunks ·
-    width: blocks of each block table · lora: whether rows may have adapters.
+    width: blocks of each block table · lora: whether rows may have adapters · state_blocks: of each
+    sequence's state.
     """
 
     decodes: int
     chunk_rows: int
     width: int
     lora: bool = False
+    state_blocks: int = 0
 
     @property
     def rows(self) -> int:
@@ -88,7 +90,8 @@ class StepInputs(NamedTuple, Generic[Part]):
     logits of the previous step whose sampled token is the row's token, or KNOWN · lora_slots:
     `[rows]` as in `StepBatch`; empty in steps without adapters · positions: `[logits]`, position of
     the token to sample; 0 for padding · seeds: int64 `[logits]` and settings: float64 `[logits,
-    4]`, arguments of `sampling.sample` · block_tables: `[sequences, width]` · all: the buffer.
+    4]`, arguments of `sampling.sample` · block_tables: `[sequences, width]` · state_tables:
+    `[sequences, state_blocks]` · all: the buffer.
     """
 
     token_ids: Part
@@ -101,6 +104,7 @@ class StepInputs(NamedTuple, Generic[Part]):
     seeds: Part
     settings: Part
     block_tables: Part
+    state_tables: Part
     all: Part
 
 
@@ -111,7 +115,8 @@ def _section_words(shape: StepShape) -> tuple[int, ...]:
     sampling = (logits, 2 * logits, 2 * NUM_SETTINGS * logits)
     tables = sequences * shape.width
     lora_slots = shape.rows if shape.lora else 0
-    return shape.rows, sequences, *of_chunks, shape.decodes, lora_slots, *sampling, tables
+    states = sequences * shape.state_blocks
+    return shape.rows, sequences, *of_chunks, shape.decodes, lora_slots, *sampling, tables, states
 
 
 def split_inputs(buffer: Tensor, shape: StepShape) -> StepInputs[Tensor]:
@@ -120,12 +125,13 @@ def split_inputs(buffer: Tensor, shape: StepShape) -> StepInputs[Tensor]:
     for words in _section_words(shape):
         parts.append(buffer[end : end + words])
         end += -(-words // _ALIGNMENT) * _ALIGNMENT
-    tokens, contexts, queries, logit_rows, sources, slots, positions, *of_sampling, tables = parts
-    seeds, settings = of_sampling
+    tokens, contexts, queries, logit_rows, sources, slots, positions, *of_sampling, states = parts
+    seeds, settings, tables = of_sampling
     return StepInputs(
         tokens, contexts, queries, logit_rows, sources, slots, positions, seeds.view(torch.int64),
         settings.view(torch.float64).view(-1, NUM_SETTINGS),
-        tables.view(shape.sequences, shape.width), buffer[:end],
+        tables.view(shape.sequences, shape.width),
+        states.view(shape.sequences, shape.state_blocks), buffer[:end],
     )  # fmt: skip
 
 
@@ -164,7 +170,9 @@ def chunk_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in CHUNK_SIZES if size < most), most)
 
 
-def shapes_of(settings: EngineConfig, max_context: int, num_groups: int = 1) -> list[StepShape]:
+def shapes_of(
+    settings: EngineConfig, max_context: int, num_groups: int = 1, state_blocks: int = 0
+) -> list[StepShape]:
     """Shapes of the captured steps, largest first; none without `--graphs`."""
     if not settings.graphs:
         return []
@@ -176,7 +184,7 @@ def shapes_of(settings: EngineConfig, max_context: int, num_groups: int = 1) -> 
     shapes = [*(StepShape(size, 0, width) for size, width in sizes), *chunks]
     if settings.lora_slots:
         shapes = [shape._replace(lora=lora) for shape in shapes for lora in (False, True)]
-    return shapes[::-1]
+    return [shape._replace(state_blocks=state_blocks) for shape in reversed(shapes)]
 
 
 class StepGraphs:
@@ -194,7 +202,8 @@ class StepGraphs:
         self._pool = pool
         self._stream = stream
         groups = model.num_groups
-        self._shapes = shapes_of(settings, max_context, groups)
+        self._state_blocks = model.state_blocks(pool)
+        self._shapes = shapes_of(settings, max_context, groups, self._state_blocks)
         self._batch_sizes = batch_sizes(settings.max_batch)
         self._widths = table_widths(-(-max_context // settings.block_size), groups)
         chunks = [shape for shape in self._shapes if shape.chunk_rows]
@@ -203,7 +212,9 @@ class StepGraphs:
         self._max_decodes = settings.max_batch
         most_rows = max(self._chunk_sizes, default=0)
         self.has_lora = settings.lora_slots > 0
-        self.largest = StepShape(self._max_decodes, most_rows, self._widths[-1], self.has_lora)
+        self.largest = StepShape(
+            self._max_decodes, most_rows, self._widths[-1], self.has_lora, self._state_blocks
+        )
         self._buffer = torch.zeros(
             num_elements(self.largest), dtype=torch.int32, device=stream.device
         )
@@ -255,7 +266,8 @@ class StepGraphs:
         """The captured shape for a number of decode rows and table entries, or None."""
         if rows > self._max_decodes:
             return None
-        return StepShape(_least(self._batch_sizes, rows), 0, _least(self._widths, blocks))
+        sizes = _least(self._batch_sizes, rows), 0, _least(self._widths, blocks)
+        return StepShape(*sizes, state_blocks=self._state_blocks)
 
     def chunk_shape(self, counts: list[int], blocks: int) -> StepShape | None:
         """The captured shape for a step with chunks, or None.
@@ -269,7 +281,8 @@ class StepGraphs:
         if not self._chunk_sizes or rows > self._chunk_sizes[-1]:
             return None
         width = _least(self._chunk_widths, blocks)
-        return StepShape(self._max_decodes, _least(self._chunk_sizes, rows), width)
+        chunk_rows = _least(self._chunk_sizes, rows)
+        return StepShape(self._max_decodes, chunk_rows, width, state_blocks=self._state_blocks)
 
     def inputs(self, shape: StepShape) -> StepInputs[Tensor]:
         """The inputs on the device that a step of this shape reads."""
@@ -294,12 +307,15 @@ class StepGraphs:
         model.collectives.broadcast(inputs.all)
         tokens, context_lens, tables = inputs.token_ids, inputs.context_lens, inputs.block_tables
         slots = inputs.lora_slots if shape.lora else None
+        states = inputs.state_tables if shape.state_blocks else None
         if shape.chunk_rows:
             rows = (tokens, context_lens, inputs.query_lens, tables, inputs.logit_rows)
-            batch = StepBatch(*rows, shape.decodes, lora_slots=slots)
+            batch = StepBatch(*rows, shape.decodes, lora_slots=slots, state_tables=states)
             logits = model.local_shard.step(batch, self._pool)
         else:
-            logits = model.local_shard.decode(tokens, context_lens, tables, self._pool, slots)
+            logits = model.local_shard.decode(
+                tokens, context_lens, tables, self._pool, slots, states
+            )
         self._sample(inputs, logits)
         return logits
 

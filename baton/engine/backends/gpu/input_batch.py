@@ -33,11 +33,13 @@ HostInputs: TypeAlias = StepInputs[npt.NDArray[np.int32]]
 class InputBatch:
     """Rows of the running sequences. Used by the engine thread only."""
 
-    def __init__(self, max_batch: int, width: int) -> None:
-        """width: maximum number of entries of a sequence's `block_ids`."""
+    def __init__(self, max_batch: int, width: int, state_blocks: int = 0) -> None:
+        """width: maximum number of entries of a sequence's `block_ids` · state_blocks: number of
+        its `state_blocks`."""
         # Twice as many as run at once, so that rows are released in groups.
         count = 2 * max_batch
         self._tables = np.zeros((count, width), np.int32)
+        self._states = np.zeros((count, state_blocks), np.int32)
         self._num_blocks = np.zeros(count, np.int64)  # of each table
         self._settings = np.zeros((count, NUM_SETTINGS), np.float64)
         self._seeds = np.zeros(count, np.int64)
@@ -99,6 +101,7 @@ class InputBatch:
             into.token_ids[place] = sequences[place].tokens[work[place].start]
         into.seeds[at] = self._seeds[rows]
         into.settings[at] = self._settings[rows]
+        into.state_tables[at] = self._states[rows]
         into.block_tables[at] = self._tables[rows, : into.block_tables.shape[1]]
         deferred = self._adjusted[rows] | (ends <= self._adjusted_until[rows])
         return deferred[samples].nonzero()[0]
@@ -129,7 +132,7 @@ class InputBatch:
         else:
             changed = np.arange(len(blocks))
         for place in changed:
-            self._write_table(self._rows[place], blocks[place])
+            self._write_table(self._rows[place], sequences[place])
         self._blocks = blocks
 
     def _assign_rows(self, sequences: list[Sequence]) -> None:
@@ -160,10 +163,14 @@ class InputBatch:
         self._held[row], self._num_blocks[row] = [], 0
         self._tables[row] = 0
 
-    def _write_table(self, row: int, blocks: list[int]) -> None:
-        """Writes a block table. Lists of blocks only grow, so entries of the same list are kept."""
-        table, first = self._tables[row], int(self._num_blocks[row])
+    def _write_table(self, row: int, sequence: Sequence) -> None:
+        """Writes a block table. Lists of blocks only grow, so entries of the same list are kept.
+
+        A sequence with another state has another list, too.
+        """
+        blocks, table, first = sequence.block_ids, self._tables[row], int(self._num_blocks[row])
         if self._held[row] is not blocks:
+            self._states[row] = sequence.state_blocks
             self._held[row], first = blocks, 0
             table[:] = 0
         table[first : len(blocks)] = blocks[first : len(table)]

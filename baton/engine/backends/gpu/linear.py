@@ -65,7 +65,7 @@ class Gate(NamedTuple):
 
 
 class TritonRowOps(RowOps):
-    """Norm, gate and adapters by Triton kernels; the norm adds x to the residual in place."""
+    """Norm, MLP's gate and adapters by Triton kernels; the norm adds x to the residual in place."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, *norm)
@@ -73,6 +73,9 @@ class TritonRowOps(RowOps):
     def act_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
         gated: Tensor = act_mul(gate_up, act)
         return gated
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * torch.sigmoid(gate)
 
     def add_lora(self, y: Tensor, x: Tensor, slots: Tensor, lora: LoraMatrices) -> None:
         add_lora(y, x, slots, lora)

@@ -15,8 +15,10 @@ from torch import Tensor
 from baton.engine.backends.gpu.linear import TRITON_ROW_OPS, prepare, unwrapped
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
+from baton.engine.kernels.torch.delta_rule import DeltaRule
 from baton.engine.kernels.torch.rows import Norm
 from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
+from baton.engine.kernels.triton.delta_rule import RowStates, delta_rule, row_states
 from baton.engine.kernels.triton.latent_attention import (
     Angles,
     latent_attention,
@@ -30,6 +32,7 @@ from baton.engine.kernels.triton.rms_norm import add_rms_norm
 from baton.engine.kernels.triton.rope_kv import Rotation, rope_and_write
 from baton.engine.kernels.triton.slot_mapping import SlotMapping, map_slots
 from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.linear_attention import LinearAttention
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.weights import (
@@ -122,10 +125,27 @@ def _stacked(weights: LatentWeights) -> LatentWeights:
     return replace(weights, keys=stack(weights.keys), values=stack(weights.values))
 
 
+class _TritonLinearAttention(LinearAttention):
+    """Linear attention by Triton's kernels."""
+
+    def states(self, batch: StepBatch) -> RowStates | None:
+        if batch.state_tables is None:
+            return None
+        decodes = batch.num_decodes == len(batch.query_lens)
+        query_lens = None if decodes else batch.query_lens
+        return row_states(batch.state_tables, batch.context_lens, query_lens, len(batch.token_ids))
+
+    def _advance(
+        self, rule: DeltaRule, mixed: Tensor, gates: Tensor, states: RowStates, pool: Tensor
+    ) -> Tensor:
+        return delta_rule(rule, mixed.contiguous(), gates.contiguous(), states, pool)
+
+
 class GpuModel(DecoderModel):
     """Weights are on the device; matrices as `linear.prepare` makes them."""
 
     ops = TRITON_ROW_OPS
+    linear_attention = _TritonLinearAttention
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, dtype: torch.dtype, device: torch.device,
@@ -145,18 +165,22 @@ class GpuModel(DecoderModel):
     @torch.inference_mode()
     def decode(
         self, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, pool: Tensor,
-        lora_slots: Tensor | None = None,
+        lora_slots: Tensor | None = None, state_tables: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Computes one row of each sequence: logits `[rows, vocab_size]`, of the model's type.
 
         token_ids: int32 `[rows]`, valid also where rows are padding · context_lens: int32 `[rows]`,
         tokens before the row; -1 is padding, which touches no block and whose logits mean nothing ·
-        block_tables: int32 `[rows, width]` · lora_slots: as `StepBatch`'s.
+        block_tables: int32 `[rows, width]` · lora_slots, state_tables: as
+        `StepBatch`'s.
         """
         groups = self._map_groups(context_lens, None, block_tables, len(token_ids), pool)
         plan = self._latent_plan(groups[0][0])
         placed = _PlacedRows(groups, len(token_ids), context_lens, latent_plan=plan)
-        return self._logits(self._forward(token_ids, placed, pool, lora_slots))
+        states = None
+        if state_tables is not None:
+            states = row_states(state_tables, context_lens, None, len(token_ids))
+        return self._logits(self._forward(token_ids, placed, pool, lora_slots, states))
 
     def _map_groups(
         self, context_lens: Tensor, query_lens: Tensor | None, block_tables: Tensor, num_rows: int,

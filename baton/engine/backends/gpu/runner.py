@@ -128,13 +128,14 @@ class GpuRunner(Runner):
         self._block_size = pool.shape[4]
         self._stream = stream = stream or new_stream(pool.device)
         self._last: _CapturedLaunch | None = None  # until it is waited for
+        self._copied = stream.record_event()  # after the last copy of blocks
         self._shaped: tuple[ScheduledStep | None, StepShape | None] = None, None  # the last plan's
         width = -(-max_context // self._block_size) * self.num_groups
         with torch.inference_mode():
             self._graphs = SamplingGraphs(
                 model, pool, stream, settings, max_context, sampler.vocab_size
             )
-            self._inputs = InputBatch(settings.max_batch, width)
+            self._inputs = InputBatch(settings.max_batch, width, model.state_blocks(pool))
             self._buffers = [
                 _PinnedBuffers(stream, sampler, self._graphs.largest) for _ in range(2)
             ]
@@ -258,13 +259,21 @@ class GpuRunner(Runner):
             self._stream.call(lambda: Runner.zero_blocks(self, blocks))
             self._stream.record_event().synchronize()
 
+    def copy_blocks(self, source: list[int], target: list[int]) -> None:
+        """See `StepRunner`. Steps that are launched later see the copies."""
+        if len(self.pools) > 1:  # other streams write to the others': wait for the step in flight
+            with suppress(Exception):
+                self._stream.record_event().synchronize()
+        self._stream.call(lambda: Runner.copy_blocks(self, source, target))
+        self._copied = self._stream.record_event()
+
     def write_lora(self, slot: int, adapter: LoraAdapter) -> None:
         self._stream.call(lambda: Runner.write_lora(self, slot, adapter))
         self._stream.record_event().synchronize()
 
     def wait_for_writes(self, blocks: list[int] | None = None) -> None:
-        """Waits for launches that may write blocks which their sequences have released; None: for
-        all.
+        """Waits for launches that may write blocks which their sequences have released, and for
+        copies of blocks; None: for all.
 
         A sequence that releases blocks gets a new list of blocks, which shows it. Errors are not
         raised here but by the step's `land`.
@@ -273,7 +282,10 @@ class GpuRunner(Runner):
             self._last = None
             with suppress(Exception):
                 self._stream.record_event().synchronize()
-        elif self._last is not None:
+            return
+        with suppress(Exception):
+            self._copied.synchronize()
+        if self._last is not None:
             held = zip(self._last.sequences, self._last.blocks, strict=True)
             if any(sequence.block_ids is not before for sequence, before in held):
                 with suppress(Exception):

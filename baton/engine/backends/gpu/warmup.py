@@ -15,7 +15,7 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.backends.gpu.cuda_graphs import StepShape, shapes_of
 from baton.engine.batch import BatchBuilder, StepModel
-from baton.engine.runner import StepRunner
+from baton.engine.runner import Runner
 from baton.engine.scheduler import SCORED_ROWS, ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.generation.sampling_params import SamplingParams
@@ -33,9 +33,9 @@ _RANKED = SamplingParams(
 _GREEDY = SamplingParams()
 
 
-def largest_step(runner: StepRunner, settings: EngineConfig, max_context: int) -> None:
+def largest_step(runner: Runner, settings: EngineConfig, max_context: int) -> None:
     """Runs a full batch with a step's whole token budget, at the end of full contexts."""
-    of_blocks = runner.pool, runner.num_groups
+    of_blocks = runner.pool, runner.model
     rest = settings.chunk_tokens
     proposed = min(settings.speculate, rest // settings.max_batch, max_context - 2)
     rest -= proposed * settings.max_batch
@@ -57,8 +57,8 @@ def largest_captured(
 ) -> None:
     """Runs a step of the largest captured shape, with full contexts."""
     shapes = shapes_of(settings, max_context) or [StepShape(settings.max_batch, 0, 1)]
-    work = [_work(max_context, 1, pool, model.num_groups)] * shapes[0].decodes
-    work += _chunks(shapes[0].chunk_rows, max_context, pool, model.num_groups)
+    work = [_work(max_context, 1, pool, model)] * shapes[0].decodes
+    work += _chunks(shapes[0].chunk_rows, max_context, pool, model)
     work.sort(key=lambda item: item.count > 1)
     _step(model, pool, work)
 
@@ -80,7 +80,7 @@ def warm_up(model: StepModel, pool: Tensor, settings: EngineConfig, max_context:
     for num_decodes, chunk, width in step_shapes(settings, max_context):
         end = min(width * settings.block_size, max_context)
         rows = [1] * num_decodes + [chunk] * bool(chunk)
-        work = [_work(end, count, pool, model.num_groups) for count in rows]
+        work = [_work(end, count, pool, model) for count in rows]
         _step(model, pool, work)
         if settings.lora_slots:
             for item in work:
@@ -88,30 +88,29 @@ def warm_up(model: StepModel, pool: Tensor, settings: EngineConfig, max_context:
             _step(model, pool, work)
 
 
-def scored_decode(runner: StepRunner) -> None:
+def scored_decode(runner: Runner) -> None:
     """Runs a decode row with log-probabilities, whose logits have the model's type, not float32."""
     runner.run(
-        ScheduledStep(
-            [_work(1, 1, runner.pool, runner.num_groups, params=SamplingParams(logprobs=1))]
-        )
+        ScheduledStep([_work(1, 1, runner.pool, runner.model, params=SamplingParams(logprobs=1))])
     )
 
 
 def _work(
-    end: int, count: int, pool: Tensor, num_groups: int, proposed: int = 0,
+    end: int, count: int, pool: Tensor, model: StepModel, proposed: int = 0,
     params: SamplingParams = _GREEDY,
 ) -> ScheduledSequence:  # fmt: skip
     """Schedules the last `count` tokens of a context of `end`, some of them proposed."""
-    blocks = [0] * (-(-end // pool.shape[4]) * num_groups)
+    blocks = [0] * (-(-end // pool.shape[4]) * model.num_groups)
     sequence = Sequence("", [0] * (end - proposed), 1, params, block_ids=blocks)
+    sequence.state_blocks = [0] * model.state_blocks(pool)
     return ScheduledSequence(sequence, end - count, count, (0,) * proposed)
 
 
-def _chunks(rows: int, max_context: int, pool: Tensor, num_groups: int) -> list[ScheduledSequence]:
+def _chunks(rows: int, max_context: int, pool: Tensor, model: StepModel) -> list[ScheduledSequence]:
     """Chunks of `rows` rows in total, of as few sequences as possible."""
     longest = max_context - 1
     counts = [min(longest, rows - done) for done in range(0, rows, longest)]
-    return [_work(max_context, count, pool, num_groups) for count in counts]
+    return [_work(max_context, count, pool, model) for count in counts]
 
 
 def _step(model: StepModel, pool: Tensor, work: list[ScheduledSequence]) -> None:

@@ -12,7 +12,6 @@ was divided into steps, nor on other sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels.delta_rule import DeltaRuleShape, StateLayout
-from baton.engine.kernels.torch.rows import SERIAL_ELEMENTS, rms_norm
+from baton.engine.kernels.torch.rows import rms_norm, rowwise
 
 L2_EPS = 1e-6
-_VECTOR_ELEMENTS = 64  # a multiple of what torch computes at a time
 
 
 class DeltaRuleTensors(NamedTuple):
@@ -125,18 +123,6 @@ class DeltaRule:
         earlier.copy_(inputs[count:].transpose(0, 1))
         flat = total.to(channels.dtype).flatten(1)
         return rowwise(F.silu, flat).view_as(channels)
-
-
-def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A function of each element of x `[rows, size]`, whose last bits depend on it alone.
-
-    torch computes the elements at the end of a part, which depends on their number and on threads,
-    in another way than those before.
-    """
-    size = x.shape[1]
-    wide = F.pad(x, (0, -size % _VECTOR_ELEMENTS))
-    group = max(1, (SERIAL_ELEMENTS - 1) // wide.shape[1])
-    return torch.cat([function(rows) for rows in wide.split(group)])[:, :size]
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ They are the reference of `kernels/native/src/rows.cpp` and `kernels/triton/rows
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from baton.engine.kernels.torch.lora import LoraMatrices, add_lora
 
 # torch runs an elementwise operation on fewer elements than this on one thread.
 SERIAL_ELEMENTS = 32768
+_VECTOR_ELEMENTS = 64  # a multiple of what torch computes at a time
 
 
 class Norm(NamedTuple):
@@ -29,7 +31,7 @@ class Norm(NamedTuple):
 
 
 class RowOps:
-    """A device's norm, gate and products of adapters. These are torch's."""
+    """A device's norm, gates and products of adapters. These are torch's."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         """Adds x to the residual stream, if there is one: (norm of the stream, stream)."""
@@ -44,6 +46,10 @@ class RowOps:
     def act_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
         """The gated half of `[rows, 2 * size]`; see `act_mul`."""
         return act_mul(gate_up, act)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x `[rows, size]` times the sigmoid of a gate of the same shape."""
+        return x * rowwise(torch.sigmoid, gate)
 
     def add_lora(self, y: Tensor, x: Tensor, slots: Tensor, lora: LoraMatrices) -> None:
         """Adds to y what the rows' adapters compute from x; see `add_lora`."""
@@ -95,6 +101,18 @@ def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
         return torch.mul(function(gate), up)
     group = max(1, (SERIAL_ELEMENTS - 1) // size)
     return torch.cat([function(rows) for rows in gate.split(group)]).mul_(up)
+
+
+def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A function of each element of x `[rows, size]`, whose last bits depend on it alone.
+
+    torch computes the elements at the end of a part, which depends on their number and on threads,
+    in another way than those before.
+    """
+    size = x.shape[1]
+    wide = F.pad(x, (0, -size % _VECTOR_ELEMENTS))
+    group = max(1, (SERIAL_ELEMENTS - 1) // wide.shape[1])
+    return torch.cat([function(rows) for rows in wide.split(group)])[:, :size]
 
 
 def _swish(x: Tensor) -> Tensor:

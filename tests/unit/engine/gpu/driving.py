@@ -17,13 +17,14 @@ from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import Scheduler
 from baton.engine.speculative.ngram import NgramProposer
+from baton.engine.state_blocks import StateBlockManager
 from baton.engine.step_report import SequenceProgress
 from baton.errors import Overloaded
 from tests.unit.engine.gpu.models import TINY, weights_of
 
 SIZE = 4
 MAX_CONTEXT = 64
-CONFIG = replace(TINY, num_layers=1, windows=(None,), max_context=MAX_CONTEXT)
+CONFIG = replace(TINY, num_layers=1, windows=(None,), ropes=TINY.ropes[:1], max_context=MAX_CONTEXT)
 EOS = frozenset({1})
 
 
@@ -47,12 +48,15 @@ class PaddedModel(DecoderModel):
             torch.arange(len(rows), dtype=torch.int32),
             int((real < batch.num_decodes).sum()),
             lora_slots=None if batch.lora_slots is None else batch.lora_slots[rows],
+            state_tables=None if batch.state_tables is None else batch.state_tables[real],
         )
         logits = torch.full((len(owners), self.config.vocab_size), torch.nan)
         logits[rows] = super().step(whole, pool)
         return logits[batch.logit_rows]
 
-    def decode(self, token_ids, context_lens, block_tables, pool, lora_slots=None):
+    def decode(
+        self, token_ids, context_lens, block_tables, pool, lora_slots=None, state_tables=None
+    ):
         assert token_ids.dtype == context_lens.dtype == block_tables.dtype == torch.int32
         logits = torch.full((len(token_ids), self.config.vocab_size), torch.nan)
         real = (context_lens >= 0).nonzero()[:, 0]
@@ -63,12 +67,17 @@ class PaddedModel(DecoderModel):
                 *(token_ids[real], context_lens[real], ones, block_tables[real], real.int()),
                 len(real),
                 lora_slots=None if lora_slots is None else lora_slots[real],
+                state_tables=None if state_tables is None else state_tables[real],
             )
             logits[real] = self.step(batch, pool)
         return logits
 
 
-MODEL = PaddedModel(CONFIG, weights_of(CONFIG), torch.float32, torch.device("cpu"))
+def model_of(config):
+    return PaddedModel(config, weights_of(config), torch.float32, torch.device("cpu"))
+
+
+MODEL = model_of(CONFIG)
 
 
 def new_pool(num_blocks):
@@ -85,6 +94,9 @@ class Driven:
     ):  # fmt: skip
         self.runner = runner
         self.blocks = BlockManager(num_blocks, block_size)
+        if states := runner.model.state_blocks(runner.pool):
+            memory_of = runner.zero_blocks, runner.copy_blocks
+            self.blocks = StateBlockManager(num_blocks, block_size, True, states, *memory_of)
         proposer = NgramProposer(speculate, MAX_CONTEXT) if speculate else None
         self.scheduler = Scheduler(self.blocks, ChunkBudget(16), max_batch, proposer)
         overlap = overlap and not speculate
@@ -156,20 +168,22 @@ class Driven:
                 self.ends[one.seq_id] = reason
 
 
-def on_cpu(num_blocks, **options):
-    runner = Runner(MODEL, new_pool(num_blocks), Sampler(EOS, CONFIG.vocab_size))
+def on_cpu(num_blocks, model=MODEL, **options):
+    runner = Runner(model, new_pool(num_blocks), Sampler(EOS, CONFIG.vocab_size))
     return Driven(runner, num_blocks, **options)
 
 
-def gpu_runner(stream, num_blocks, max_batch=6):
+def gpu_runner(stream, num_blocks, max_batch=6, model=MODEL):
     settings = EngineConfig(max_batch=max_batch, block_size=SIZE)
     sampler = Sampler(EOS, CONFIG.vocab_size)
-    return GpuRunner(MODEL, new_pool(num_blocks), sampler, settings, MAX_CONTEXT, stream)
+    return GpuRunner(model, new_pool(num_blocks), sampler, settings, MAX_CONTEXT, stream)
 
 
-def on_gpu(stream, num_blocks, *, overlap=True, graphs=False, max_batch=6, **options):
+def on_gpu(
+    stream, num_blocks, *, overlap=True, graphs=False, max_batch=6, model=MODEL, **options
+):  # fmt: skip
     """On the GPU's runner, over a stream of the CPU."""
-    runner = gpu_runner(stream, num_blocks, max_batch)
+    runner = gpu_runner(stream, num_blocks, max_batch, model)
     if graphs:
         runner.capture()
     return Driven(runner, num_blocks, max_batch=max_batch, overlap=overlap, **options)

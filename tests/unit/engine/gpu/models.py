@@ -6,9 +6,10 @@ import torch
 
 from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.model import GpuModel
+from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.kernels.routing import Routing
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.model_config import ExpertsConfig, LatentConfig
+from baton.engine.models.model_config import DeltaRuleConfig, ExpertsConfig, LatentConfig
 from baton.engine.models.rope_config import Rope
 from baton.engine.models.weight_loader import random_weights
 from baton.engine.models.weights import ModelWeights
@@ -89,9 +90,22 @@ CONFIGS = {
         architecture="MiniMaxM2ForCausalLM",
         experts=replace(EXPERTS, routing=replace(CORRECTED, groups=1, taken_groups=1)),
     ),
+    "qwen3.5": replace(
+        TINY,
+        architecture="Qwen3_5ForCausalLM",
+        delta_rule=DeltaRuleConfig((True, False), DeltaRuleShape(2, 4, 16, 16, kernel=4)),
+    ),
     "olmo2, partly turned": replace(
         TINY, architecture="Olmo2ForCausalLM", ropes=(Rope(1e4, size=8), None)
     ),
+}
+
+# Sizes of a checkpoint with states that are interpreted in seconds.
+FEW_STATES = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.config import EngineConfig
-from baton.engine import build
+from baton.engine import build, state_blocks
 from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.backends.gpu import backend as gpu_backend
 from baton.engine.backends.gpu import device_sampling, memory
@@ -30,6 +30,7 @@ from baton.local import model_plan
 from tests.unit.engine.bench import Bench
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.gpu.fake_gpu import GIB, FakeGpu, UnmeasuredGpu
+from tests.unit.engine.gpu.models import FEW_STATES
 from tests.unit.engine.small_models import qwen_config
 from tests.waiting import WAIT_S
 
@@ -79,6 +80,34 @@ def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options, request):
     assert found[0] == found[1]
     assert gpu.descriptor == cpu.descriptor, "they may be paired"
     assert gpu.max_context == cpu.max_context == 32
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"graphs": False, "overlap": False}, {"tp": 2}],
+    ids=["graphs", "no graphs", "ranks"],
+)  # fmt: skip
+def test_states_give_a_cpus_tokens_with_and_without_checkpoints(tmp_path, options, monkeypatch):
+    monkeypatch.setattr(state_blocks, "MIN_CHECKPOINT", 16)
+    make_checkpoint(tmp_path, "Qwen3_5ForCausalLM", **FEW_STATES)
+    greedy, found = SamplingParams(max_tokens=3, ignore_eos=True), []
+    settings = {"kv_blocks": 64, "max_context": 32, "chunk_tokens": 12}
+    cpu = build.load(EngineConfig(str(tmp_path), **{**SETTINGS, **settings, "kernels": "torch"}))
+    # Without a warm-up: the interpreter takes seconds for a step.
+    gpu = on_gpu(tmp_path, UnmeasuredGpu(), **settings, **options)
+    if options.get("graphs", True):
+        gpu.runner.capture()
+    prompts = [list(range(10, 29)), list(range(10, 29)), list(range(10, 31))]
+    for loaded in (gpu, cpu):
+        with Bench(loaded.engine) as bench:
+            got, cached = [], []
+            for number, prompt in enumerate(prompts):
+                sequence = Sequence(f"{number}", list(prompt), len(prompt), greedy)
+                got += bench.tokens(sequence).values()
+                cached.append(sequence.num_cached)
+        found.append((got, cached))
+    assert found[0] == found[1]
+    assert cached == [0, 16, 16]
+    assert gpu.descriptor == cpu.descriptor
 
 
 @pytest.mark.parametrize("options", [{}, {"graphs": False, "overlap": False}], ids=str)
@@ -269,18 +298,37 @@ CONFIG = qwen_config()  # 2 layers, 2 KV heads of 32: 512 B a token in bfloat16
 BLOCK = 16 * 512
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_a_plan_of_a_gpu_is_near_what_its_worker_finds(checkpoint, quantization, monkeypatch):
+@pytest.fixture
+def planned(monkeypatch):
+    """The findings of a plan by subject, on a fake GPU."""
     monkeypatch.setattr(model_plan, "device_of", lambda settings: torch.device("cuda", 0))
     monkeypatch.setattr(model_plan, "Gpu", lambda device: FakeGpu())
     monkeypatch.setattr(model_plan, "check_model", lambda settings: None)  # it has no tokenizer
+    return lambda settings: {one.subject: one for one in model_plan.check_plan(settings)}
+
+
+def test_a_plan_of_a_gpu_counts_states_and_refuses_what_models_with_them_lack(tmp_path, planned):
+    make_checkpoint(tmp_path, "Qwen3NextForCausalLM")
+    found = planned(settings := EngineConfig(str(tmp_path), max_batch=2))
+    assert found["kernels"].text == "Triton's"
+    assert "KiB a token and 0.0352 MiB a sequence" in found["KV"].text
+    found = planned(replace(settings, kv_blocks=9))
+    assert found["KV"].level == "fail" and "takes 9 blocks of 9" in found["KV"].text
+    assert planned(replace(settings, kv_blocks=10, max_context=8))["KV"].level == "ok"
+    assert "rejected token" in planned(replace(settings, speculate=2))["model"].text
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_plan_of_a_gpu_is_near_what_its_worker_finds(
+    checkpoint, quantization, planned, monkeypatch
+):
     monkeypatch.setattr(memory, "MOST_BLOCKS", 1 << 40)
     settings = EngineConfig(str(checkpoint), quantization=quantization, max_batch=2)
-    found = {one.subject: one for one in model_plan.check_plan(settings)}
+    found = planned(settings)
     assert found["kernels"].text == "Triton's"
     assert "GPU memory of cuda:0 Card: 8.00 GiB" in found["memory"].text
     ranked = replace(settings, tp=2)
-    divided = {one.subject: one for one in model_plan.check_plan(ranked)}
+    divided = planned(ranked)
     assert divided["weights"].text.endswith("divided among 2 ranks")
     tokens = [re.search(r"hold ([\d,]+) tokens", one["KV"].text)[1] for one in (found, divided)]
     one, two = (int(number.replace(",", "")) for number in tokens)
@@ -288,7 +336,7 @@ def test_a_plan_of_a_gpu_is_near_what_its_worker_finds(checkpoint, quantization,
     *_, refused = model_plan.check_plan(replace(settings, tp=3))
     assert "--tp 3 does not divide" in refused.text
     monkeypatch.setattr(FakeGpu, "free_and_total", lambda self: (1 << 20, 8 * GIB))
-    found = {one.subject: one for one in model_plan.check_plan(settings)}
+    found = planned(settings)
     assert found["model"].level == "fail" and "another GPU" in found["model"].text
 
 

@@ -27,7 +27,7 @@ from baton.engine.quantization.linear_weight import DenseWeight
 from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from baton.errors import ConfigError
 from tests.unit.engine.checkpoints import SIZES, make_checkpoint
-from tests.unit.engine.gpu.models import CONFIGS, EXPERTS, TINY, both, tokens
+from tests.unit.engine.gpu.models import CONFIGS, EXPERTS, FEW_STATES, TINY, both, tokens
 from tests.unit.engine.paged import PagedRun
 from tests.unit.engine.quantized_checkpoints import make_mxfp4
 from tests.unit.engine.small_models import CPU
@@ -78,6 +78,8 @@ def test_equals_transformers(architecture, tmp_path):
     few = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
     sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     small = {} if architecture in SIZES else {**few, **sizes}
+    if ARCHITECTURES[architecture].delta_rule:
+        small |= FEW_STATES
     reference = make_checkpoint(tmp_path, architecture, sliding_window=12, **small)
     config = ModelConfig.load(tmp_path)
     if reason := refused(config, 16, (9, 0)):
@@ -296,3 +298,25 @@ def test_nothing_waits_for_the_device(decoding, monkeypatch):
         gpu.decode(last, ints([18, -1]), block_tables, pool)
         with pytest.raises(AssertionError, match="waits"):
             last[0].item()
+
+
+def test_states_are_advanced_by_their_own_rows_without_waiting():
+    _, gpu = both(CONFIGS["qwen3.5"])
+    run = PagedRun(gpu)
+    sequences = [run.add(tokens(9, 1), room=7), run.add(tokens(5, 2), room=11)]
+    run.step((sequences[0], 9), (sequences[1], 2))
+    chunk, decoded = ints([7, 11, 12, 13]), run.pool.clone()
+    tables, states = (ints([getattr(one, name) for one in sequences]) for name in (
+        "block_ids", "state_blocks"))  # fmt: skip
+    lens, logit_rows = (ints([9, 2]), ints([1, 3])), ints([0, 3])
+    mixed = StepBatch(chunk, *lens, tables, logit_rows, 1, state_tables=states)
+    padded = ints([7, 11, 7]), ints([9, -1, -1]), tables[[0, 1, 0]]
+    with NoWaiting():
+        expected = gpu.step(mixed, run.pool)
+        got = gpu.decode(*padded, decoded, state_tables=states[[0, 1, 0]])
+    torch.testing.assert_close(got[0], expected[0], rtol=0, atol=1e-5)
+    of_first = [*sequences[0].state_blocks, *sequences[0].block_ids]
+    torch.testing.assert_close(decoded[of_first], run.pool[of_first], rtol=0, atol=1e-5)
+    changed = (decoded != run.pool).flatten(1).any(1).nonzero()[:, 0].tolist()
+    of_second = {*sequences[1].state_blocks, *sequences[1].block_ids}
+    assert changed and {*changed} - {*of_first} <= of_second, "padding leaves the pool alone"

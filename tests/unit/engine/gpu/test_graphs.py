@@ -61,9 +61,9 @@ def test_tables_are_padded_to_few_widths():
     ]  # fmt: skip
 
 
-@given(st.integers(0, 300), st.sampled_from((0, 64, 100)), st.integers(1, 70))
-def test_sections_are_aligned_apart_and_fit_their_memory(decodes, chunk_rows, width):
-    shape = StepShape(decodes, chunk_rows, width)
+@given(st.integers(0, 300), st.sampled_from((0, 64, 100)), st.integers(1, 70), st.integers(0, 3))
+def test_sections_are_aligned_apart_and_fit_their_memory(decodes, chunk_rows, width, states):
+    shape = StepShape(decodes, chunk_rows, width, state_blocks=states)
     flat = torch.zeros(num_elements(shape), dtype=torch.int32)
     *apart, whole = split_inputs(flat, shape)
     for number, part in enumerate(apart, 1):
@@ -263,6 +263,9 @@ class Bf16Model:
 
     def on_all_ranks(self, *_):
         return nullcontext()
+
+    def state_blocks(self, pool):
+        return 0
 
     def decode(self, token_ids, *_):
         return self.logits[: len(token_ids)]

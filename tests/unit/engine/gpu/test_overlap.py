@@ -15,6 +15,7 @@ import torch
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
+from baton.engine import state_blocks
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kernels.triton import sampling
@@ -22,6 +23,7 @@ from baton.engine.sampling import filters, randomness
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
+from baton.engine.state_blocks import StateBlockManager
 from baton.generation.sampling_params import SamplingParams, StructuredOutput
 from baton.generation.structured_output import GrammarCompiler
 from tests.unit.engine.gpu.driving import (
@@ -31,14 +33,17 @@ from tests.unit.engine.gpu.driving import (
     MODEL,
     SIZE,
     Driven,
+    model_of,
     on_cpu,
     on_gpu,
 )
 from tests.unit.engine.gpu.lazy_stream import LazyStream
+from tests.unit.engine.gpu.models import CONFIGS
 from tests.waiting import WAIT_S
 
 STRUCTURED = {"structured_output": StructuredOutput(regex="([a-f]{2,3}_)+"), "ignore_eos": False}
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+STATES = replace(CONFIGS["qwen3.5"], max_context=MAX_CONTEXT)  # one of its layers has KV
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +52,12 @@ def _sample_without_the_interpreter(monkeypatch):
 
     def sample(logits, settings, seeds, positions, tokens):
         numbers = randomness.uniform(seeds.numpy().view(np.uint64), positions)
-        for at, (temperature, top_k, top_p, min_p) in enumerate(settings.tolist()):
+        known = np.nan_to_num(settings.numpy())  # what padding has are any numbers
+        for at, (temperature, top_k, top_p, min_p) in enumerate(known.tolist()):
             params = SamplingParams(
-                temperature=temperature or 1.0, top_k=int(top_k), top_p=top_p, min_p=min_p
-            )
+                temperature=temperature if temperature > 1e-6 else 1.0,
+                top_k=int(top_k), top_p=top_p, min_p=min_p,
+            )  # fmt: skip
             row = logits[at].float().numpy()
             drawn = filters.sample(row[None], [params], numbers[at : at + 1])[0]
             finite = drawn < len(row)
@@ -151,7 +158,9 @@ def play(scenario, driven):
 def assert_published_steps_have_run(driven):
     stream = getattr(driven.runner, "_stream", None)
     if isinstance(stream, LazyStream):
-        assert (stream.unwaited > 0) == (driven.engine._flight is not None)
+        in_flight = driven.engine._flight is not None
+        copies = isinstance(driven.blocks, StateBlockManager)  # which are not waited for
+        assert stream.unwaited >= in_flight and (in_flight or copies or not stream.unwaited)
 
 
 def assert_same(some, others):
@@ -188,6 +197,33 @@ def test_tokens_are_those_of_a_cpu(seed, num_blocks):
     ]  # fmt: skip
     for stream, options in (ways[seed], ways[seed + 1]):
         assert_same(play(scenario, on_gpu(stream, num_blocks, **options)), expected)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_states_are_those_of_a_cpu_and_copied_before_another_step_changes_them(seed, monkeypatch):
+    monkeypatch.setattr(state_blocks, "MIN_CHECKPOINT", SIZE)
+    model, scenario = model_of(STATES), a_scenario(seed)
+    expected = play(scenario, on_cpu(150, model=model))
+    for at, stream in enumerate((LazyStream(), LazyStream(seed))):
+        driven = play(scenario, on_gpu(stream, 150, model=model, graphs=at == 0))
+        assert_same(driven, expected)
+        assert driven.blocks._checkpoints, "which later prompts resume at"
+
+
+def test_copies_of_blocks_are_waited_for_before_others_write_and_behind_other_ranks_steps():
+    stream = LazyStream()
+    runner = on_gpu(stream, 8).runner
+    runner.pool.copy_(torch.arange(8.0).view(8, 1, 1, 1, 1, 1).expand_as(runner.pool))
+    runner.copy_blocks([1, 2], [4, 5])
+    assert runner.pool[:, 0, 0, 0, 0, 0].tolist() == [0, 1, 2, 3, 1, 2, 6, 7]
+    assert stream.unwaited
+    runner.wait_for_writes([4])
+    assert not stream.unwaited
+    runner.pools = (runner.pool, runner.pool.clone())
+    stream.put(lambda: None)
+    runner.copy_blocks([1], [6])
+    assert stream.unwaited == 1, "the copy alone"
+    assert (runner.pools[1][6] == 1).all()
 
 
 @pytest.mark.parametrize("seed", range(2))
