@@ -23,7 +23,7 @@ from tests.unit.engine.gpu.models import TINY, weights_of
 
 SIZE = 4
 MAX_CONTEXT = 64
-CONFIG = replace(TINY, num_layers=1, windows=(None,), max_context=MAX_CONTEXT)
+CONFIG = replace(TINY, num_layers=1, windows=(None,), ropes=TINY.ropes[:1], max_context=MAX_CONTEXT)
 EOS = frozenset({1})
 
 
