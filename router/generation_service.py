@@ -39,7 +39,7 @@ from router.output.delivery import Delivery
 from router.output.sink import Sink
 from router.output.text_stream import TextStream
 from router.placement.explain import explain
-from router.placement.scoring import RETRY_AFTER_S
+from router.placement.room import RETRY_AFTER_S
 from router.request import LimitReached, RequestState, TokenizedRequest
 from router.telemetry.request_span import RequestSpan, first_attributes
 from router.telemetry.stats import RequestRecord, RouterStats
