@@ -24,11 +24,42 @@ from tests.unit.engine.test_quantized_checkpoints import FORMATS, PARTS
 FORMS = (
     *("demo", "LlamaForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Glm4ForCausalLM"),
     *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
-    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"),
+    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Gemma4ForCausalLM"),
 )
 OF_EACH = dict(reversed(VARIANTS.values()))  # the first variant of each
 PROMPTS = [[(7 * i + 5 * one) % 250 + 2 for i in range(75)] for one in range(6)]
 NEW_TOKENS = 300
+
+
+class Killing:
+    """Streams greedy completions of all prompts; a decode worker is killed during half of them."""
+
+    def __init__(self, cluster, client, max_tokens):
+        self._cluster, self._client, self._max_tokens = cluster, client, max_tokens
+        self._underway = 0
+
+    async def check(self, reference):
+        """The completions, which have the transformers model's tokens."""
+        done = await asyncio.gather(*map(self._completion, PROMPTS))
+        assert any(one.route.attempts > 1 for one in done)
+        with torch.inference_mode():
+            texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, done, strict=True)]
+            expected = reference(torch.tensor(texts)).logits.argmax(dim=-1)
+        assert [text[75:] for text in texts] == expected[:, 74:-1].tolist()
+        return done
+
+    async def _completion(self, prompt):
+        asked = self._client.stream(
+            prompt, max_tokens=self._max_tokens, temperature=0.0, ignore_eos=True
+        )
+        async with asked as stream:
+            await anext(aiter(stream))
+            self._underway += 1
+            if self._underway == len(PROMPTS) // 2:
+                self._cluster.kill("decode-0")
+            async for _ in stream:
+                pass
+        return stream.completion
 
 
 @pytest.mark.parametrize("architecture", FORMS)
@@ -46,27 +77,34 @@ async def test_greedy_tokens_are_those_of_transformers_also_when_a_decode_worker
     cluster, client = await clusters(
         alone=True, engine=engine, decode=2, extra_args={"prefill": ["--kernels", "torch"]}
     )
-    underway = 0
-
-    async def completion(prompt):
-        nonlocal underway
-        asked = client.stream(prompt, max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
-        async with asked as stream:
-            await anext(aiter(stream))
-            underway += 1
-            if underway == len(PROMPTS) // 2:
-                cluster.kill("decode-0")
-            async for _ in stream:
-                pass
-        return stream.completion
-
-    done = await asyncio.gather(*map(completion, PROMPTS))
+    done = await Killing(cluster, client, NEW_TOKENS).check(reference)
     assert {one.route.transport for one in done} == {"shm"}
-    assert any(one.route.attempts > 1 for one in done)
-    with torch.inference_mode():
-        texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, done, strict=True)]
-        expected = reference(torch.tensor(texts)).logits.argmax(dim=-1)
-    assert [text[75:] for text in texts] == expected[:, 74:-1].tolist()
+
+
+# Where layers have heads of two sizes, a rank's share of either is in one part of a block.
+WINDOWS = {
+    "Gemma3ForCausalLM": {"sliding_window": 24},
+    "Gemma4ForCausalLM": {
+        "sliding_window": 24,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", WINDOWS)
+async def test_windows_with_other_ranks_in_decode_one_of_which_is_killed(
+    architecture, tmp_path, clusters
+):
+    reference = make_checkpoint(tmp_path, architecture, tokenizer=True, **WINDOWS[architecture])
+    engine = replace(
+        ENGINE, model=str(tmp_path), kv_cache_bytes=0, kv_blocks=256, tp_backend="gloo"
+    )
+    ranks = {"prefill": ["--tp", "2"], "decode": ["--tp", "1"]}
+    cluster, client = await clusters(alone=True, engine=engine, decode=2, extra_args=ranks)
+    await Killing(cluster, client, 64).check(reference)
 
 
 async def test_latent_kv_is_handed_over_between_halves_of_unlike_tensor_parallelism(
