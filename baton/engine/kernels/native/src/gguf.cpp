@@ -176,9 +176,14 @@ struct Panel {
         const size_t in = weights.in, groups = in / weights.group;
         const Number* b = (const Number*)chunk.values + vector * LANES * P::WIDTH;
         const int steps = weights.group / P::GROUP;
-        f32x16 totals[COUNT][VECTORS];
+        // Register by register, because whole vectors would stay in memory.
+        constexpr int REGISTERS = VECTORS * LANES / WORDS;
+        Floats totals[COUNT][REGISTERS];
+        const auto kept_at = [&](int r, int v) {
+            return (float*)&kept[row - begin + r][vector] + v * WORDS;
+        };
         for (int r = 0; r < COUNT; r++)
-            for (int v = 0; v < VECTORS; v++) totals[r][v] = kept[row - begin + r][vector + v];
+            for (int v = 0; v < REGISTERS; v++) totals[r][v] = load<Floats>(kept_at(r, v));
         const int last = end_input / weights.group;
         for (int g = first / weights.group, at = 0; g < last; g++, at++) {
             P::Sum found[COUNT][VECTORS] = {};
@@ -192,19 +197,22 @@ struct Panel {
             for (int r = 0; r < COUNT; r++) {
                 const size_t block = g * weights.group / BLOCK_INPUTS;
                 const float unit = FLOATS ? 1.0f : rows.units[(row + r) * (in / BLOCK_INPUTS) + block];
-                for (int v = 0; v < VECTORS; v++) {
-                    const f32x16 sum = __builtin_convertvector(found[r][v], f32x16);
-                    const f32x16 scale = chunk.scales[at][vector + v] * unit;
-                    totals[r][v] = multiply_add(sum, scale, totals[r][v]);
+                const float* scales = (const float*)&chunk.scales[at][vector];
+                const float* minimums = (const float*)&chunk.minimums[at][vector];
+                for (int v = 0; v < REGISTERS; v++) {
+                    const auto sums = load<Lanes<Number>::Sum>((const int32_t*)found[r] + v * WORDS);
+                    const Floats scale = load<Floats>(scales + v * WORDS) * unit;
+                    totals[r][v] =
+                        multiply_add(__builtin_convertvector(sums, Floats), scale, totals[r][v]);
                     if (rows.sums)
-                        totals[r][v] = multiply_add(chunk.minimums[at][vector + v],
-                                                    splat(rows.sums[(row + r) * groups + g]),
+                        totals[r][v] = multiply_add(load<Floats>(minimums + v * WORDS),
+                                                    Floats{} + rows.sums[(row + r) * groups + g],
                                                     totals[r][v]);
                 }
             }
         }
         for (int r = 0; r < COUNT; r++)
-            for (int v = 0; v < VECTORS; v++) kept[row - begin + r][vector + v] = totals[r][v];
+            for (int v = 0; v < REGISTERS; v++) store(kept_at(r, v), totals[r][v]);
     }
 };
 

@@ -283,6 +283,16 @@ typedef int32_t Ints __attribute__((vector_size(REGISTER)));
 typedef int16_t Shorts __attribute__((vector_size(REGISTER)));
 constexpr int WORDS = REGISTER / 4;
 
+#ifndef __AVX512F__
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#ifdef __aarch64__
+    return vfmaq_f32(c, a, b);
+#else
+    return _mm256_fmadd_ps(a, b, c);
+#endif
+}
+#endif
+
 // One word in all lanes.
 inline Words repeat(const void* from) {
 #if defined(__AVX512F__) || defined(__aarch64__)
