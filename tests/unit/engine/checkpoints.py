@@ -173,6 +173,7 @@ def add_predicting_layer(directory, seed=5, mixed=None):
     if mixed is not None:
         for name in (name for name in tensors if ".o_proj." in name or ".down_proj." in name):
             tensors[name] *= mixed
+        tensors["lm_head.weight"] *= 4  # so that sampled tokens are often the likeliest
     for name in [name for name in tensors if name.startswith(last)]:
         tensor = tensors[name]
         changed = tensor * (1 + 0.2 * noise(*tensor.shape))
