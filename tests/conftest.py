@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import hypothesis
+import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job of a script
     signal.signal(signal.SIGINT, signal.default_int_handler)  # child processes inherit it
@@ -13,7 +15,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core
     os.environ["OMP_NUM_THREADS"] = "1"
 
 import tests.interpreted  # noqa: F401
+from tests.preloaded import Preloaded
 
 # Other examples in each run; no deadline: machines are busy.
 hypothesis.settings.register_profile("suite", max_examples=50, deadline=None)
 hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded() -> Iterator[None]:
+    """Ranks and peers, dozens of processes, do not import torch each for themselves."""
+    ranks = {"baton.engine.rank_process", "baton.worker.remote_rank"}
+    with Preloaded({*ranks, "tests.contract.kvtransfer_peer"}):
+        yield

@@ -105,21 +105,22 @@ class ApiConfig:
     response_dir: Path | None = option(
         None,
         "--response-dir DIR",
-        "store responses of /v1/responses in this directory, which routers of one machine may "
+        "store responses and conversations in this directory, which routers of one machine may "
         "share (default: none are stored)",
         Path,
     )
     response_disk: int = option(
         1 << 30,
         "--response-disk SIZE",
-        "most disk space in --response-dir for each tenant, whose oldest responses are removed "
-        "(default: 1GiB)",
+        "most disk space in --response-dir for each tenant, whose oldest responses and "
+        "conversations are removed (default: 1GiB)",
         least=1,
     )
     response_lifetime_s: float = option(
         30 * 86400.0,
         "--response-lifetime SECONDS",
-        "time after which a stored response is removed (default: 30 days)",
+        "time after which a stored response is removed, and a conversation without new items "
+        "(default: 30 days)",
         least=1.0,
     )
 

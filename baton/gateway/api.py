@@ -164,6 +164,7 @@ class GenerateOptions(Struct, kw_only=True):
     cache_salt: Salt | None = None
     prompt_cache_key: Session | None = None
     user: Session | None = None
+    safety_identifier: Session | None = None  # OpenAI's newer name of the same
     request_id: CallersId | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -729,7 +730,8 @@ _SUPPORTED = {
     "content": "must be text: images, audio, video and files are not supported",
     "tools": "must be 'function': tools that run on the server are not supported",
     "tool_calls": "must be 'function': tools that run on the server are not supported",
-    "input": "must be one of message, function_call, function_call_output and reasoning",
+    "input": "must be message, reasoning, item_reference, or function_call, custom_tool_call or "
+    "the output of one",
 }
 
 

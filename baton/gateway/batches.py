@@ -5,7 +5,6 @@ Off without `--batch-dir`. Files and batches belong to the tenant that created t
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import tempfile
@@ -165,11 +164,7 @@ class BatchApi:
                 exchange.end(part)
                 return
             exchange.write(part)
-            try:
-                async with asyncio.timeout(UNREAD_S):
-                    await exchange.writable.wait()
-            except TimeoutError:
-                exchange.abort()
+            if not await exchange.drained(UNREAD_S):
                 return
 
 

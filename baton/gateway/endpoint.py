@@ -33,7 +33,10 @@ class Endpoint(Generic[T]):
     ) -> None:
         """Answers a POST; `caller` replaces the caller that the headers name."""
         caller = caller or caller_of(exchange)
-        exchange.answer_headers = {**exchange.answer_headers, **limit_headers(service, caller)}
+        exchange.answer_headers = {
+            **exchange.answer_headers,
+            **limit_headers(service, caller, exchange),
+        }
         service.tenant_of(caller).check()
         await self.answer(service, await self._parsed(service, exchange), caller, exchange)
 

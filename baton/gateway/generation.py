@@ -23,7 +23,7 @@ from msgspec import UNSET
 from baton.errors import BatonError, Cancelled, InvalidRequest
 from baton.gateway import api
 from baton.gateway.failures import failure_at
-from baton.gateway.headers import id_headers, limit_headers, with_request_id
+from baton.gateway.headers import id_headers, limit_headers, session_of, with_request_id
 from baton.gateway.output import ChoiceOutput, PromptOutput, usage_of
 from baton.gateway.parsed_request import MAX_CHOICES, ParsedRequest
 from baton.net.http_errors import Failure, Header
@@ -43,8 +43,9 @@ _MAX_DROPPED_SHOWN = 16
 _MANY_LOGPROBS = 4096  # of prompts; more are encoded in a thread
 _LOGPROB_BYTES = 64  # approximate size of a log-probability in a chunk
 KEEP_ALIVE_S = 10.0  # after which an idle stream is sent something: proxies would cut it
+WAITING = b": waiting\n\n"  # keeps an idle stream open
 _DONE = b"data: [DONE]\n\n"
-_STREAM_HEADERS: tuple[Header, ...] = (
+STREAM_HEADERS: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 )
@@ -76,6 +77,7 @@ class Generation(ABC):
         self._sent = False  # whether an event was sent since the last `_keep_alive`
         self.created = int(time.time())
         base = self.parsed.base
+        base.session = base.session or session_of(self.exchange)
         self.target = self.service.resolve(base.model, base.session, self.caller)
         self.admission = self.target.version.admission
         self.model = base.model or self.target.version.name
@@ -99,7 +101,7 @@ class Generation(ABC):
 
     def waiting(self) -> bytes:
         """Encodes what an idle stream is kept open with."""
-        return b": waiting\n\n"
+        return WAITING
 
     @abstractmethod
     def release(self) -> None:
@@ -139,7 +141,7 @@ class Generation(ABC):
         if (
             not self.exchange.started
         ):  # no token caused an event, as when the only one ends reasoning
-            self.exchange.start(200, _STREAM_HEADERS)
+            self.exchange.start(200, STREAM_HEADERS)
         self.exchange.end(last)
 
     def _keep_alive(self) -> None:
@@ -156,7 +158,7 @@ class Generation(ABC):
         if not self.started.request_id:
             self.started = started
             ids = id_headers(self.exchange, started.request_id, started.trace_id)
-            ids |= limit_headers(self.service, self.caller)
+            ids |= limit_headers(self.service, self.caller, self.exchange)
             if dropped := self.parsed.options.dropped_tools:
                 types = [re.sub(r"[^\w.-]", "?", one) for one in dropped[:_MAX_DROPPED_SHOWN]]
                 ids[DROPPED_HEADER] = ", ".join(types).encode("ascii", "replace")
@@ -168,7 +170,7 @@ class Generation(ABC):
         """Sends an event of the stream. Raises Cancelled if too much is unread."""
         self._sent = True
         if not self.exchange.started:
-            self.exchange.start(200, _STREAM_HEADERS)
+            self.exchange.start(200, STREAM_HEADERS)
         self.unread.add(self.exchange.unread_bytes, len(event))
         self.exchange.write(event)
 

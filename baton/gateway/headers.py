@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 from baton.errors import InvalidRequest
+from baton.gateway.failures import MESSAGES_PATH
 from baton.net.http_errors import Header
 from baton.net.http_server import HttpExchange
 from baton.telemetry import propagation, tracing
@@ -17,11 +19,20 @@ MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86400.0
 ALLOW_ORIGIN = b"access-control-allow-origin"
 _REQUEST_ID, _TRACE_ID = b"x-request-id", b"x-trace-id"
 _API_KEY = b"x-api-key"
+# What agents and gateways name a conversation with: in general, Codex, OpenCode, Claude Code.
+_SESSION_HEADERS = (
+    b"x-session-id", b"session-id", b"session_id", b"x-session-affinity",
+    b"x-claude-code-session-id",
+)  # fmt: skip
+MAX_SESSION_CHARS = 1024
 _EXPOSED = (
     b"x-request-id, request-id, x-trace-id, traceparent, retry-after, retry-after-ms, "
     b"x-baton-dropped-tools, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
     b"x-ratelimit-reset-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, "
-    b"x-ratelimit-reset-tokens"
+    b"x-ratelimit-reset-tokens, anthropic-ratelimit-requests-limit, "
+    b"anthropic-ratelimit-requests-remaining, anthropic-ratelimit-requests-reset, "
+    b"anthropic-ratelimit-tokens-limit, anthropic-ratelimit-tokens-remaining, "
+    b"anthropic-ratelimit-tokens-reset"
 )
 
 
@@ -42,6 +53,12 @@ def caller_of(exchange: HttpExchange) -> Caller:
     return Caller(tuple(metadata), _time_left_s(headers.get(TIMEOUT_HEADER.encode())))
 
 
+def session_of(exchange: HttpExchange) -> str:
+    """The session that a header names, or empty."""
+    found = (exchange.headers.get(name, b"").decode("latin-1") for name in _SESSION_HEADERS)
+    return next((name for name in found if name and len(name) <= MAX_SESSION_CHARS), "")
+
+
 def id_headers(
     exchange: HttpExchange, request_id: str = "", trace_id: str = ""
 ) -> dict[bytes, bytes]:
@@ -60,17 +77,23 @@ def id_headers(
     return headers
 
 
-def limit_headers(service: GenerationService, caller: Caller) -> dict[bytes, bytes]:
-    """Response headers with what is left of the tenant's rate limits, as OpenAI names them."""
-    return {
-        f"x-ratelimit-{kind}-{one.name}".encode(): text.encode()
-        for one in service.tenant_of(caller).rate_limits()
-        for kind, text in (
-            ("limit", f"{one.limit}"),
-            ("remaining", f"{one.remaining}"),
-            ("reset", f"{one.reset_s:.3f}s"),
-        )
-    }
+def limit_headers(
+    service: GenerationService, caller: Caller, exchange: HttpExchange
+) -> dict[bytes, bytes]:
+    """Response headers with what is left of the tenant's rate limits, as the path's API names them:
+    `x-ratelimit-limit-tokens`, or for messages `anthropic-ratelimit-tokens-limit`."""
+    is_message, now = exchange.path.startswith(MESSAGES_PATH), datetime.now(UTC)
+    headers = {}
+    for one in service.tenant_of(caller).rate_limits():
+        full_at = (now + timedelta(seconds=math.ceil(one.reset_s))).strftime("%Y-%m-%dT%H:%M:%SZ")
+        reset = full_at if is_message else f"{one.reset_s:.3f}s"
+        values = {"limit": one.limit, "remaining": one.remaining, "reset": reset}
+        for kind, value in values.items():
+            name = f"x-ratelimit-{kind}-{one.name}"
+            if is_message:
+                name = f"anthropic-ratelimit-{one.name}-{kind}"
+            headers[name.encode()] = f"{value}".encode()
+    return headers
 
 
 def with_request_id(exchange: HttpExchange, caller: Caller, request_id: str | None) -> Caller:

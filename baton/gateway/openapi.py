@@ -61,6 +61,7 @@ _DESCRIPTIONS = {
     "cache_salt": "Share cached prefixes only with requests of the same salt.",
     "prompt_cache_key": "Session: its requests get the same version of a model.",
     "user": "As prompt_cache_key, which takes precedence.",
+    "safety_identifier": "As user, which takes precedence.",
     "add_special_tokens": "Add the tokenizer's special tokens; default: to text, not to messages.",
     "skip_special_tokens": "False: show special tokens in the text.",
     "truncate_prompt_tokens": "Keep only this number of tokens at the end of the prompt.",

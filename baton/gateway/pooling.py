@@ -87,7 +87,10 @@ async def run_inputs(
         await run_choices(service, parsed, caller, sinks, target, _MAX_AT_ONCE)
     except InvalidRequest as error:
         raise error.renamed(parsed.fields.get(error.field, error.field)) from error
-    exchange.answer_headers = {**exchange.answer_headers, **limit_headers(service, caller)}
+    exchange.answer_headers = {
+        **exchange.answer_headers,
+        **limit_headers(service, caller, exchange),
+    }
     tokens = sum(sink.end.usage.prompt_tokens for sink in sinks)
     return Answered(
         [sink.end for sink in sinks],

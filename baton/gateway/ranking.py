@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
+from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from baton.errors import InvalidRequest
@@ -230,15 +232,47 @@ async def rerank(
 async def _scored(
     service: GenerationService, inputs: InputRequests, caller: Caller, exchange: HttpExchange
 ) -> tuple[Answered, list[float]]:
-    """The score of each pair, of a model with one label. Raises InvalidRequest for others."""
+    """The score of each pair: of a model with one label, or the cosine of an embedding model's two
+    vectors. Raises InvalidRequest for other models."""
     base = inputs.requests.base
-    scoring = service.resolve(base.model, base.session, caller).version.admission.scoring
+    admission = service.resolve(base.model, base.session, caller).version.admission
+    scoring = admission.scoring
+    if scoring is None and admission.tokenizer.embeds:
+        return await _cosines(service, inputs, caller, exchange)
     if scoring and (count := len(scoring.labels)) > 1:
         raise InvalidRequest(
             f"this model has {count} labels, and a score is of one: use /classify", "model"
         )
     found = await run_inputs(service, inputs, caller, exchange)
     return found, [inputs.scores(end)[0] for end in found.finishes]
+
+
+async def _cosines(
+    service: GenerationService, inputs: InputRequests, caller: Caller, exchange: HttpExchange
+) -> tuple[Answered, list[float]]:
+    """The cosine of the embeddings of each pair, of which each text is computed once."""
+    pairs = []
+    for chat in inputs.requests.prompts:
+        assert isinstance(chat, inference_pb2.Chat)
+        texts = {message.role: message.content for message in chat.messages}
+        if "system" in texts:
+            text = "an embedding model takes no instruction: put it into the texts"
+            raise InvalidRequest(text, "instruction")
+        pairs.append((texts[QUERY], texts[DOCUMENT]))
+    prompts = list(dict.fromkeys(chain.from_iterable(pairs)))
+    requests = replace(inputs.requests, prompts=prompts)
+    sampling = requests.base.sampling
+    sampling.classification, sampling.embedding = False, True
+    found = await run_inputs(service, replace(inputs, requests=requests), caller, exchange)
+    vectors = {
+        text: np.asarray(end.embedding, np.float64)
+        for text, end in zip(prompts, found.finishes, strict=True)
+    }
+    return found, [_cosine(vectors[query], vectors[document]) for query, document in pairs]
+
+
+def _cosine(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:
+    return float(a @ b / ((np.linalg.norm(a) * np.linalg.norm(b)) or 1.0))
 
 
 def _classified(

@@ -5,10 +5,8 @@ Without `--response-dir` nothing is stored. Responses belong to the tenant that 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,10 +15,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from baton.config import ApiConfig
-from baton.errors import BatonError, InvalidRequest, Overloaded
+from baton.errors import InvalidRequest
 from baton.gateway import api
+from baton.gateway.background import BackgroundResponses, shown
 from baton.gateway.batch_store import Page, page_of
 from baton.gateway.batches import query_of
+from baton.gateway.conversation_store import ConversationStore, stored_items
 from baton.gateway.database import DatabaseThread
 from baton.gateway.endpoint import Endpoint
 from baton.gateway.generation import generate
@@ -28,24 +28,21 @@ from baton.gateway.headers import caller_of, with_request_id
 from baton.gateway.openapi import ERRORS, Operation, Routes
 from baton.gateway.parsed_request import ParsedRequest
 from baton.gateway.response_store import ResponseStore, StoredResponse
+from baton.gateway.response_types import Response
 from baton.gateway.responses import (
     CountedRequest,
     ResponsesRequest,
-    input_items,
     parse_counted,
     parse_response,
     parsed_response,
+    shown_items,
 )
-from baton.gateway.responses_output import Response, ResponseError, ResponseGeneration
+from baton.gateway.responses_output import ResponseGeneration
 from baton.gateway.tokenize import count_chat
 from baton.net.http_errors import HttpError
 from baton.net.http_server import HttpExchange
 from router.generation_service import Caller, GenerationService
 
-log = logging.getLogger(__name__)
-MAX_BACKGROUND = 256  # responses that run in a process
-WATCH_S = 1.0  # between looks for what other processes cancelled
-_RETRY_S = 5.0
 _encode = msgspec.json.encode
 _PREFIX = "/v1/responses/"
 
@@ -63,6 +60,13 @@ class ResponseDeleted(Struct):
     id: str
     object: Literal["response"] = "response"
     deleted: bool = True
+
+
+class ResponseQuery(Struct):
+    """How to answer with a response; other parameters are ignored."""
+
+    stream: bool = False
+    starting_after: Annotated[int, Meta(ge=0)] | None = None  # sequence number of an event
 
 
 class ItemsQuery(Struct):
@@ -86,27 +90,23 @@ class ResponseApi:
         self.service = service
         self._folder = config.response_dir
         folder = config.response_dir or Path()
-        self._database = DatabaseThread(
-            lambda: ResponseStore(folder, config.response_disk, config.response_lifetime_s),
+        self.database = DatabaseThread(
+            lambda: ConversationStore(folder, config.response_disk, config.response_lifetime_s),
             folder,
             "--response-dir",
         )
-        self._running: dict[str, asyncio.Task[None]] = {}  # in the background, by id
+        self._background = BackgroundResponses(self.database)
         self.create = Endpoint(parse_response, self._create)
         self.count = Endpoint(parse_counted, self._count)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Responses may run in the background while inside; what still runs then is lost."""
-        watch = asyncio.create_task(self._watch(), name="responses in the background")
         try:
-            yield
+            async with self._background.running():
+                yield
         finally:
-            tasks = [watch, *self._running.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            self._database.close()
+            self.database.close()
 
     # Requests.
 
@@ -117,27 +117,33 @@ class ResponseApi:
         caller: Caller,
         exchange: HttpExchange,
     ) -> None:
-        body, tenant = parsed.options, service.tenant_of(caller).name
+        tenant = service.tenant_of(caller).name
+        parsed = await self._with_context(parsed, tenant)
+        body = parsed.options
         assert isinstance(body, ResponsesRequest)
-        parsed = await self._with_history(parsed, tenant)
         stores = self._folder is not None and body.store is not False
-        keep = self._keeper(tenant, body) if stores else None
-
-        start = partial(ResponseGeneration, keep=keep)
         if not body.background:
+            keep = partial(self._keep, tenant, body) if stores or body.conversation else None
+            start = partial(ResponseGeneration, keep=keep, stores=stores)
             await generate(start, service, parsed, caller, exchange)
             return
-        if body.stream or not stores:
-            need = "store and a router with --response-dir" if not stores else "stream to be false"
-            raise InvalidRequest(f"background needs {need}", "background")
-        if len(self._running) >= MAX_BACKGROUND:
-            text = f"{MAX_BACKGROUND} responses run in the background: try again later"
-            raise Overloaded(text, _RETRY_S)
+        if not stores:
+            text = "background needs store and a router with --response-dir"
+            raise InvalidRequest(text, "background")
+        self._background.check_room()
         caller = with_request_id(exchange, caller, body.request_id)
+        keep = partial(self._keep, tenant, body)
         try:
-            await self._begin(tenant, start(service, parsed, caller, exchange))
+            generation = ResponseGeneration(service, parsed, caller, exchange, keep, stores)
+            response = await self._background.begin(
+                tenant, generation, partial(self._continue, tenant, body)
+            )
         except InvalidRequest as error:
             raise parsed.renamed(error) from error
+        if body.stream:
+            await self._background.follow(tenant, response.id, -1, exchange)
+        else:
+            exchange.answer(200, _encode(response))
 
     async def _count(
         self,
@@ -146,116 +152,87 @@ class ResponseApi:
         caller: Caller,
         exchange: HttpExchange,
     ) -> None:
-        parsed = await self._with_history(parsed, service.tenant_of(caller).name)
+        parsed = await self._with_context(parsed, service.tenant_of(caller).name)
         exchange.answer(200, _encode(InputTokens(await count_chat(service, parsed, caller))))
 
-    async def _with_history(self, parsed: ParsedRequest, tenant: str) -> ParsedRequest:
-        """The request behind the response that it names."""
+    async def _with_context(self, parsed: ParsedRequest, tenant: str) -> ParsedRequest:
+        """The request behind the response or conversation, and with the items, that it names."""
         body = parsed.options
         assert isinstance(body, ResponsesRequest)
-        if (previous := body.previous_response_id) is None:
+        previous, conversation = body.previous_response_id or "", body.conversation_id
+        named = {"previous_response_id": previous, "conversation": conversation}
+        fields = [name for name, given in named.items() if given] + list(body.references.values())
+        if not fields:
             return parsed
         if self._folder is None:
             raise InvalidRequest(
                 "responses are not stored: send the whole conversation in input, without "
-                "previous_response_id, or start the router with --response-dir",
-                "previous_response_id",
+                f"{fields[0]}, or start the router with --response-dir",
+                fields[0],
             )
-        history = await self._database.call(ResponseStore.history, tenant, previous)
-        return await self.service.run_in_thread(parsed_response, body, history)
+        if previous and conversation:
+            text = "give either previous_response_id or conversation"
+            raise InvalidRequest(text, "previous_response_id")
+        context = await self.database.call(
+            ConversationStore.context, tenant, previous, conversation, body.references
+        )
+        return await self.service.run_in_thread(parsed_response, body, context)
 
-    def _keeper(
-        self, tenant: str, body: ResponsesRequest
-    ) -> Callable[[Response], Coroutine[Any, Any, None]]:
-        """Stores a response to `body`."""
-
-        async def keep(response: Response) -> None:
+    async def _keep(self, tenant: str, body: ResponsesRequest, response: Response) -> None:
+        """Stores a response to `body`, which may still run."""
+        is_running = response.status == "in_progress"
+        if response.store:
             stored = StoredResponse(
                 response.id,
                 body.previous_response_id or "",
-                _encode(input_items(body, response.id.removeprefix("resp_"))),
+                _new_items(body, response),
                 _encode(response),
-                response.status == "in_progress",
+                is_running,
+                is_streamed=bool(body.background and body.stream),
             )
-            await self._database.call(ResponseStore.add, tenant, stored)
+            await self.database.call(ResponseStore.add, tenant, stored)
+        if not is_running:
+            await self._continue(tenant, body, response)
 
-        return keep
-
-    # In the background.
-
-    async def _begin(self, tenant: str, generation: ResponseGeneration) -> None:
-        """Answers once the request is admitted, and goes on with it."""
-        is_stored = asyncio.Event()
-        task = asyncio.create_task(self._run(tenant, generation, is_stored))
-        task.add_done_callback(lambda ended: generation.admitted.set())
-        try:
-            await generation.admitted.wait()
-            if task.done():
-                return await task  # which raises
-            response = generation.response()
-            assert generation.keep is not None
-            await generation.keep(response)
-        except BaseException:
-            task.cancel()
-            raise
-        self._running[response.id] = task
-        task.add_done_callback(lambda ended: self._running.pop(response.id))
-        is_stored.set()
-        generation.exchange.answer(200, _encode(response))
-        return None
-
-    async def _run(
-        self, tenant: str, generation: ResponseGeneration, is_stored: asyncio.Event
-    ) -> None:
-        response = await generation.run_in_background()
-        await is_stored.wait()
-        try:
-            await self._database.call(ResponseStore.end, tenant, response.id, _encode(response))
-        except (BatonError, HttpError) as error:
-            log.error("response %s is lost: %s", response.id, error)
-
-    async def _watch(self) -> None:
-        """Tells other processes that responses run, and ends those that were cancelled there."""
-        while True:
-            await asyncio.sleep(WATCH_S)  # another process's change of a file has no event
-            if not (ids := list(self._running)):
-                continue
-            try:
-                kept = await self._database.call(ResponseStore.keep_alive, ids)
-            except (BatonError, HttpError) as error:
-                log.warning("responses in the background: %s", error)
-                continue
-            for response_id in set(ids) - kept:
-                if task := self._running.get(response_id):
-                    task.cancel()
+    async def _continue(self, tenant: str, body: ResponsesRequest, response: Response) -> None:
+        """Adds input and output to the conversation."""
+        if body.conversation and response.status != "failed":
+            items = stored_items(_new_items(body, response))
+            items += stored_items(_encode(response.output))
+            await self.database.call(
+                ConversationStore.add_items, tenant, body.conversation_id, items
+            )
 
     # Stored responses.
 
     async def get(self, exchange: HttpExchange) -> None:
-        """Answers with a response."""
-        if b"stream=true" in exchange.query:
-            raise InvalidRequest("stored responses are not streamed: leave stream out", "stream")
-        exchange.answer(200, _encode(_shown(await self._stored(exchange))))
+        """Answers with a response, or streams its events."""
+        query = query_of(ResponseQuery, exchange)
+        if query.stream:
+            after = -1 if query.starting_after is None else query.starting_after
+            tenant = self.tenant_of(exchange)
+            await self._background.follow(tenant, _id(exchange), after, exchange)
+        else:
+            exchange.answer(200, _encode(shown(await self._stored(exchange))))
 
     async def delete(self, exchange: HttpExchange) -> None:
         """Deletes a response; one that runs ends."""
-        response_id, tenant = _id(exchange), self._tenant(exchange)
-        await self._database.call(ResponseStore.delete, tenant, response_id)
-        if task := self._running.get(response_id):
-            task.cancel()
+        response_id, tenant = _id(exchange), self.tenant_of(exchange)
+        await self.database.call(ResponseStore.delete, tenant, response_id)
+        self._background.cancel(response_id)
         exchange.answer(200, _encode(ResponseDeleted(response_id)))
 
     async def cancel(self, exchange: HttpExchange) -> None:
         """Ends a response that runs in the background; one that is cancelled stays so."""
         stored = await self._stored(exchange)
-        response = _shown(stored)
+        response = shown(stored)
         if stored.is_running:
             response = msgspec.structs.replace(response, status="cancelled", error=None)
-            tenant, body = self._tenant(exchange), _encode(response)
-            if not await self._database.call(ResponseStore.end, tenant, stored.id, body):
-                response = _shown(await self._stored(exchange))  # it has just ended
-            elif task := self._running.get(stored.id):
-                task.cancel()
+            tenant, body = self.tenant_of(exchange), _encode(response)
+            if not await self.database.call(ResponseStore.end, tenant, stored.id, body):
+                response = shown(await self._stored(exchange))  # it has just ended
+            else:
+                self._background.cancel(stored.id)
         if response.status != "cancelled":
             raise HttpError(409, f"{stored.id} is {response.status}: it cannot be cancelled")
         exchange.answer(200, _encode(response))
@@ -273,9 +250,10 @@ class ResponseApi:
         exchange.answer(200, _encode(InputItems(**page)))
 
     async def _stored(self, exchange: HttpExchange) -> StoredResponse:
-        return await self._database.call(ResponseStore.get, self._tenant(exchange), _id(exchange))
+        return await self.database.call(ResponseStore.get, self.tenant_of(exchange), _id(exchange))
 
-    def _tenant(self, exchange: HttpExchange) -> str:
+    def tenant_of(self, exchange: HttpExchange) -> str:
+        """The caller's tenant. Raises HttpError if nothing is stored."""
         tenant = self.service.tenant_of(caller_of(exchange)).name
         if self._folder is None:
             text = f"{exchange.path}: this router was started without --response-dir DIR"
@@ -287,13 +265,10 @@ def _id(exchange: HttpExchange) -> str:
     return exchange.path.removeprefix(_PREFIX).partition("/")[0]
 
 
-def _shown(stored: StoredResponse) -> Response:
-    response = msgspec.json.decode(stored.body, type=Response)
-    if stored.is_lost:
-        text = "the router that ran it has ended: send it again"
-        response.status = "failed"
-        response.error = ResponseError("server_error", text, "server_error", None)
-    return response
+def _new_items(body: ResponsesRequest, response: Response) -> bytes:
+    """The request's own items, as a list in JSON."""
+    key = f"{response.id.removeprefix('resp_')}_input"
+    return _encode(shown_items(body.items, key))
 
 
 _ONE = ("401", "404", "507")
@@ -307,7 +282,10 @@ ROUTES: Routes = {
         "Count a conversation's tokens.", InputTokens, (*ERRORS, "507"), CountedRequest,
     )},
     "/v1/responses/{id}": {
-        "GET": Operation(ResponseApi.get, "A stored response.", Response, ("400", *_ONE)),
+        "GET": Operation(
+            ResponseApi.get, "A stored response, or with ?stream=true its events.", Response,
+            ("400", *_ONE), query=ResponseQuery,
+        ),
         "DELETE": Operation(
             ResponseApi.delete, "Delete a stored response.", ResponseDeleted, _ONE
         ),

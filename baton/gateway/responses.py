@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.gateway.batch_store import Metadata
 from baton.gateway.chat import parsed_chat
+from baton.gateway.conversation_store import Context
+from baton.gateway.custom_tools import CUSTOM_INPUT, CUSTOM_SCHEMA
 from baton.gateway.parsed_request import ParsedRequest
-from baton.gateway.response_store import StoredResponse
 from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
 
 
@@ -25,6 +27,15 @@ class TextContent(Struct):
     text: str
 
 
+ItemType = Literal[
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+    "item_reference",
+]
 Include = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 Content = str | list[TextContent]
 
@@ -32,34 +43,71 @@ Content = str | list[TextContent]
 class InputItem(Struct, kw_only=True):
     """A message, or an item of an earlier output; which fields it has depends on its type."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: ItemType | None = None
+    id: str | None = None  # of a stored item that is referred to; others get new ones
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Content | None = None  # of a message, or of reasoning
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: str | None = None  # of a function
+    input: str | None = None  # of a custom tool
     output: Content | None = None
 
+    @property
+    def kind(self) -> ItemType:
+        """The type, which messages and references may omit."""
+        return self.type or ("item_reference" if self.id and not self.role else "message")
 
-class FunctionTool(Struct, kw_only=True):
-    """A function that the model may call; tools of other types are dropped."""
+
+class ToolFormat(Struct, kw_only=True):
+    """What the input of a custom tool is; there are no grammars."""
+
+    type: api.ToolType
+
+
+class Tool(Struct, kw_only=True):
+    """A function, or a custom tool whose input is a text; tools of other types are dropped."""
 
     type: api.ToolType
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: ToolFormat | UnsetType | None = UNSET
+
+    @property
+    def dropped(self) -> str:
+        """What is reported of a tool that is not supported; else empty."""
+        if self.type == "custom":
+            kind = self.format.type if self.format else "text"
+            return "" if kind == "text" else f"custom.{kind}"
+        return "" if self.type == "function" else self.type
+
+    @property
+    def definition(self) -> api.FunctionDefinition:
+        """The tool as the model is told of it: custom tools are functions of one text."""
+        schema = CUSTOM_SCHEMA if self.type == "custom" else self.parameters
+        return api.FunctionDefinition(
+            name=self.name, description=self.description, parameters=schema
+        )
 
 
 class FunctionChoice(api.NamedFunction, tag="function"):
     """The function that must be called."""
 
 
-class AllowedFunctions(Struct, kw_only=True, tag="allowed_tools"):
-    """Functions that may be called, or of which one must be."""
+class CustomChoice(api.NamedFunction, tag="custom"):
+    """The custom tool that must be called."""
+
+
+class AllowedTools(Struct, kw_only=True, tag="allowed_tools"):
+    """Tools that may be called, or of which one must be."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[FunctionChoice | CustomChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | CustomChoice | AllowedTools
 
 
 class PlainText(Struct, tag="text"):
@@ -86,12 +134,17 @@ class ReasoningOptions(Struct):
     effort: str | None = None
 
 
+class ConversationId(Struct):
+    """A stored conversation."""
+
+    id: str
+
+
 class ResponsesRequest(api.ChatOptions, kw_only=True):
-    """A request for the next response; `input` holds the whole conversation."""
+    """A request for the next response; `input` continues what it names, or is all."""
 
     unsupported: ClassVar[api.Unsupported] = {
         **api.ChatOptions.unsupported,
-        "conversation": (),
         "prompt": (),
         "moderation": (),
         "context_management": ([],),
@@ -102,10 +155,8 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: api.Positive | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions | None = (
-        None
-    )
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     metadata: Metadata | None = None
@@ -114,6 +165,7 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
     top_logprobs: api.TopLogprobs | None = None  # alternatives of each token
     truncation: Literal["auto", "disabled"] | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationId | None = None
     store: bool | None = None
     background: bool | None = None
     # Fields of chats that have other names here.
@@ -130,13 +182,40 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
     @property
-    def functions(self) -> list[FunctionTool]:
-        """The tools that are functions."""
-        return [tool for tool in self.tools or () if tool.type == "function"]
+    def supported_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [tool for tool in self.tools or () if not tool.dropped]
 
     @property
     def dropped_tools(self) -> list[str]:
-        return [tool.type for tool in self.tools or () if tool.type != "function"]
+        return [tool.dropped for tool in self.tools or () if tool.dropped]
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Names of custom tools."""
+        return frozenset(tool.name for tool in self.supported_tools if tool.type == "custom")
+
+    @property
+    def conversation_id(self) -> str:
+        """The id of the conversation, or empty."""
+        named = self.conversation
+        return named.id if isinstance(named, ConversationId) else named or ""
+
+    @property
+    def items(self) -> list[InputItem]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [InputItem(role="user", content=self.input)]
+        return self.input
+
+    @property
+    def references(self) -> dict[str, str]:
+        """The ids of items that are referred to, with the field of each."""
+        return {
+            item.id or "": f"input[{at}].id"
+            for at, item in enumerate(self.items)
+            if item.kind == "item_reference"
+        }
 
 
 class CountedRequest(ResponsesRequest, kw_only=True):
@@ -145,12 +224,6 @@ class CountedRequest(ResponsesRequest, kw_only=True):
     input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] = msgspec.field(
         default_factory=list
     )
-
-
-class _Output(Struct):
-    """Of a stored response: what it adds to a conversation."""
-
-    output: list[InputItem]
 
 
 def parse_response(text: bytes) -> ParsedRequest:
@@ -163,26 +236,26 @@ def parse_counted(text: bytes) -> ParsedRequest:
     return parsed_response(api.decode(CountedRequest, text))
 
 
-def parsed_response(
-    body: ResponsesRequest, history: Sequence[StoredResponse] = ()
-) -> ParsedRequest:
-    """Translates a request behind stored responses. Raises InvalidRequest naming the field."""
-    before = list[InputItem]()
-    for response in history:
-        before += msgspec.json.decode(response.input, type=list[InputItem])
-        before += msgspec.json.decode(response.body, type=_Output).output
+def parsed_response(body: ResponsesRequest, context: Context | None = None) -> ParsedRequest:
+    """Translates a request behind what it continues. Raises InvalidRequest naming the field."""
+    before, context = list[InputItem](), context or Context()
+    for stored in context.before:
+        before += msgspec.json.decode(stored, type=list[InputItem])
+    if context.referenced:
+        found = {
+            name: msgspec.json.decode(item, type=InputItem)
+            for name, item in context.referenced.items()
+        }
+        items = [found.get(item.id or "", item) for item in body.items]
+        body = msgspec.structs.replace(body, input=items)
     messages, item_fields = _messages(body, before)
     tools, tool_fields = list[api.Tool](), dict[str, str]()
     for at, tool in enumerate(body.tools or ()):
-        if tool.type == "function":
+        if not tool.dropped:
             for name in ("name", "parameters"):
                 tool_fields[f"tools[{len(tools)}].function.{name}"] = f"tools[{at}].{name}"
-            function = api.FunctionDefinition(
-                name=_required(tool.name, f"tools[{at}].name"),
-                description=tool.description,
-                parameters=tool.parameters,
-            )
-            tools.append(api.Tool(type="function", function=function))
+            _required(tool.name, f"tools[{at}].name")
+            tools.append(api.Tool(type="function", function=tool.definition))
     same = {name: getattr(body, name) for name in api.ChatOptions.__struct_fields__}
     chat = api.ChatRequest(
         **{**same, "response_format": _response_format(body.text)},
@@ -209,11 +282,11 @@ def parsed_response(
     return replace(parsed, options=body, fields=fields)
 
 
-def _tool_choice(choice: str | FunctionChoice | AllowedFunctions | None) -> Any:
+def _tool_choice(choice: ToolChoice | None) -> Any:
     match choice:
-        case FunctionChoice():
+        case FunctionChoice() | CustomChoice():
             return api.NamedTool(api.NamedFunction(choice.name))
-        case AllowedFunctions():
+        case AllowedTools():
             tools = [api.NamedTool(api.NamedFunction(one.name)) for one in choice.tools]
             return api.AllowedToolChoice(api.AllowedTools(mode=choice.mode, tools=tools))
     return choice
@@ -227,25 +300,31 @@ def _response_format(text: TextOptions | None) -> api.ResponseFormat | None:
 
 
 _ID_PREFIXES = {
-    "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
+    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
 }  # fmt: skip
 # Items of one output in their order, of which calls may repeat: one turn of a chat.
-_ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
+_ORDER = {"reasoning": 0, "message": 1, "function_call": 2, "custom_tool_call": 2}
 
 
-def input_items(body: ResponsesRequest, request_id: str) -> list[dict[str, Any]]:
-    """The items of a body's input, with ids, as the API lists them."""
-    items = body.input
-    if isinstance(items, str):
-        items = [InputItem(role="user", content=items)]
+def shown_items(items: Sequence[InputItem], key: str) -> list[dict[str, Any]]:
+    """Items with ids made from `key`, as the API lists them. Raises InvalidRequest."""
     found = []
     for at, item in enumerate(items):
+        if item.kind not in _ID_PREFIXES:
+            raise InvalidRequest("send the item, not its id", f"items[{at}].id")
         fields = {k: v for k, v in msgspec.to_builtins(item).items() if v is not None}
-        if isinstance(text := fields.get("content"), str):
+        content = fields.get("content")
+        if isinstance(content, str):
             kind = "output_text" if item.role == "assistant" else "input_text"
-            fields["content"] = [{"type": kind, "text": text}]
-        place = f"{_ID_PREFIXES[item.type]}_{request_id}_input_{at}"
-        found.append({"id": place, "status": "completed", **fields})
+            content = fields["content"] = [{"type": kind, "text": content}]
+        for part in content or ():
+            if part["type"] == "output_text":
+                part["annotations"] = []
+        place = f"{_ID_PREFIXES[item.kind]}_{key}_{at}"
+        if item.kind == "reasoning":
+            fields.setdefault("summary", [])
+        found.append({**fields, "type": item.kind, "id": place, "status": "completed"})
     return found
 
 
@@ -256,24 +335,24 @@ def _messages(
     messages, fields = list[api.Message](), dict[str, str]()
     if body.instructions:
         messages.append(api.Message(role="system", content=body.instructions))
-    items = body.input
-    if isinstance(items, str):
-        items = [InputItem(role="user", content=items)]
+    earlier = "conversation" if body.conversation else "previous_response_id"
     before = ""  # type of the previous item of an assistant's turn
-    for at, item in enumerate((*history, *items), -len(history)):
-        place = f"input[{at}]" if at >= 0 else "previous_response_id"
-        is_call = item.type == "function_call"
-        if item.type in _ORDER and (item.type != "message" or item.role == "assistant"):
-            if not before or not (is_call or _ORDER[item.type] > _ORDER[before]):
+    for at, item in enumerate((*history, *body.items), -len(history)):
+        place, kind = f"input[{at}]" if at >= 0 else earlier, item.kind
+        if kind == "item_reference":  # not read yet
+            continue
+        is_call = _ORDER.get(kind) == _ORDER["function_call"]
+        if kind in _ORDER and (kind != "message" or item.role == "assistant"):
+            if not before or not (is_call or _ORDER[kind] > _ORDER[before]):
                 messages.append(api.Message(role="assistant", tool_calls=[]))
-            before = item.type
+            before = kind
             _add(messages[-1], item, place)
             if is_call:
                 call = f"tool_calls[{len(messages[-1].tool_calls or ()) - 1}].function.arguments"
                 fields[f"messages[{len(messages) - 1}].{call}"] = f"{place}.arguments"
             continue
         before = ""
-        if item.type == "message":
+        if kind == "message":
             role = _required(item.role, f"{place}.role")
             messages.append(api.Message(role=role, content=_parts(item.content, place)))
         else:
@@ -284,14 +363,17 @@ def _messages(
 
 
 def _add(turn: api.Message, item: InputItem, place: str) -> None:
-    if item.type == "message":
+    if item.kind == "message":
         turn.content = _parts(item.content, place)
-    elif item.type == "reasoning":
+    elif item.kind == "reasoning":
         content = _parts(item.content or "", place)
         turn.reasoning = content if isinstance(content, str) else "".join(p.text for p in content)
     else:
         name = _required(item.name, f"{place}.name")
-        function = api.CalledFunction(item.arguments or "", name)
+        arguments = item.arguments or ""
+        if item.kind == "custom_tool_call":
+            arguments = json.dumps({CUSTOM_INPUT: item.input or ""}, ensure_ascii=False)
+        function = api.CalledFunction(arguments, name)
         call = api.ToolCall(id=_required(item.call_id, f"{place}.call_id"), function=function)
         assert turn.tool_calls is not None
         turn.tool_calls.append(call)

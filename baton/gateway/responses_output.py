@@ -5,23 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
 
 from baton.errors import BatonError, ContextOverflow
 from baton.gateway import api
 from baton.gateway.chat import chat_tokens
+from baton.gateway.custom_tools import CustomInput
 from baton.gateway.generation import Generation
 from baton.gateway.output import ItemSink, token_text
+from baton.gateway.response_types import (
+    CustomToolCallItem,
+    FailureCode,
+    FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    Item,
+    MessageItem,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
+    Response,
+    ResponseError,
+    ResponseUsage,
+)
 from baton.gateway.responses import (
-    AllowedFunctions,
-    FunctionChoice,
-    FunctionTool,
+    ConversationId,
     PlainText,
     ReasoningOptions,
     ResponsesRequest,
@@ -32,133 +46,18 @@ from baton.net.http_errors import CONTEXT_OVERFLOW, Failure, failure_of
 from baton.v1 import common_pb2, inference_pb2
 from router.output.sink import Piece
 
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-FailureCode = Literal[
-    "server_error", "rate_limit_exceeded", "invalid_prompt", "context_length_exceeded"
-]
-
-
-class OutputText(Struct, tag="output_text"):
-    """The text of a message."""
-
-    text: str = ""
-    annotations: list[None] = []
-    logprobs: list[api.ChatToken] = []
-
-
-class ReasoningText(Struct, tag="reasoning_text"):
-    """The text of reasoning."""
-
-    text: str = ""
-
-
-class ReasoningItem(Struct, tag="reasoning", kw_only=True):
-    """Reasoning before an answer."""
-
-    id: str
-    status: ItemStatus = "in_progress"
-    content: list[ReasoningText] = []
-    summary: list[None] = []
-    encrypted_content: None = None
-
-
-class MessageItem(Struct, tag="message", kw_only=True):
-    """An answer."""
-
-    id: str
-    status: ItemStatus = "in_progress"
-    role: Literal["assistant"] = "assistant"
-    content: list[OutputText] = []
-
-
-class FunctionCallItem(Struct, tag="function_call", kw_only=True):
-    """A function call with its arguments in JSON."""
-
-    id: str
-    status: ItemStatus = "in_progress"
-    call_id: str
-    name: str
-    arguments: str = ""
-
-
-Item = ReasoningItem | MessageItem | FunctionCallItem
-
-
-class InputTokensDetails(Struct):
-    """Cached tokens of the input; tokens written to the cache are not counted."""
-
-    cached_tokens: api.Count
-    cache_write_tokens: api.Count = 0
-
-
-class OutputTokensDetails(Struct):
-    """Reasoning tokens of the output."""
-
-    reasoning_tokens: api.Count
-
-
-class ResponseUsage(Struct):
-    """Token counts of a response."""
-
-    input_tokens: api.Count
-    input_tokens_details: InputTokensDetails
-    output_tokens: api.Count
-    output_tokens_details: OutputTokensDetails
-    total_tokens: api.Count
-    baton: list[api.ServedBy] | UnsetType = UNSET  # for requests with x-baton-route
-
-
-class IncompleteDetails(Struct):
-    """Why an output is incomplete."""
-
-    reason: Literal["max_output_tokens"] = "max_output_tokens"
-
-
-class ResponseError(Struct):
-    """Why a stream failed after it had started; `code` is one of OpenAI's."""
-
-    code: FailureCode
-    message: str
-    type: str
-    param: str | None
-
-
-class Response(Struct, kw_only=True):
-    """The answer, with the settings of its request."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: api.Count
-    completed_at: api.Count | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"] = "in_progress"
-    model: str
-    output: list[Item] = []
-    usage: ResponseUsage | None = None
-    error: ResponseError | None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    parallel_tool_calls: bool
-    reasoning: ReasoningOptions
-    temperature: float
-    text: TextOptions
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions
-    tools: list[FunctionTool]
-    top_p: float
-    background: bool
-    previous_response_id: str | None
-    store: bool
-    top_logprobs: int
-    truncation: Literal["auto", "disabled"]
-
-
 # Prefixes of ids, and of names of events, by the class of the item.
-_PREFIXES = {ReasoningItem: "rs", MessageItem: "msg", FunctionCallItem: "fc"}
+_PREFIXES = {
+    ReasoningItem: "rs",
+    MessageItem: "msg",
+    FunctionCallItem: "fc",
+    CustomToolCallItem: "ctc",
+}
 _EVENTS = {
     ReasoningItem: "response.reasoning_text",
     MessageItem: "response.output_text",
     FunctionCallItem: "response.function_call_arguments",
+    CustomToolCallItem: "response.custom_tool_call_input",
 }
 # OpenAI's codes of failures by status; others are "server_error".
 _CODES: dict[int, FailureCode] = {
@@ -175,18 +74,20 @@ class ResponseGeneration(Generation):
     """A request to /v1/responses."""
 
     keep: Callable[[Response], Awaitable[None]] | None = None  # stores what has ended
-    _num_events: int = field(default=0, init=False)
+    stores: bool = False  # whether the response is found again
+    num_events: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.admitted = asyncio.Event()
+        self.log = list[bytes]()  # events of a response in the background that are not stored yet
         self._end: Response | None = None
-        emit = self._emit if self.parsed.options.stream else _ignore
         body = self.parsed.options
         assert isinstance(body, ResponsesRequest)
         self._body = body
+        emit = self._emit if body.stream else _ignore
         show = partial(token_text, self.admission.tokenizer) if body.with_logprobs else None
-        self._output = ItemsOutput(self.on_start, emit, show)
+        self._output = ItemsOutput(self.on_start, emit, show, body.custom_tools)
 
     @property
     def sinks(self) -> Sequence[ItemsOutput]:
@@ -194,7 +95,15 @@ class ResponseGeneration(Generation):
 
     def on_start(self, started: inference_pb2.Started) -> None:
         super().on_start(started)
+        if self._body.background and self._body.stream:
+            self.send(self._begun())
         self.admitted.set()
+
+    def send(self, event: bytes) -> None:
+        if self._body.background:  # clients read what is stored
+            self.log.append(event)
+        else:
+            super().send(event)
 
     async def _run_choices(self) -> None:
         await self._run_fitting()
@@ -229,15 +138,21 @@ class ResponseGeneration(Generation):
 
         Raises BatonError if it was not admitted.
         """
+        failure: Failure | None = None
         try:
             await self._run_fitting()
-            return self._ended()
+            response = self._ended()
         except BatonError as error:
             if not self.admitted.is_set():
                 raise
-            return self._failed(failure_of(error))
+            failure = failure_of(error)
+            response = self._failed(failure)
         finally:
             self.release()
+        if self._body.stream:
+            kind = "failed" if failure else response.status
+            self.send(self._events(f"response.{kind}", response=response))
+        return response
 
     def release(self) -> None:
         del self._output
@@ -247,7 +162,7 @@ class ResponseGeneration(Generation):
             response = self._ended()
             return self._events(f"response.{response.status}", response=response)
         response = self._failed(failure)
-        if not self._num_events:  # nothing but comments was sent
+        if not self.num_events:  # nothing but comments was sent
             error = response.error
             assert error is not None
             return self._event("error", code=error.code, message=error.message, param=error.param)
@@ -269,17 +184,17 @@ class ResponseGeneration(Generation):
         self.send(events)
 
     def _events(self, kind: str, **members: Any) -> bytes:
-        """Encodes an event; those that begin a response precede the first one."""
-        begin = b""
-        if not self._num_events:
-            for first in ("response.created", "response.in_progress"):
-                begin += self._event(first, response=self.response())
-        return begin + self._event(kind, **members)
+        """Encodes an event behind those that begin a response."""
+        return self._begun() + self._event(kind, **members)
+
+    def _begun(self) -> bytes:
+        """Encodes the events that begin a response, unless they were sent."""
+        first = () if self.num_events else ("response.created", "response.in_progress")
+        return b"".join([self._event(kind, response=self.response()) for kind in first])
 
     def _event(self, kind: str, **members: Any) -> bytes:
-        event = {"type": kind, "sequence_number": self._num_events, **members}
-        self._num_events += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(event))
+        self.num_events += 1
+        return encode_event(kind, self.num_events - 1, members)
 
     def _ended(self) -> Response:
         """The whole response; what is stored is what is answered."""
@@ -322,15 +237,23 @@ class ResponseGeneration(Generation):
             temperature=defaults["temperature"] if body.temperature is None else body.temperature,
             text=TextOptions((body.text and body.text.format) or PlainText()),
             tool_choice=body.tool_choice or "auto",
-            tools=body.functions,
+            tools=body.supported_tools,
             background=bool(body.background),
             previous_response_id=body.previous_response_id,
-            store=self.keep is not None,
+            conversation=ConversationId(body.conversation_id) if body.conversation else None,
+            service_tier=body.service_tier or "default",
+            store=self.stores,
             top_logprobs=body.top_logprobs or 0,
             truncation=body.truncation or "disabled",
             top_p=defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
             **members,
         )
+
+
+def encode_event(kind: str, number: int, members: Mapping[str, Any]) -> bytes:
+    """An event of a stream, by its sequence number."""
+    event = _encode({"type": kind, "sequence_number": number, **members})
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), event)
 
 
 def drop_oldest(chat: inference_pb2.Chat) -> bool:
@@ -363,9 +286,16 @@ class ItemsOutput(ItemSink):
         on_start: Callable[[inference_pb2.Started], None],
         emit: Emit,
         show: Callable[[int], tuple[str, bytes]] | None = None,
+        custom_tools: Collection[str] = (),
     ) -> None:
-        """`show` returns a token's text and bytes; None: without log-probabilities."""
+        """`show` returns a token's text and bytes; None: without log-probabilities.
+
+        custom_tools: names of the tools whose calls have a text as input.
+        """
         super().__init__(on_start)
+        self._custom_tools = custom_tools
+        self._input = CustomInput()  # of the open call of a custom tool
+        self._input_parts = list[str]()
         self.emit = emit
         self._show = show
         self._logprobs: list[api.ChatToken] = []  # of tokens whose text has not come yet
@@ -378,6 +308,10 @@ class ItemsOutput(ItemSink):
         return kind(id=self._new_id(kind))
 
     def new_call(self, call: ToolCallDelta) -> Item:
+        if call.name in self._custom_tools:
+            self._input, self._input_parts = CustomInput(), []
+            new_id = self._new_id(CustomToolCallItem)
+            return CustomToolCallItem(id=new_id, call_id=call.id, name=call.name)
         return FunctionCallItem(id=self._new_id(FunctionCallItem), call_id=call.id, name=call.name)
 
     def _new_id(self, kind: type[Item]) -> str:
@@ -397,7 +331,7 @@ class ItemsOutput(ItemSink):
         self._text_members = self._item_members
         self._delta = f"{_EVENTS[type(item)]}.delta"
         self.emit("response.output_item.added", output_index=index, item=item)
-        if not isinstance(item, FunctionCallItem):
+        if not isinstance(item, FunctionCallItem | CustomToolCallItem):
             self._item_members = self._text_members = {**self._item_members, "content_index": 0}
             part: OutputText | ReasoningText = ReasoningText()
             if isinstance(item, MessageItem):
@@ -410,7 +344,15 @@ class ItemsOutput(ItemSink):
             members = {**members, "logprobs": self._logprobs}
             self._item_logprobs += self._logprobs
             self._logprobs = []
-        self.emit(self._delta, **members, delta=text)
+        if isinstance(item, CustomToolCallItem):
+            self._add_input(item, self._input.push(text))
+        else:
+            self.emit(self._delta, **members, delta=text)
+
+    def _add_input(self, item: CustomToolCallItem, text: str) -> None:
+        if text:
+            self._input_parts.append(text)
+            self.emit(self._delta, **self._item_members, delta=text)
 
     def on_end(self, item: Item, text: str, *, cut: bool) -> None:
         item.status = "incomplete" if cut else "completed"
@@ -418,6 +360,10 @@ class ItemsOutput(ItemSink):
         if isinstance(item, FunctionCallItem):
             item.arguments = text
             self.emit(done, **self._item_members, name=item.name, arguments=text)
+        elif isinstance(item, CustomToolCallItem):
+            self._add_input(item, "" if cut else self._input.close())
+            item.input = "".join(self._input_parts)
+            self.emit(done, **self._item_members, input=item.input)
         else:
             if isinstance(item, MessageItem):
                 item.content = [OutputText(text, logprobs=self._item_logprobs)]

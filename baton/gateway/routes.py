@@ -22,10 +22,19 @@ from msgspec import Raw
 
 from baton.config import ApiConfig, RouterConfig
 from baton.errors import ModelNotFound, Unavailable, quoted
-from baton.gateway import adapters, api, batch_store, batches, response_api, response_store
+from baton.gateway import (
+    adapters,
+    api,
+    batch_store,
+    batches,
+    conversations,
+    response_api,
+    response_store,
+)
 from baton.gateway.batches import BatchApi
 from baton.gateway.chat import ChatOutput, parse_chat
 from baton.gateway.completions import CompletionOutput, parse_completion
+from baton.gateway.conversations import ConversationApi
 from baton.gateway.embeddings import (
     PoolingAnswer,
     PoolingRequest,
@@ -74,7 +83,14 @@ from baton.gateway.ranking import (
     score,
 )
 from baton.gateway.response_api import ResponseApi
-from baton.gateway.tokenize import detokenize, parse_detokenize, parse_tokenize, tokenize
+from baton.gateway.tokenize import (
+    RenderedRequest,
+    detokenize,
+    parse_detokenize,
+    parse_tokenize,
+    render,
+    tokenize,
+)
 from baton.net import http_server
 from baton.net.http_errors import Header, HttpError
 from baton.net.http_server import HttpExchange
@@ -84,6 +100,7 @@ from router.main import ProtocolServer
 log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1.0
 _MODEL = "/v1/models/"  # followed by a name
+_WITH_IDS = "/v1/files/", "/v1/batches/", "/v1/responses/", "/v1/conversations/"
 _PAGE = Path(__file__).with_name("chat.html").read_bytes()  # a chat in the browser
 
 
@@ -168,6 +185,7 @@ class App:
             (service, adapters.ROUTES),
             (self.batches, batches.ROUTES),
             (self.responses, response_api.ROUTES),
+            (ConversationApi(self.responses), conversations.ROUTES),
         )
         self._handlers: dict[str, dict[str, Handler]] = {
             path: {method: partial(route.handler, owner) for method, route in methods.items()}
@@ -211,8 +229,10 @@ def _pattern(path: str) -> str:
     if path.startswith(_MODEL):
         return f"{_MODEL}{{model}}"
     parts = path.split("/")
-    if path.startswith(("/v1/files/", "/v1/batches/", "/v1/responses/")) and parts[3]:
+    if path.startswith(_WITH_IDS) and parts[3]:
         parts[3] = "{id}"
+        if parts[4:5] == ["items"] and len(parts) > 5:
+            parts[5] = "{item}"
     return "/".join(parts)
 
 
@@ -321,6 +341,15 @@ ROUTES: Routes = {
         Endpoint(parse_chat, partial(generate, _chat)),
         "Answer a chat.", api.ChatCompletion, ERRORS, api.ChatRequest, streams=True,
     )},
+    "/v1/completions/render": {"POST": Operation(
+        Endpoint(parse_completion, render),
+        "The tokens of prompts; nothing runs.", list[RenderedRequest], ERRORS,
+        api.CompletionRequest,
+    )},
+    "/v1/chat/completions/render": {"POST": Operation(
+        Endpoint(parse_chat, render),
+        "The tokens of a chat; nothing runs.", RenderedRequest, ERRORS, api.ChatRequest,
+    )},
     MESSAGES_PATH: {"POST": Operation(
         Endpoint(parse_message, answer_message),
         "Answer a conversation, in Anthropic's format.", MessageAnswer, MESSAGE_ERRORS,
@@ -368,4 +397,6 @@ ROUTES: Routes = {
     "/openapi.json": _get(lambda *_: _described()),
     "/metrics": _get_and_head(Operation(_metrics)),
 }  # fmt: skip
-ALL_ROUTES: Routes = {**ROUTES, **adapters.ROUTES, **batches.ROUTES, **response_api.ROUTES}
+ALL_ROUTES: Routes = {
+    **ROUTES, **adapters.ROUTES, **batches.ROUTES, **response_api.ROUTES, **conversations.ROUTES
+}  # fmt: skip

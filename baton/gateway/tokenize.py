@@ -1,17 +1,25 @@
-"""/tokenize and /detokenize, as in vLLM."""
+"""/tokenize, /detokenize and the render endpoints, as in vLLM."""
 
 from __future__ import annotations
 
+import secrets
+from typing import Any
+
 import msgspec
+from google.protobuf.json_format import MessageToDict
+from msgspec import Struct
 
 from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.gateway.chat import chat_message
+from baton.gateway.headers import session_of
 from baton.gateway.output import token_text
 from baton.gateway.parsed_request import ParsedRequest
 from baton.net.http_server import HttpExchange
 from baton.v1 import inference_pb2
+from router.admission.validation import check_prompt
 from router.generation_service import Caller, GenerationService
+from router.models import Target
 
 
 def parse_tokenize(text: bytes) -> tuple[inference_pb2.TokenizeRequest, bool]:
@@ -48,6 +56,75 @@ async def tokenize(
     strings = [token_text(tokenizer, token)[0] for token in tokens] if with_strings else None
     answer = api.Tokens(len(tokens), found.max_context, tokens, strings)
     exchange.answer(200, msgspec.json.encode(answer))
+
+
+class RenderedRequest(Struct):
+    """The tokens and sampling parameters that one prompt of a request stands for."""
+
+    request_id: str
+    token_ids: list[api.Count]
+    sampling_params: dict[str, Any]  # of gRPC's SamplingParams
+    model: str
+    features: None = None
+    stream: bool = False
+    cache_salt: str | None = None
+
+
+async def render(
+    service: GenerationService, parsed: ParsedRequest, caller: Caller, exchange: HttpExchange
+) -> None:
+    """Answers with what a chat, or each prompt of a completion, is for a worker; runs nothing."""
+    base, rendered = parsed.base, list[RenderedRequest]()
+    target = service.resolve(base.model, base.session or session_of(exchange), caller)
+    params = MessageToDict(base.sampling, preserving_proto_field_name=True)
+    key = secrets.token_hex(16)
+    try:
+        for index in range(parsed.num_prompts):
+            request = parsed.request(index)
+            if request.suffix:
+                raise InvalidRequest("prompts with a suffix are not rendered", "suffix")
+            token_ids = await _tokens_of(service, request, caller, target)
+            limit = target.version.max_context
+            vocab_size = target.version.admission.tokenizer.vocab_size
+            check_prompt(token_ids, (), vocab_size, limit, 0)
+            most = limit - len(token_ids)
+            if not parsed.max_tokens_given and most < request.sampling.max_tokens:
+                params["max_tokens"] = max(0, most)
+            rendered.append(
+                RenderedRequest(
+                    f"{'' if parsed.prompts else 'chat'}cmpl-{key}-{index}",
+                    token_ids,
+                    dict(params),
+                    base.model or target.version.name,
+                    stream=bool(parsed.options.stream),
+                    cache_salt=base.cache_salt or None,
+                )
+            )
+    except InvalidRequest as error:
+        raise parsed.renamed(error) from error
+    exchange.answer(200, msgspec.json.encode(rendered if parsed.prompts else rendered[0]))
+
+
+async def _tokens_of(
+    service: GenerationService,
+    request: inference_pb2.GenerateRequest,
+    caller: Caller,
+    target: Target,
+) -> list[int]:
+    """The tokens of a request's prompt, cut to their end if it asks for that."""
+    form = request.WhichOneof("input")
+    if form == "token_ids":
+        token_ids = list(request.token_ids.ids)
+    else:
+        asked = inference_pb2.TokenizeRequest(model=request.model)
+        if form == "chat":
+            asked.chat.CopyFrom(request.chat)
+        else:
+            asked.text = request.text
+        if request.HasField("add_special_tokens"):
+            asked.add_special_tokens = request.add_special_tokens
+        token_ids = list((await service.tokenize(asked, caller, target)).token_ids)
+    return token_ids[-request.truncate_prompt_tokens :]
 
 
 async def count_chat(service: GenerationService, parsed: ParsedRequest, caller: Caller) -> int:

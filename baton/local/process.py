@@ -35,8 +35,6 @@ class ChildProcess:
         run serves.
     """
 
-    spawn = staticmethod(asyncio.create_subprocess_exec)  # replaced by tests
-
     name: str
     role: str
     argv: list[str]
@@ -115,7 +113,7 @@ class ChildProcess:
         numbers = ",".join(map(str, descriptors))
         listeners = ["--listeners", numbers] if descriptors else []
         try:
-            self._process = await self.spawn(
+            self._process = await asyncio.create_subprocess_exec(
                 *self.command,
                 *listeners,
                 pass_fds=descriptors,

@@ -197,6 +197,16 @@ class HttpExchange:
             self._part_came.set()
         self.resume()  # before a request behind it may pause reading
 
+    async def drained(self, timeout_s: float) -> bool:
+        """Waits while the client does not read; hangs up, and returns False, after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.writable.wait()
+        except TimeoutError:
+            self.abort()
+            return False
+        return True
+
     @property
     def unread_bytes(self) -> int:
         """What was sent and is not on its way to the client yet."""

@@ -112,6 +112,11 @@ class Scoring:
         return list(map(LabelScore, self.labels, logits, scores))
 
 
+def embeds(directory: Path) -> bool:
+    """Whether a checkpoint is an embedding model: sentence-transformers' files have a pooling."""
+    return any(str(one.get("type")).endswith(".Pooling") for one in _modules(directory))
+
+
 def is_pair(roles: Sequence[str]) -> bool:
     """Whether a conversation with these roles is a query and a document, and not a chat."""
     return QUERY in roles and DOCUMENT in roles
@@ -141,13 +146,8 @@ def _activation(config: Mapping[str, Any], num_labels: int) -> Activation:
 
 def _logit_score(directory: Path) -> list[int]:
     """Token ids of sentence-transformers' module `LogitScore`; empty if there is none."""
-    file = directory / "modules.json"
-    try:
-        modules = parse_json_value(file, read_bytes(file, MAX_JSON_BYTES))
-    except FileNotFoundError:
-        return []
-    for module in modules if isinstance(modules, list) else []:
-        if not isinstance(module, dict) or not str(module.get("type")).endswith(".LogitScore"):
+    for module in _modules(directory):
+        if not str(module.get("type")).endswith(".LogitScore"):
             continue
         file = directory / str(module.get("path")) / "config.json"
         try:
@@ -160,3 +160,13 @@ def _logit_score(directory: Path) -> list[int]:
             raise CheckpointError(f"{file}: true_token_id must be a token id, not {quoted(ids[0])}")
         return given
     return []
+
+
+def _modules(directory: Path) -> list[dict[str, Any]]:
+    """sentence-transformers' modules; empty if there are none."""
+    file = directory / "modules.json"
+    try:
+        found = parse_json_value(file, read_bytes(file, MAX_JSON_BYTES))
+    except FileNotFoundError:
+        return []
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []

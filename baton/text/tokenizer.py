@@ -34,6 +34,7 @@ from baton.text.scoring import (
     QUERY,
     ROLES,
     Scoring,
+    embeds,
     renders_pairs,
 )
 from baton.text.segment_cache import SegmentCache
@@ -93,6 +94,7 @@ class Tokenizer:
         self._bos_token_id: int | None = None
         self._fill: tuple[int, ...] | None = None  # fill-in-the-middle tokens
         self.scoring: Scoring | None = None  # how the checkpoint scores a prompt, if it does
+        self.embeds = False  # whether it is an embedding model
         if library is None:
             return
         # A tokenizer.json may have limits of the training; prompts are never truncated or padded.
@@ -104,6 +106,7 @@ class Tokenizer:
             for name, (text, file) in files.chat_templates.items()
         }
         self.scoring = Scoring.read(files.config_file, files.config, self.token_id)
+        self.embeds = embeds(files.config_file.parent)
         self.template = templates.get(DEFAULT_TEMPLATE)
         self.tool_template = templates.get(TOOL_TEMPLATE, self.template)
         if bos := files.special_tokens.get("bos_token"):

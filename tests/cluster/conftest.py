@@ -31,10 +31,9 @@ from baton.config import ClusterConfig
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
-from baton.local.process import ChildProcess
 from baton.local.span_store import SpanStore
-from tests.cluster.forkserver import ForkServer
 from tests.cluster.oracle import ENGINE, SIMULATED, Oracle, all_blocks_free
+from tests.preloaded import Preloaded
 from tests.waiting import WAIT_S
 
 HERE = Path(__file__).parent
@@ -124,10 +123,9 @@ def own_shared_memory() -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def fork_server(nothing_left_behind: None) -> Iterator[None]:
-    """From now on the processes of clusters are forks of one that has imported torch."""
-    with ForkServer() as server, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ChildProcess, "spawn", server.spawn)
+def forked(nothing_left_behind: None) -> Iterator[None]:
+    """The processes of clusters, and commands that tests run, are forks of one with torch."""
+    with Preloaded({"baton", "tests.chaos.process", "tests.cluster.other_version"}):
         yield
 
 
@@ -139,9 +137,7 @@ async def receiver(nothing_left_behind: None) -> AsyncIterator[OtlpReceiver]:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def shared(
-    fork_server: None, receiver: OtlpReceiver
-) -> AsyncIterator[dict[str, LocalCluster]]:
+async def shared(forked: None, receiver: OtlpReceiver) -> AsyncIterator[dict[str, LocalCluster]]:
     """Clusters that several tests use, by their settings, the one used last at the end."""
     started: dict[str, LocalCluster] = {}
     yield started

@@ -19,7 +19,7 @@ def runs():
     return oracle_runs(NEW_TOKENS)
 
 
-async def test_versions_adapters_and_routes_change_and_no_token_is_anothers(fork_server, tmp_path):
+async def test_versions_adapters_and_routes_change_and_no_token_is_anothers(forked, tmp_path):
     versions = Versions(tmp_path)
     runs = versions.runs(NEW_TOKENS)
     await keeps_the_promise(runs, 21, SECONDS, workers=1, versions=versions)
@@ -30,7 +30,7 @@ async def test_versions_adapters_and_routes_change_and_no_token_is_anothers(fork
     [(11, 2, "shm", (1, 1)), (12, 1, "gloo", (2, 1))],
 )
 async def test_every_request_ends_right_and_nothing_is_kept(
-    fork_server, runs, seed, routers, transport, tp
+    forked, runs, seed, routers, transport, tp
 ):
     await keeps_the_promise(runs, seed, SECONDS, routers=routers, transport=transport, tp=tp)
 

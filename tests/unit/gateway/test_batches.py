@@ -266,9 +266,10 @@ async def test_a_batch_that_waits_for_another_can_be_cancelled(gateway):
     assert not select(gateway, "SELECT id FROM files WHERE id LIKE '%-output'")
 
 
-@pytest.mark.parametrize(
-    ("text", "number", "message"),
-    [
+async def test_a_batch_with_a_wrong_line_fails_and_names_it(gateway, settings, monkeypatch):
+    settings[0].max_line_bytes = 2500
+    monkeypatch.setattr(batch_runner, "MAX_LINES", 5)
+    for text, number, message in (
         (jsonl([line(0), line(0)]), 2, "an earlier line has this custom_id"),
         (jsonl([line(0), line(1, url="/v1/chat/completions")]), 2, "the batch is for /v1/comp"),
         (jsonl([line(0, body=[1])]), 1, "Expected `object`"),
@@ -281,38 +282,30 @@ async def test_a_batch_that_waits_for_another_can_be_cancelled(gateway):
         (jsonl([line(0)]) + b" " * 3000 + jsonl([line(1)]), 2, "at most 2500 bytes"),
         (jsonl(line(number) for number in range(6)), 6, "at most 5 lines"),
         (b"\n \n", None, "no requests"),
-    ],
-)  # fmt: skip
-async def test_a_batch_with_a_wrong_line_fails_and_names_it(
-    gateway, settings, monkeypatch, text, number, message
-):
-    settings[0].max_line_bytes = 2500
-    monkeypatch.setattr(batch_runner, "MAX_LINES", 5)
-    batch = await finished(gateway, await create(gateway, text))
-    assert (batch["status"], batch["output_file_id"]) == ("failed", None)
-    first = batch["errors"]["data"][0]
-    assert (first["line"], first["code"]) == (number, "invalid_line" if number else "empty_file")
-    assert message in first["message"], first
+    ):  # fmt: skip
+        batch = await finished(gateway, await create(gateway, text))
+        assert (batch["status"], batch["output_file_id"]) == ("failed", None), message
+        first = batch["errors"]["data"][0]
+        code = "invalid_line" if number else "empty_file"
+        assert (first["line"], first["code"]) == (number, code), message
+        assert message in first["message"], first
     assert not gateway.decode.requests
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "field"),
-    [
+async def test_a_batch_that_cannot_be_is_refused(gateway):
+    file = (await upload(gateway, [line(0)])).json()
+    good = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
+    for body, status, field in (
         ({"endpoint": "/tokenize"}, 400, "endpoint"),
         ({"completion_window": "1h"}, 400, "completion_window"),
         ({"metadata": {"a": "b" * 513}}, 400, "metadata"),
         ({"input_file_id": "file-" + "0" * 24}, 404, None),
         ({"input_file_id": "../../etc/passwd"}, 404, None),
         ({"input_file_id": None}, 400, "input_file_id"),
-    ],
-)
-async def test_a_batch_that_cannot_be_is_refused(gateway, body, status, field):
-    file = (await upload(gateway, [line(0)])).json()
-    good = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
-    answer = await gateway.post("/v1/batches", {**good, **body})
-    found = (answer.json()["error"]["param"] or "").removesuffix("[...]") or None
-    assert (answer.status_code, found) == (status, field)
+    ):
+        answer = await gateway.post("/v1/batches", {**good, **body})
+        found = (answer.json()["error"]["param"] or "").removesuffix("[...]") or None
+        assert (answer.status_code, found) == (status, field), body
     assert (await gateway.client.get("/v1/batches")).json()["data"] == []
 
 
@@ -401,9 +394,10 @@ PURPOSE = FORM % (b"purpose", b"", b"batch")
 END = b"--b--\r\n"
 
 
-@pytest.mark.parametrize(
-    ("form", "status", "text"),
-    [
+async def test_what_a_form_may_be(gateway, monkeypatch):
+    monkeypatch.setattr(batches, "MAX_FILE_BYTES", 4500)
+    kind, kept = {"content-type": "multipart/form-data; boundary=b"}, 0
+    for form, status, text in (
         (FILE + PURPOSE + END, 200, '"bytes":3'),
         (PURPOSE + FORM % (b"other", b"", b"x" * 3000) + FILE + END, 200, '"filename":"x"'),
         (FILE + b"--b\r\nx: y\r\n\r\nabc\r\n" + PURPOSE + END, 200, '"bytes":3'),
@@ -419,14 +413,12 @@ END = b"--b--\r\n"
         (b"--b\r\nx: " + b"y" * 4300, 400, "is not a form"),
         (b"", 400, "ends before"),
         (PURPOSE + FORM % (b"file", b"", b"x" * 5000) + END, 413, "4500 bytes"),
-    ],
-)
-async def test_what_a_form_may_be(gateway, monkeypatch, form, status, text):
-    monkeypatch.setattr(batches, "MAX_FILE_BYTES", 4500)
-    kind = {"content-type": "multipart/form-data; boundary=b"}
-    answer = await gateway.client.post("/v1/files", content=form, headers=kind)
-    assert (answer.status_code, text in answer.text) == (status, True), answer.text
-    assert len(select(gateway, "SELECT * FROM files, chunks")) == (status == 200)
+    ):
+        answer = await gateway.client.post("/v1/files", content=form, headers=kind)
+        assert (answer.status_code, text in answer.text) == (status, True), (form, answer.text)
+        kept += status == 200
+        assert len(select(gateway, "SELECT id FROM files")) == kept, form
+        assert len(select(gateway, "SELECT * FROM chunks")) == kept, form
     for kind in ("application/json", "multipart/form-data", "multipart/form-data; boundary="):
         sent = {"content": form, "headers": {"content-type": kind}}
         answer = await gateway.client.post("/v1/files", **sent)

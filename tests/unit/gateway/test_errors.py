@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import zlib
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -210,23 +211,6 @@ async def test_no_worker_is_503_with_retry_after(gateway_of):
     response = await gateway.client.get("/ready")
     assert "no prefill worker" in error_of(response, 503)["message"]
     assert (await gateway.client.get("/health")).status_code == 200
-
-
-async def test_a_prefill_worker_alone_serves_whole_requests(gateway_of):
-    gateway = await gateway_of(decode=0)
-    (prefill,) = gateway.cluster.prefills
-    prefill.tell(blocks_free=100)
-    assert (await gateway.client.get("/ready")).status_code == 200
-    response = await gateway.complete()
-    assert response.json()["choices"][0]["text"] == "abcde"
-    assert len(prefill.requests) == 1
-
-
-async def test_decode_workers_alone_serve_whole_requests(gateway_of):
-    gateway = await gateway_of(prefill=0)
-    assert (await gateway.client.get("/ready")).status_code == 200
-    gateway.decode.reserves = [gateway.decode.accept_and_start]
-    assert (await gateway.complete()).status_code == 200
 
 
 async def test_a_full_queue_is_429_with_retry_after(gateway_of):
@@ -447,8 +431,7 @@ async def test_what_is_echoed_at_once_may_be_longer_than_what_may_be_left_unread
     assert response.text.count(json.dumps(text)[:-1]) == {"completions": 2, "responses": 3}[path]
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("end", ["deadline", "drain", "unread"])
+@pytest.mark.parametrize(("end", "n"), [("deadline", 1), ("drain", 3), ("unread", 1)])
 async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_last(
     gateway_of, monkeypatch, end, n
 ):
@@ -532,62 +515,44 @@ def deflated(body, wbits=15):
     return compressor.compress(body) + compressor.flush()
 
 
-@pytest.mark.parametrize(
-    ("codings", "body"),
-    [
-        ("gzip", gzipped(ASKED)),
-        ("x-gzip", gzipped(ASKED)),
-        ("GZip", gzipped(ASKED)),
-        ("deflate", deflated(ASKED)),
-        ("deflate", deflated(ASKED, -15)),
-        ("deflate, gzip", gzipped(deflated(ASKED))),
-        ("identity, gzip", gzipped(ASKED)),
-        ("identity", ASKED),
-        ("", ASKED),
-    ],
-)
-async def test_compressed_bodies_are_decompressed(gateway, codings, body):
-    headers = {"content-encoding": codings}
-    response = await gateway.client.post("/v1/completions", content=body, headers=headers)
-    assert response.status_code == 200, response.text
-    assert response.json()["choices"][0]["text"] == "abcde"
+GOOD = [
+    ("gzip", gzipped(ASKED)), ("x-gzip", gzipped(ASKED)), ("GZip", gzipped(ASKED)),
+    ("deflate", deflated(ASKED)), ("deflate", deflated(ASKED, -15)),
+    ("deflate, gzip", gzipped(deflated(ASKED))), ("identity, gzip", gzipped(ASKED)),
+    ("identity", ASKED), ("", ASKED),
+]  # fmt: skip
+WRONG = [
+    ("zstd", ASKED, 415), ("br", ASKED, 415), ("nonsense", ASKED, 415),
+    ("gzip, br", gzipped(ASKED), 415), ("gzip, gzip, gzip", gzipped(ASKED), 415),
+    ("gzip", ASKED, 400), ("deflate", ASKED, 400), ("gzip", b"", 400),
+    ("gzip", gzipped(ASKED)[:-9], 400), ("gzip", gzipped(ASKED) + b"more", 400),
+    ("gzip", gzipped(b" " * (32 << 20)), 413),
+    ("gzip, gzip", gzipped(gzipped(b" " * (32 << 20))), 413),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("codings", "body", "status"),
-    [
-        ("zstd", ASKED, 415),
-        ("br", ASKED, 415),
-        ("nonsense", ASKED, 415),
-        ("gzip, br", gzipped(ASKED), 415),
-        ("gzip, gzip, gzip", gzipped(ASKED), 415),
-        ("gzip", ASKED, 400),
-        ("deflate", ASKED, 400),
-        ("gzip", b"", 400),
-        ("gzip", gzipped(ASKED)[:-9], 400),
-        ("gzip", gzipped(ASKED) + b"more", 400),
-        ("gzip", gzipped(b" " * (32 << 20)), 413),
-        ("gzip, gzip", gzipped(gzipped(b" " * (32 << 20))), 413),
-    ],
-)
-async def test_a_body_that_is_not_what_its_content_encoding_says_is_refused(
-    gateway, codings, body, status
-):
-    headers = {"content-encoding": codings.encode("latin-1")}
-    response = await gateway.client.post("/v1/completions", content=body, headers=headers)
-    error = error_of(response, status)
-    if status == 415:
-        assert "gzip or deflate" in error["message"]
-        assert response.headers["accept-encoding"] == "gzip, deflate"
+async def test_bodies_are_decompressed_or_refused_where_they_are_not_what_is_said(gateway):
+    async def post(codings, body):
+        headers = {"content-encoding": codings}
+        return await gateway.client.post("/v1/completions", content=body, headers=headers)
+
+    for codings, body in GOOD:
+        response = await post(codings, body)
+        assert response.status_code == 200, (codings, response.text)
+        assert response.json()["choices"][0]["text"] == "abcde"
+    for codings, body, status in WRONG:
+        error = error_of(response := await post(codings, body), status)
+        if status == 415:
+            assert "gzip or deflate" in error["message"]
+            assert response.headers["accept-encoding"] == "gzip, deflate"
 
 
 LONG = [1] * 40  # of 32 tokens that the context holds
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
+async def test_what_does_not_fit_in_the_context_is_told_in_openais_words(gateway):
+    """By these agents see that they have to shorten what they send."""
+    for path, body, param in (
         ("completions", {"prompt": LONG}, "prompt"),
         ("completions", {"prompt": [PROMPT, LONG]}, "prompt"),
         ("completions", {"prompt": "a" * 1000}, "prompt"),
@@ -596,37 +561,27 @@ LONG = [1] * 40  # of 32 tokens that the context holds
         ("responses", {"input": "a" * 99}, "input"),
         ("responses", {"input": "a", "max_output_tokens": 99}, "max_output_tokens"),
         ("embeddings", {"input": LONG}, "input"),
-    ],
-)
-async def test_what_does_not_fit_in_the_context_is_told_in_openais_words(
-    gateway, path, body, param, stream
-):
-    """By these agents see that they have to shorten what they send."""
-    response = await gateway.post(f"/v1/{path}", body, stream=stream)
-    if response.status_code == 200:  # behind the first prompt's output
-        error = json.loads(response.text.split("data: ")[-2])["error"]
-    else:
-        error = error_of(response, 400)
-    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
-    told = "This model's maximum context length is 32 tokens. However, "
-    assert error["message"].startswith(told)
+    ):
+        for stream in (False, True):
+            response = await gateway.post(f"/v1/{path}", body, stream=stream)
+            if response.status_code == 200:  # behind the first prompt's output
+                error = json.loads(response.text.split("data: ")[-2])["error"]
+            else:
+                error = error_of(response, 400)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            told = "This model's maximum context length is 32 tokens. However, "
+            assert error["message"].startswith(told), (path, body)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("model", "x" * 2000),
-        ("cache_salt", "x" * 300),
-        ("allowed_token_ids", [1] * 20_000),
-        ("request_id", "x" * 200),
-    ],
-)
-async def test_what_would_be_kept_of_a_body_is_bounded(gateway, field, value):
-    for path, prompt in (("completions", {"prompt": ["a"] * 9}), ("embeddings", {"input": "a"})):
-        if field == "allowed_token_ids" and path == "embeddings":
-            continue
-        response = await gateway.post(f"/v1/{path}", {field: value, **prompt})
-        assert error_of(response, 400)["param"] == field
+async def test_what_would_be_kept_of_a_body_is_bounded(gateway):
+    fields = {"model": "x" * 2000, "cache_salt": "x" * 300, "request_id": "x" * 200}
+    for path, body, more in (
+        ("completions", {"prompt": ["a"] * 9}, {"allowed_token_ids": [1] * 20_000}),
+        ("embeddings", {"input": "a"}, {}),
+    ):
+        for field, value in (fields | more).items():
+            response = await gateway.post(f"/v1/{path}", {field: value, **body})
+            assert error_of(response, 400)["param"] == field
 
 
 async def test_a_body_is_not_read_for_a_tenant_whose_requests_are_used_up(gateway_of, tmp_path):
@@ -654,6 +609,22 @@ async def test_answers_tell_what_is_left_of_the_tenants_limits(gateway_of, tmp_p
     assert left(await gateway.post("/v1/embeddings", {"input": "a"}))[0] == 0
     refused = await gateway.complete()
     assert refused.status_code == 429 and left(refused)[0] == 0
+
+
+async def test_messages_tell_them_as_anthropic_does(says, tmp_path):
+    limits = "[default]\nrequests_per_minute = 2\ntokens_per_minute = 1000"
+    gateway = await says("abc", tenants=tenants(tmp_path, limits))
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+    for remaining in (1, 0, 0):
+        answer = await gateway.post("/v1/messages", body)
+        named = {k: v for k, v in answer.headers.items() if "ratelimit" in k}
+        assert len(named) == 6 and named["anthropic-ratelimit-requests-limit"] == "2"
+        assert named["anthropic-ratelimit-requests-remaining"] == f"{remaining}"
+        assert int(named["anthropic-ratelimit-tokens-remaining"]) < 1000
+        for what in ("requests", "tokens"):
+            reset = datetime.fromisoformat(named[f"anthropic-ratelimit-{what}-reset"])
+            assert reset >= datetime.now(UTC) - timedelta(minutes=1)
+    assert answer.status_code == 429
 
 
 async def test_a_tenant_without_limits_has_no_headers_of_them(gateway):

@@ -1,6 +1,7 @@
 """/rerank, /score, /classify and /pooling over scripted workers."""
 
 import base64
+import json
 import math
 import struct
 
@@ -160,3 +161,25 @@ async def test_a_body_may_have_2048_inputs(gateway_of, tmp_path):
     many = {"query": "q", "documents": ["a"] * 2049}
     refused = (await gateway.post("/rerank", many)).json()["error"]
     assert refused["param"] == "documents" and "2048" in refused["message"]
+
+
+async def test_an_embedding_model_scores_pairs_by_cosine(gateway_of, tmp_path):
+    """The workers' embedding of a prompt is 0, then its tokens."""
+    modules = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    gateway = await gateway_of(tokenizer=byte_tokenizer(tmp_path))
+    texts = ["aa", "ab", "zA"]
+    embedded = (await gateway.post("/v1/embeddings", {"input": ["ab", *texts]})).json()["data"]
+    query, *others = [one["embedding"] for one in embedded]
+    cosines = [
+        sum(map(math.prod, zip(query, one, strict=True))) / (math.hypot(*query) * math.hypot(*one))
+        for one in others
+    ]
+    scored = (await gateway.post("/score", {"text_1": "ab", "text_2": texts})).json()
+    assert [one["score"] for one in scored["data"]] == pytest.approx(cosines)
+    assert scored["usage"]["prompt_tokens"] == 6  # "ab" is computed once
+    ranked = (await gateway.post("/v1/rerank", {"query": "ab", "documents": texts})).json()
+    assert [one["index"] for one in ranked["results"]] == [1, 0, 2]
+    asked = {"text_1": "ab", "text_2": texts, "instruction": "Be kind."}
+    refused = (await gateway.post("/score", asked)).json()["error"]
+    assert refused["param"] == "instruction"

@@ -1,10 +1,12 @@
 """Stored responses: found again by any process, by their tenant alone, within bounds."""
 
+import asyncio
+
 import openai
 import pytest
 
 from baton.config import ApiConfig
-from baton.gateway import response_api, response_store
+from baton.gateway import response_store
 from baton.gateway.response_store import ResponseStore, StoredResponse
 from router.admission.tenants import Tenants
 from tests.waiting import eventually
@@ -125,14 +127,77 @@ async def test_a_response_in_the_background_ends_though_nobody_waits(says, confi
         assert [item.type for item in done.output][-2:] == ["function_call"] * 2
         with pytest.raises(openai.ConflictError, match="is completed"):
             await client.responses.cancel(begun.id)
-        with pytest.raises(openai.BadRequestError, match="stream"):
-            await client.responses.create(**asked, stream=True)
+        with pytest.raises(openai.BadRequestError, match="has no events"):
+            await client.responses.retrieve(begun.id, stream=True)
         with pytest.raises(openai.BadRequestError, match="maximum context"):
             await client.responses.create(**{**asked, "input": "x" * 20000})
 
 
-async def test_a_response_in_the_background_is_cancelled_at_any_router(says, config, monkeypatch):
-    monkeypatch.setattr(response_api, "WATCH_S", 0.02)
+async def events(stream, most=None):
+    found = []
+    async for event in stream:
+        found.append(event)
+        if len(found) == most:
+            await stream.close()
+            break
+    return found
+
+
+async def test_a_stream_in_the_background_is_followed_at_any_router_from_any_event(says, config):
+    first, second = [await says(CALLS, api=config) for _ in range(2)]
+    asked = {"model": "tiny", "input": "Hi", "tools": TOOLS}
+    async with client_of(first) as one, client_of(second) as two:
+        plain = await events(await one.responses.create(**asked, stream=True))
+        (begun,) = await events(
+            await one.responses.create(**asked, stream=True, background=True), most=1
+        )
+        assert begun.type == "response.created" and begun.response.background
+        follow = two.responses.retrieve
+        whole = await events(await follow(begun.response.id, stream=True))
+        assert [event.type for event in whole] == [event.type for event in plain]
+        assert [event.sequence_number for event in whole] == list(range(len(whole)))
+        for after in range(len(whole)):
+            rest = await events(await follow(begun.response.id, stream=True, starting_after=after))
+            assert rest == whole[after + 1 :]
+        done = await one.responses.retrieve(begun.response.id)
+        assert whole[-1].response == done and done.status == "completed"
+        for wrong in ("-1", "x"):
+            path = f"/v1/responses/{done.id}?stream=true&starting_after={wrong}"
+            assert (await first.client.get(path)).status_code == 400
+
+
+async def test_a_stream_in_the_background_that_is_stopped_says_so(says, config):
+    first, second = [await says("abc", api=config) for _ in range(2)]
+    await first.cluster.fill()
+    async with client_of(first) as one, client_of(second) as two:
+        asked = {"model": "tiny", "input": "Hi", "background": True, "stream": True}
+        for stop, ends in (("cancel", "cancelled"), ("delete", "error"), ("give up", "failed")):
+            stream = await one.responses.create(**asked)
+            begun = await anext(aiter(stream))
+            name = begun.response.id
+            reading = asyncio.create_task(events(await two.responses.retrieve(name, stream=True)))
+            if stop == "give up":
+                first.service.give_up()
+            else:
+                await getattr(two.responses, stop)(name)
+            for found in (await events(stream), await reading):
+                last = found[-1].to_dict()
+                assert ends in (last["type"], last.get("response", {}).get("status")), last
+            await first.idle()
+
+
+async def test_a_stream_whose_router_has_ended_has_failed(says, config, monkeypatch):
+    gateway = await says("abc", api=config)
+    await gateway.cluster.fill()
+    monkeypatch.setattr(response_store, "ALIVE_S", -1.0)
+    async with client_of(gateway) as client:
+        asked = {"model": "tiny", "input": "Hi", "background": True, "stream": True}
+        found = await events(await client.responses.create(**asked))
+        assert [event.type for event in found][-1] == "response.failed"
+        await client.responses.delete(found[-1].response.id)
+
+
+async def test_a_response_in_the_background_is_cancelled_at_any_router(says, config):
     first, second = [await says("abc", api=config) for _ in range(2)]
     await first.cluster.fill()
     async with client_of(first) as one, client_of(second) as two:
@@ -209,7 +274,9 @@ async def test_without_a_folder_nothing_is_found_and_tools_may_be_refused(says):
 
 async def test_unknown_tools_are_dropped_and_named(says):
     gateway = await says("abc")
-    tools = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}, *TOOLS]
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+    patch = {"type": "custom", "name": "apply_patch", "format": grammar}
+    tools = [{"type": "web_search"}, patch, *TOOLS]
     response = await gateway.post("/v1/responses", {"input": "Hi", "tools": tools})
-    assert response.headers["x-baton-dropped-tools"] == "web_search, custom"
+    assert response.headers["x-baton-dropped-tools"] == "web_search, custom.grammar"
     assert [tool["name"] for tool in response.json()["tools"]] == ["f", "g"]

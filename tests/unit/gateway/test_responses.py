@@ -7,6 +7,7 @@ import pydantic
 import pytest
 
 from baton.gateway import generation
+from baton.gateway.custom_tools import CustomInput
 from baton.gateway.responses import parse_response
 from baton.gateway.responses_output import ItemsOutput
 from baton.generation.tool_call import ToolCallDelta
@@ -98,6 +99,61 @@ async def test_a_stream_tells_each_items_beginning_pieces_and_end(says, client_o
     assert once == [*expected, "completed"]
     places = [(event.output_index, event.item_id) for event in events if hasattr(event, "item_id")]
     assert sorted(set(places)) == [(i, item.id) for i, item in enumerate(final.output)]
+
+
+PATCH = 'say "hi"\\n\t\U0001f600'
+CUSTOM = [{"type": "custom", "name": "patch", "description": "Changes files."}, *TOOLS]
+
+
+def custom_call(arguments):
+    return f'<tool_call>\n{{"name": "patch", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (json.dumps({"input": PATCH}), PATCH),
+        (json.dumps({"input": PATCH}, ensure_ascii=False), PATCH),
+        ('{"input": "a\\ud83d"}', "a\ufffd"),
+        ('{"patch": "x"}', '{"patch": "x"}'),  # the model did not write what it was told
+        ("{}", ""),
+    ],
+)
+async def test_a_custom_tools_input_is_a_text(says, client_of, arguments, text):
+    gateway = await says(custom_call(arguments))
+    asked = {"model": "tiny", "input": "Hi", "tools": CUSTOM}
+    asked["tool_choice"] = {"type": "custom", "name": "patch"} if text == PATCH else "auto"
+    async with client_of(gateway) as client:
+        whole = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+    assert [tool.type for tool in whole.tools] == ["custom", "function", "function"]
+    for item in (whole.output[0], events[-1].response.output[0]):
+        assert (item.type, item.name, item.input) == ("custom_tool_call", "patch", text)
+    kinds = [event.type.rpartition("custom_tool_call_input.")[2] for event in events]
+    deltas = [event.delta for event, kind in zip(events, kinds, strict=True) if kind == "delta"]
+    assert "".join(deltas) == text and kinds.count("done") == 1
+    assert text != PATCH or len(deltas) > 5
+
+
+async def test_a_custom_tools_call_and_its_output_go_back(says, client_of):
+    gateway = await says(lambda prompt: prompt.partition("<tool_call></think>")[0])
+    call = {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": PATCH}
+    output = {"type": "custom_tool_call_output", "call_id": "1", "output": "done"}
+    async with client_of(gateway) as client:
+        answer = await client.responses.create(model="tiny", input=[call, output], tools=CUSTOM)
+    shown = answer.output_text
+    assert repr({"input": PATCH}) in shown and "done" in shown
+
+
+def test_a_custom_input_is_the_same_at_every_cut():
+    arguments = json.dumps({"input": PATCH + "\udcff\u00e9"})
+    for cut in range(len(arguments)):
+        for second in range(cut, len(arguments)):
+            found = CustomInput()
+            pieces = arguments[:cut], arguments[cut:second], arguments[second:]
+            text = "".join(map(found.push, pieces)) + found.close()
+            assert text == PATCH + "\ufffd\u00e9"
 
 
 async def test_a_cut_output_is_incomplete(says, client_of):
@@ -269,7 +325,8 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "[]"}
         ({"max_tokens": 2}, "max_tokens"),
         ({"max_output_tokens": 1 << 20}, "max_output_tokens"),
         ({"input": "x" * 20000}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0].type"),

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import itertools
 import json
 import re
 import socket
@@ -98,10 +99,18 @@ async def test_web_pages_of_given_origins_may_call(gateway_of, given, allowed):
         assert ("x-request-id" in answer.headers) is (answer.status_code == 200)
 
 
-@pytest.mark.parametrize("text", ["a.example", "https://a.example/", "null", "https://a.b,", ""])
-def test_what_is_no_origin_is_refused(text):
-    with pytest.raises(ConfigError, match="is no origin: write https"):
-        origins(text)
+@pytest.mark.parametrize(
+    ("read", "said", "texts"),
+    [
+        (origins, "is no origin: write https",
+         ["a.example", "https://a.example/", "null", "https://a.b,", ""]),
+        (host_names, "is no host name: write chat", ["https://a", "a:80", "a/", "", "a,"]),
+    ],
+)  # fmt: skip
+def test_what_is_no_origin_or_no_host_name_is_refused(read, said, texts):
+    for text in texts:
+        with pytest.raises(ConfigError, match=said):
+            read(text)
 
 
 async def test_tokens_are_returned(gateway):
@@ -123,6 +132,8 @@ async def test_the_callers_trace_is_continued_and_returned(gateway_of):
     ):
         assert response.headers["x-trace-id"] == TRACE
         assert response.headers["traceparent"] == TRACEPARENT
+    response = await gateway.complete({"traceparent": "01" + TRACEPARENT[2:] + "-what-comes"})
+    assert (response.headers["x-trace-id"], response.headers["traceparent"]) == (TRACE, TRACEPARENT)
     own = await gateway.complete()
     assert len(own.headers["x-trace-id"]) == 32
     assert own.headers["x-trace-id"] != TRACE
@@ -130,41 +141,26 @@ async def test_the_callers_trace_is_continued_and_returned(gateway_of):
     provider.shutdown()
 
 
+NO_TRACES = [
+    "nonsense", "", TRACEPARENT.upper(), TRACEPARENT.replace(TRACE, "0" * 32),
+    TRACEPARENT.replace("00f067aa0ba902b7", "0" * 16), TRACEPARENT.replace(TRACE, TRACE[1:]),
+    TRACEPARENT.replace(TRACE, TRACE + "0"), TRACEPARENT + "-00", TRACEPARENT + "0",
+    "ff" + TRACEPARENT[2:], "0" + TRACEPARENT, f"{TRACEPARENT}, {TRACEPARENT}",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("exporting", [True, False])
-@pytest.mark.parametrize(
-    "bad",
-    [
-        "nonsense",
-        "",
-        TRACEPARENT.upper(),
-        TRACEPARENT.replace(TRACE, "0" * 32),
-        TRACEPARENT.replace("00f067aa0ba902b7", "0" * 16),
-        TRACEPARENT.replace(TRACE, TRACE[1:]),
-        TRACEPARENT.replace(TRACE, TRACE + "0"),
-        TRACEPARENT + "-00",
-        TRACEPARENT + "0",
-        "ff" + TRACEPARENT[2:],
-        "0" + TRACEPARENT,
-        f"{TRACEPARENT}, {TRACEPARENT}",
-    ],
-)
-async def test_a_trace_that_is_none_is_not_continued(gateway_of, bad, exporting):
+async def test_a_trace_that_is_none_is_not_continued(gateway_of, exporting):
     """The W3C's rules: such a header is as if it were not there."""
     provider = TracerProvider()
     cluster = {"tracer": provider.get_tracer("test")} if exporting else {}
     gateway = await gateway_of(cluster=cluster)
-    for more in ({}, {"temperature": -1}):
+    for bad, more in itertools.product(NO_TRACES, ({}, {"temperature": -1})):
         response = await gateway.complete({"traceparent": bad}, **more)
         told = response.headers.get("x-trace-id", "")
-        assert told.strip("0") if exporting and not more else not told
-        assert told != TRACE and "traceparent" not in response.headers
+        assert told.strip("0") if exporting and not more else not told, bad
+        assert told != TRACE and "traceparent" not in response.headers, bad
     provider.shutdown()
-
-
-async def test_a_later_version_of_traceparent_is_continued(gateway):
-    response = await gateway.complete({"traceparent": "01" + TRACEPARENT[2:] + "-what-comes"})
-    assert response.headers["x-trace-id"] == TRACE
-    assert response.headers["traceparent"] == TRACEPARENT
 
 
 @pytest.mark.parametrize("trusted", [True, False])
@@ -284,29 +280,26 @@ async def said(gateway, *parts):
     return heard
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        POST + b"x: " + b"a" * (1 << 20),
-        POST + b"a: b\r\n" * 1000 + b"content-length: 2\r\n\r\n{}",
-        b"GET /" + b"a" * (1 << 20),
-        CHUNKED + b"0\r\n" + b"a: b\r\n" * 1000 + b"\r\n",
-        CHUNKED + b"0\r\nx: " + b"a" * (1 << 20),
-        CHUNKED + b"1;" + b"a" * (1 << 20),
-        CHUNKED + b"1\r\n \r\n" * 100_000,
-        b"\r\n" * (1 << 20),
-    ],
-    ids=["header", "headers", "url", "trailers", "trailer", "extension", "chunks", "empty lines"],
-)
-async def test_what_is_not_a_body_is_limited(gateway_of, monkeypatch, sent):
+async def test_what_is_not_a_body_is_limited(gateway, monkeypatch):
     parsed, feed = [], http_server.Connection.on_header
     monkeypatch.setattr(
         http_server.Connection, "on_header", lambda *args: (parsed.append(1), feed(*args))
     )
-    heard = await said(await gateway_of(), sent)
-    assert heard.startswith(b"HTTP/1.1 431 ")
-    assert b'"message":"too many ' in heard
-    assert len(parsed) <= http_server.MAX_HEADERS + 1
+    for name, sent in {
+        "header": POST + b"x: " + b"a" * (1 << 20),
+        "headers": POST + b"a: b\r\n" * 1000 + b"content-length: 2\r\n\r\n{}",
+        "url": b"GET /" + b"a" * (1 << 20),
+        "trailers": CHUNKED + b"0\r\n" + b"a: b\r\n" * 1000 + b"\r\n",
+        "trailer": CHUNKED + b"0\r\nx: " + b"a" * (1 << 20),
+        "extension": CHUNKED + b"1;" + b"a" * (1 << 20),
+        "chunks": CHUNKED + b"1\r\n \r\n" * 100_000,
+        "empty lines": b"\r\n" * (1 << 20),
+    }.items():
+        parsed.clear()
+        heard = await said(gateway, sent)
+        assert heard.startswith(b"HTTP/1.1 431 "), name
+        assert b'"message":"too many ' in heard, name
+        assert len(parsed) <= http_server.MAX_HEADERS + 1, name
 
 
 async def test_a_large_body_in_chunks_is_within_the_limits(gateway):
@@ -317,26 +310,24 @@ async def test_a_large_body_in_chunks_is_within_the_limits(gateway):
     assert b"the body is not JSON" in heard
 
 
-@pytest.mark.parametrize(
-    ("sent", "status"),
-    [
-        ((), b""),
-        ((POST,), b"HTTP/1.1 408 "),
-        ((b"POST",), b"HTTP/1.1 408 "),
-        ((POST + b"content-length: 9\r\n\r\n{",), b"HTTP/1.1 408 "),
-        ((POST.replace(b"v1", b"v0") + b"content-length: 9\r\n\r\n{",), b"HTTP/1.1 404 "),
-        ((GET + b"\r\n", b"\r\n"), b"HTTP/1.1 200 "),
-        ((GET + b"\r\n", GET), b"HTTP/1.1 200 "),
-    ],
-    ids=["nothing", "headers", "method", "body", "unread body", "empty line", "second request"],
-)
-async def test_half_a_request_ends_the_connection(gateway_of, monkeypatch, sent, status):
+HALVES = {
+    "nothing": ((), b""),
+    "headers": ((POST,), b"HTTP/1.1 408 "),
+    "method": ((b"POST",), b"HTTP/1.1 408 "),
+    "body": ((POST + b"content-length: 9\r\n\r\n{",), b"HTTP/1.1 408 "),
+    "unread body": ((POST.replace(b"v1", b"v0") + b"content-length: 9\r\n\r\n{",),
+                    b"HTTP/1.1 404 "),
+    "empty line": ((GET + b"\r\n", b"\r\n"), b"HTTP/1.1 200 "),
+    "second request": ((GET + b"\r\n", GET), b"HTTP/1.1 200 "),
+}  # fmt: skip
+
+
+async def test_half_a_request_ends_the_connection(gateway, monkeypatch):
     for name in ("HEADERS_TIMEOUT_S", "BODY_TIMEOUT_S", "LINGER_S"):
         monkeypatch.setattr(http_server, name, 0.4)
-    monkeypatch.setattr("tests.unit.gateway.test_server.TIMEOUT_S", 5.0)
-    heard = await said(await gateway_of(), *sent)
-    assert heard.startswith(status)
-    assert bool(heard) is bool(status)
+    heard = await asyncio.gather(*(said(gateway, *sent) for sent, _ in HALVES.values()))
+    for name, (_, status), one in zip(HALVES, HALVES.values(), heard, strict=True):
+        assert one.startswith(status) and bool(one) is bool(status), name
 
 
 async def test_the_time_for_a_request_is_no_time_for_its_answer(gateway, monkeypatch):
@@ -406,30 +397,27 @@ UPGRADE = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-setting
 CLOSE = GET + b"connection: close\r\n\r\n"
 
 
-@pytest.mark.parametrize("framing", ["content-length", "chunks", "nothing"])
-@pytest.mark.parametrize("together", [True, False])
-async def test_requests_for_another_protocol_are_answered_with_their_bodies(
-    gateway, framing, together
-):
+async def test_requests_for_another_protocol_are_answered_with_their_bodies(gateway):
     """As Java's client sends them: it would like HTTP/2."""
-    sent = {
+    framings = {
         "content-length": [POST + UPGRADE + b"content-length: %d\r\n\r\n" % len(BODY), BODY],
         "chunks": [
             POST + UPGRADE + b"transfer-encoding: chunked\r\n\r\n",
             b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY),
         ],
         "nothing": [GET + UPGRADE + b"\r\n"],
-    }[framing]
-    sent = [*sent, *sent, CLOSE]
-    heard = await said(gateway, *([b"".join(sent)] if together else sent))
-    assert re.findall(rb"HTTP/1.1 (\d+)", heard) == [b"200"] * 3
-    assert heard.count(b"[DONE]") == 2 * (framing != "nothing")
+    }
+    for (framing, parts), together in itertools.product(framings.items(), (True, False)):
+        sent = [*parts, *parts, CLOSE]
+        heard = await said(gateway, *([b"".join(sent)] if together else sent))
+        assert re.findall(rb"HTTP/1.1 (\d+)", heard) == [b"200"] * 3, framing
+        assert heard.count(b"[DONE]") == 2 * (framing != "nothing"), framing
 
 
-@pytest.mark.parametrize("target", [b"CONNECT a.example:80", b"GET a.example"])
-async def test_a_request_for_what_is_no_path_is_refused(gateway, target):
-    heard = await said(gateway, target + b" HTTP/1.1\r\n\r\n")
-    assert heard.startswith(b"HTTP/1.1 400 ")
+async def test_a_request_for_what_is_no_path_is_refused(gateway):
+    for target in (b"CONNECT a.example:80", b"GET a.example"):
+        heard = await said(gateway, target + b" HTTP/1.1\r\n\r\n")
+        assert heard.startswith(b"HTTP/1.1 400 ")
 
 
 async def test_a_body_is_asked_for_when_it_is_wanted(gateway):
@@ -682,12 +670,12 @@ async def test_what_a_client_leaves_unread_is_seen_soon():
     assert sent[0] < 256 << 10
 
 
-@pytest.mark.parametrize("name", ["authorization", "host", "content-type", "origin"])
-async def test_headers_that_may_come_once_are_refused_if_they_come_twice(gateway, name):
-    twice = name.encode() + b": localhost\r\n" + name.upper().encode() + b": other\r\n"
-    heard = await said(gateway, GET + twice + b"\r\n")
-    assert heard.startswith(b"HTTP/1.1 400 ")
-    assert f"more than one header {name}".encode() in heard
+async def test_headers_that_may_come_once_are_refused_if_they_come_twice(gateway):
+    for name in (b"authorization", b"host", b"content-type", b"origin"):
+        twice = name + b": localhost\r\n" + name.upper() + b": other\r\n"
+        heard = await said(gateway, GET + twice + b"\r\n")
+        assert heard.startswith(b"HTTP/1.1 400 ")
+        assert b"more than one header " + name in heard
 
 
 async def test_a_repeated_header_is_a_list():
@@ -707,11 +695,7 @@ OWN_HOSTS = [
     *("host.docker.internal:7780", "localhost.", socket.gethostname(), ""),
 ]
 OTHER_HOSTS = [
-    "evil.example",
-    "evil.example:7780",
-    "127.0.0.1.evil.example",
-    "1.2.3",
-    "localhost.a",
+    *("evil.example", "evil.example:7780", "127.0.0.1.evil.example", "1.2.3", "localhost.a")
 ]
 
 
@@ -735,12 +719,6 @@ async def test_requests_for_other_hosts_are_refused_where_web_pages_could_send_t
         assert response.status_code == (403 if host in refused else 200), host
         if host in refused:
             assert "--allowed-hosts" in response.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("text", ["https://a", "a:80", "a/", "", "a,"])
-def test_what_is_no_host_name_is_refused(text):
-    with pytest.raises(ConfigError, match="is no host name: write chat"):
-        host_names(text)
 
 
 async def test_a_port_that_is_handed_over_answers_each_client_once_more(gateway_of, monkeypatch):
@@ -784,11 +762,10 @@ async def test_a_port_that_is_handed_over_answers_each_client_once_more(gateway_
         writer.close()
 
 
-@pytest.mark.parametrize(("requests", "answers"), [(10, 10), (1000, 0)])
-async def test_pipelined_requests_are_limited(gateway_of, requests, answers):
-    last = GET + b"connection: close\r\n\r\n"
-    heard = await said(await gateway_of(), (GET + b"\r\n") * (requests - 1) + last)
-    assert heard.count(b"HTTP/1.1 200 ") == answers
+async def test_pipelined_requests_are_limited(gateway):
+    for requests, answers in ((10, 10), (1000, 0)):
+        heard = await said(gateway, (GET + b"\r\n") * (requests - 1) + CLOSE)
+        assert heard.count(b"HTTP/1.1 200 ") == answers
 
 
 def test_a_port_in_use_is_an_error_before_anything_starts():

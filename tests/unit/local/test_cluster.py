@@ -17,7 +17,6 @@ from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import cluster as local_cluster
 from baton.local import ports, supervisor
 from baton.local.cluster import LocalCluster
-from baton.local.process import ChildProcess
 from baton.local.router_processes import RouterProcess
 from baton.local.supervisor import restart_delay_s
 from tests.waiting import WAIT_S, eventually
@@ -273,7 +272,7 @@ async def test_a_process_that_cannot_be_started_now_is_tried_again(monkeypatch):
     """Whether it has ended by itself or is restarted; and where it never ran, that is the error."""
     monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.1)
     said: list[str] = []
-    spawn, failing = ChildProcess.spawn, 0
+    spawn, failing = asyncio.create_subprocess_exec, 0
 
     async def sometimes(*argv, **options):
         nonlocal failing
@@ -282,7 +281,7 @@ async def test_a_process_that_cannot_be_started_now_is_tried_again(monkeypatch):
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         return await spawn(*argv, **options)
 
-    monkeypatch.setattr(ChildProcess, "spawn", staticmethod(sometimes))
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", sometimes)
     async with cluster(say=said.append) as started:
         why = "decode-0 cannot be started: [Errno 11] Resource temporarily unavailable"
         failing = 2

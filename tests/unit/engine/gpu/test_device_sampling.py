@@ -36,7 +36,7 @@ def a_row(dice, vocab):
     return SampleRow(params, [dice.randrange(vocab) for _ in range(length)], prompt)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 1 << 30), st.sampled_from((1, 2, 6)), st.sampled_from(VOCABS))
 def test_whatever_the_rows_ask_for(seed, count, vocab):
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -63,10 +63,10 @@ def test_whatever_the_rows_ask_for(seed, count, vocab):
                 )
 
 
-@pytest.mark.parametrize("flat", [0.0, 1e-4, 1.0])
-def test_a_large_vocabulary_is_cut_where_a_ranking_of_it_is(flat):
+@pytest.mark.parametrize(("flat", "shares"), [(0.0, (0.5,)), (1e-4, (0.1, 0.999)), (1.0, (0.5,))])
+def test_a_large_vocabulary_is_cut_where_a_ranking_of_it_is(flat, shares):
     """Tens of thousands of weights at the edge of top-p, or nearly: every last token is drawn."""
-    vocab, shares = 20_000, (0.1, 0.5, 0.999)
+    vocab = 20_000
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(1)) * flat
     ranked, ids = logits[0].double().softmax(0).sort(descending=True, stable=True)
     for share in shares:

@@ -1,0 +1,207 @@
+"""Conversations and references to stored items, asked by OpenAI's client."""
+
+import contextlib
+
+import openai
+import pytest
+
+from baton.config import ApiConfig
+from baton.gateway import response_store
+from baton.gateway.conversation_store import ConversationStore, StoredConversation, StoredItem
+from router.admission.tenants import Tenants
+from tests.waiting import eventually
+
+from .conftest import CALLS
+from .test_response_store import LETTERS, TURNS, client_of, roles
+from .test_responses import TOOLS
+
+
+@pytest.fixture
+def config(tmp_path):
+    folder = tmp_path / "responses"
+    response_store.prepare(folder)
+    return ApiConfig(response_dir=folder)
+
+
+def message(text, role="user"):
+    return {"type": "message", "role": role, "content": text}
+
+
+async def test_a_conversation_is_made_changed_and_deleted(says, config):
+    first, second = [await says("abc", api=config) for _ in range(2)]
+    async with client_of(first) as one, client_of(second) as two:
+        made = await one.conversations.create(items=[message("Hi")], metadata={"a": "b"})
+        assert made.metadata == {"a": "b"} and made.id.startswith("conv_")
+        assert await two.conversations.retrieve(made.id) == made
+        changed = await two.conversations.update(made.id, metadata={"c": "d"})
+        assert changed == await one.conversations.retrieve(made.id)
+        assert changed.metadata == {"c": "d"}
+        items = [
+            message("Hello", "assistant"),
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "yes"},
+            {"type": "custom_tool_call", "call_id": "2", "name": "g", "input": "x"},
+            {"type": "custom_tool_call_output", "call_id": "2", "output": "no"},
+            {"type": "reasoning", "id": "", "summary": [], "content": []},
+        ]
+        added = await one.conversations.items.create(made.id, items=items)
+        assert [item.type for item in added.data] == [item["type"] for item in items]
+        kinds = ["message", *(item["type"] for item in items)]
+        for order in ("asc", "desc"):
+            listed = [
+                item async for item in two.conversations.items.list(made.id, order=order, limit=3)
+            ]
+            assert [item.type for item in listed] == (kinds if order == "asc" else kinds[::-1])
+        oldest = listed[-1]
+        assert oldest.content[0].text == "Hi"
+        assert await two.conversations.items.retrieve(oldest.id, conversation_id=made.id) == oldest
+        assert await one.conversations.items.delete(oldest.id, conversation_id=made.id) == changed
+        with pytest.raises(openai.NotFoundError, match="there is no item"):
+            await two.conversations.items.retrieve(oldest.id, conversation_id=made.id)
+        deleted = await two.conversations.delete(made.id)
+        assert deleted.deleted
+        for gone in (
+            one.conversations.retrieve(made.id),
+            one.conversations.items.create(made.id, items=items[:1]),
+            one.conversations.delete(made.id),
+        ):
+            with pytest.raises(openai.NotFoundError, match="there is no conversation"):
+                await gone
+
+
+async def test_responses_continue_a_conversation(says, config):
+    first, second = [await says(roles, template=LETTERS, api=config) for _ in range(2)]
+    async with client_of(first) as one, client_of(second) as two:
+        made = await one.conversations.create(items=[message("Hi"), message("you")])
+        asked = {"model": "tiny", "conversation": made.id}
+        a = await one.responses.create(input="a", instructions="Be short.", **asked)
+        async with two.responses.stream(input="b", **asked) as stream:
+            b = await stream.get_final_response()
+        begun = await one.responses.create(input="c", background=True, **asked)
+        c = await eventually(
+            lambda: two.responses.retrieve(begun.id), lambda r: r.status != "in_progress", "runs"
+        )
+        asked["conversation"] = {"id": made.id}
+        d = await eventually(
+            lambda: one.responses.create(input="d", store=False, **asked),
+            lambda r: len(r.output_text) > len(c.output_text) + 1, "c's items are added"
+        )  # fmt: skip
+        texts = [one.output_text for one in (a, b, c)]
+        assert texts == ["suuu", "uuuau", "uuuauau"]
+        assert {one.conversation.id for one in (a, b, c, d)} == {made.id}
+        counted = await two.responses.input_tokens.count(model="tiny", conversation=made.id)
+        assert counted.input_tokens > len(d.output_text)
+        listed = [item async for item in two.conversations.items.list(made.id, order="asc")]
+        assert [item.role for item in listed[2:6]] == ["user", "assistant"] * 2
+        with pytest.raises(openai.BadRequestError, match="previous_response_id or conversation"):
+            await one.responses.create(input="x", previous_response_id=a.id, **asked)
+        await one.conversations.delete(made.id)
+        with pytest.raises(openai.BadRequestError, match="there is no conversation") as refused:
+            await one.responses.create(input="x", **asked)
+        assert refused.value.param == "conversation"
+        assert (await one.responses.retrieve(a.id)).output_text == texts[0]
+
+
+async def test_items_are_sent_again_by_their_ids(says, config):
+    gateway = await says(CALLS, template=TURNS, api=config)
+    async with client_of(gateway) as client:
+        first = await client.responses.create(model="tiny", input="Hi", tools=TOOLS)
+        asked = (await client.responses.input_items.list(first.id)).data
+        made = await client.conversations.create(items=[message("Hello", "assistant")])
+        (hello,) = (await client.conversations.items.list(made.id)).data
+        calls = [item for item in first.output if item.type == "function_call"]
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "yes"}
+            for item in calls
+        ]
+        before = [message("Hi"), message("Hello", "assistant")]
+        whole = [*before, *(item.to_dict() for item in calls), *results]
+        ids = [item.id for item in (*asked, hello, *calls)]
+        for kind in ({"type": "item_reference"}, {}):
+            referred = [*({**kind, "id": one} for one in ids), *results]
+            answers = [
+                await client.responses.create(model="tiny", tools=TOOLS, input=items)
+                for items in (whole, referred)
+            ]
+            assert len({answer.usage.input_tokens for answer in answers}) == 1
+            lists = [
+                (await client.responses.input_items.list(answer.id, order="asc")).data
+                for answer in answers
+            ]
+            shown = [[item.to_dict(exclude_unset=True) for item in items] for items in lists]
+            for item in (*shown[0], *shown[1]):
+                del item["id"]
+            assert shown[0] == shown[1]
+        for wrong in ("msg_1", "msg_x_0", f"msg_{first.id.removeprefix('resp_')}_99"):
+            with pytest.raises(openai.BadRequestError, match="there is no item") as refused:
+                await client.responses.create(
+                    model="tiny", input=[message("a"), {"type": "item_reference", "id": wrong}]
+                )
+            assert refused.value.param == "input[1].id"
+
+
+async def test_conversations_and_items_are_their_tenants(says, config, tmp_path):
+    file = tmp_path / "tenants.toml"
+    for name in ("ann", "bob"):
+        (tmp_path / name).write_text(name)
+    file.write_text('[tenants.a]\nkey_files = ["ann"]\n[tenants.b]\nkey_files = ["bob"]\n')
+    gateway = await says("abc", api=config, tenants=Tenants(file))
+    async with client_of(gateway, "ann") as ann, client_of(gateway, "bob") as bob:
+        made = await ann.conversations.create(items=[message("Hi")])
+        (item,) = (await ann.conversations.items.list(made.id)).data
+        answer = await ann.responses.create(model="tiny", input="Hi")
+        for call in (bob.conversations.retrieve, bob.conversations.delete,
+                     bob.conversations.items.list):  # fmt: skip
+            with pytest.raises(openai.NotFoundError):
+                await call(made.id)
+        with pytest.raises(openai.BadRequestError, match="there is no conversation"):
+            await bob.responses.create(model="tiny", input="x", conversation=made.id)
+        for name in (item.id, answer.output[0].id):
+            with pytest.raises(openai.BadRequestError, match="there is no item"):
+                await bob.responses.create(model="tiny", input=[{"id": name}])
+            await ann.responses.create(model="tiny", input=[{"id": name}])
+
+
+async def test_without_a_folder_they_are_refused(says):
+    gateway = await says("abc")
+    async with client_of(gateway) as client:
+        with pytest.raises(openai.NotFoundError, match="--response-dir"):
+            await client.conversations.create()
+        with pytest.raises(openai.BadRequestError, match="--response-dir"):
+            await client.responses.create(model="tiny", input="x", conversation="conv_1")
+        with pytest.raises(openai.BadRequestError, match="--response-dir") as refused:
+            await client.responses.create(model="tiny", input=[{"id": "msg_1"}])
+    assert refused.value.param == "input[0].id"
+
+
+def test_conversations_share_their_tenants_room_with_responses(tmp_path, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(response_store.time, "time", lambda: now)
+    store = ConversationStore(tmp_path, 100, 60.0)
+
+    def kept():
+        names = []
+        for read, name in (
+            (store.get, "r"),
+            (store.conversation, "c0"),
+            (store.conversation, "c1"),
+        ):
+            with contextlib.suppress(response_store.HttpError):
+                names.append(read("a", name)[0])
+        return names
+
+    store.create_conversation("a", StoredConversation("c0", 1, b"{}"), [StoredItem("i", b"x" * 28)])
+    now += 1.0
+    store.add("a", response_store.StoredResponse("r", "", b"[]", b"x" * 28))
+    now += 1.0
+    store.create_conversation("a", StoredConversation("c1", 1, b"{}"), [StoredItem("j", b"x" * 28)])
+    assert kept() == ["r", "c0", "c1"]
+    store.add_items("a", "c0", [StoredItem("k", b"x" * 28)])  # now r is the oldest
+    assert kept() == ["c0", "c1"]
+    assert store.context("a", "", "c0", {}).before == [b"[%b,%b]" % (b"x" * 28, b"x" * 28)]
+    now += 61.0
+    assert kept() == []
+    store.add("a", response_store.StoredResponse("s", "", b"", b"x"))
+    counts = [store._row(f"SELECT COUNT(*) FROM {name}")[0] for name in ("conversations", "items")]
+    assert counts == [0, 0]
+    store.close()
