@@ -57,12 +57,11 @@ class PredictedSequence(DraftSequence):
     def keep(self, token: int, hidden: torch.Tensor) -> None:
         """Keeps the model's hidden states of a known token, and of proposed ones after it."""
         count = token - self.first  # of those kept earlier, whose tokens were accepted
-        held = 0 if self.kept is None else len(self.kept)
-        if not 0 <= count <= held or count > _MAX_KEPT:
+        kept = hidden[:0] if self.kept is None else self.kept
+        if not 0 <= count <= min(len(kept), _MAX_KEPT):
             self._begin_after(token)
-        elif self.kept is not None and count:
-            hidden = torch.cat((self.kept[:count], hidden))
-        self.kept = hidden
+            count = 0
+        self.kept = torch.cat((kept[:count], hidden))
 
     def follow(self, tokens: Tokens[int]) -> None:
         """Takes over the known tokens; what was computed for proposed ones is computed anew."""

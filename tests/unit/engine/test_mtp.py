@@ -15,6 +15,7 @@ from baton.engine.sequence import Sequence
 from baton.errors import CheckpointError, ConfigError
 from baton.generation.structured_output import GrammarCompiler
 from baton.local.model_check import check_model
+from baton.local.model_plan import check_plan, weight_bytes
 from tests.unit.engine.bench import WAIT_S, Bench, load
 from tests.unit.engine.checkpoints import add_predicting_layer, load_reference, make_checkpoint
 from tests.unit.engine.small_models import KERNELS
@@ -185,6 +186,12 @@ def test_embedding_and_output_layer_are_the_models(made):
     assert own.lm_head is model.lm_head
     assert loaded.draft.layout.num_layers == 1
     assert loaded.draft.layout.num_tokens == loaded.layout.num_tokens
+    settings = EngineConfig(str(made(LATENT)), dtype="float32", speculative_model="mtp")
+    config = loaded.model_config.draft(settings)
+    planned = weight_bytes(settings.of_draft(False), config, torch.float32, False, shares=True)
+    assert planned == pytest.approx(own.num_bytes - own.lm_head.num_bytes, rel=0.03)
+    (found,) = (one for one in check_plan(settings) if one.subject == "draft model")
+    assert found.text.startswith("multi-token prediction layer, 0.1 M parameters")
 
 
 def test_pools_too_small_for_all_change_no_token(made):
