@@ -18,6 +18,7 @@ COMMANDS = {
     "structured_output": ("scenarios.structured_output", "how much of JSON Schema is kept to"),
     "router_cost": ("scenarios.router_cost", "CPU seconds of a router for 1,000 requests"),
     "roles": ("scenarios.roles", "goodput of mixed workers and of fixed roles, simulated"),
+    "day": ("scenarios.day", "goodput by hour of a day, planner and fixed roles, simulated"),
     "fleet": ("scenarios.fleet", "one router in front of a thousand workers"),
 }
 

@@ -41,6 +41,7 @@ from router.fleet.snapshot import UNREACHABLE
 from router.generation_service import GenerationService
 from router.grpc_service import FleetServicer, InferenceServicer, authorize
 from router.models import Models, ModelVersion
+from router.placement import scoring
 from router.queueing.wait_queue import WaitQueue
 from router.route_service import RouteServicer
 from router.shared_state import SharedState
@@ -97,7 +98,9 @@ async def _run(
     )
     bound = None if shared else listen()
     instance = {"service.instance.id": config.incarnation}
-    telemetry = tracing.setup("baton-router", config.otlp, instance, config.trace_sample)
+    telemetry = tracing.setup(
+        "baton-router", config.otlp, instance, config.trace_sample, config.otlp_logs
+    )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, telemetry.close)
         registry = EtcdRegistry(config.registry)
@@ -198,7 +201,12 @@ def _new_version(
         LivenessConfig(limits.silence_s, limits.stall_s),
         decode_alone=limits.local_prefill_max_tokens > 0,
     )
-    queue = WaitQueue(limits.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
+    queue = WaitQueue(
+        limits.max_queue,
+        lambda: fleet.changed,
+        fleet.tokens_in_flight,
+        has_room=lambda demand, reserved: scoring.has_room(fleet.snapshot(), demand, reserved),
+    )
     dispatch = Dispatch(fleet, queue, limits, tracer, stats)
     return ModelVersion(name, version, admission, membership, fleet, queue, dispatch)
 

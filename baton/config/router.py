@@ -25,10 +25,10 @@ PROVING_TOKENS = 16
 MAX_STREAM_INTERVAL = 64  # these tokens may have to be computed again when a worker dies
 TOOL_PARSERS = (
     "auto", "none", "hermes", "llama3", "mistral", "deepseek_v3", "deepseek_v31", "deepseek_v32",
-    "functiongemma", "gemma4", "glm45", "granite", "harmony", "kimi_k2", "minimax_m2", "phi4_mini",
-    "pythonic", "qwen3_coder",
+    "functiongemma", "gemma4", "glm45", "granite", "harmony", "jamba", "kimi_k2", "lfm2",
+    "minimax_m2", "nemotron", "olmo3", "phi4_mini", "pythonic", "qwen3_coder", "seed_oss",
 )  # fmt: skip
-REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
+REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral", "seed_oss")
 ROUTER_PROCESSES_TEXT = "processes of each router, at the same ports: one for each core it may use"
 MAX_ROUTER_PROCESSES = 64
 

@@ -55,6 +55,11 @@ class TelemetryConfig:
         "OTLP/gRPC address to export traces to, as http://HOST:4317; several are separated by "
         "commas",
     )
+    otlp_logs: str | None = option(
+        None,
+        "--otlp-logs URL",
+        "OTLP/gRPC address to export the access and the audit log to (default: only to stderr)",
+    )
     trace_sample: float = option(
         1.0,
         "--trace-sample SHARE",

@@ -50,7 +50,9 @@ async def run(config: PlannerConfig, api_key: str | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     instance = {"service.instance.id": config.incarnation}
-    telemetry = tracing.setup("baton-planner", config.otlp, instance, config.trace_sample)
+    telemetry = tracing.setup(
+        "baton-planner", config.otlp, instance, config.trace_sample, config.otlp_logs
+    )
     recorder, registry = Recorder("planner", instance), EtcdRegistry(config.registry)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, telemetry.close)

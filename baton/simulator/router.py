@@ -99,6 +99,7 @@ class SimulatedRouter:
             lambda: fleet.changed,
             lambda: fleet.snapshot().tokens_in_flight,
             self._loop.time,
+            lambda demand, reserved: scoring.has_room(fleet.snapshot(), demand, reserved),
         )
         self.counts = fleet_pb2.RouterCounts()
         self.running = 0

@@ -144,7 +144,8 @@ class Simulation:
 
         def ended(task: asyncio.Task[SimulatedRequest]) -> None:
             running.discard(task)
-            done.append(task.result())
+            if not task.cancelled():  # as when it is interrupted
+                done.append(task.result())
 
         loop = asyncio.get_running_loop()
         for demand in demands:

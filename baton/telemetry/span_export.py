@@ -25,7 +25,7 @@ MAX_SPANS = 16_384  # spans held, about 50 MB: of the last 800 requests at 20 sp
 MAX_KEPT = 4096  # kept traces whose later spans are exported, too
 MAX_QUEUED = 8192  # spans to export, about 25 MB; the oldest are dropped
 _BATCH_DELAY_MS = 200
-_ATTEMPT_S = 5.0
+ATTEMPT_S = 5.0
 _MAX_RETRY_S = 300.0  # for a batch: a collector may refuse it permanently
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 5.0
@@ -111,33 +111,33 @@ def _as_sampled(span: ReadableSpan, context: SpanContext) -> ReadableSpan:
     return ReadableSpan(context=sampled, **{name: getattr(span, name) for name in _COPIED})
 
 
-class _RetryingExporter(SpanExporter):
+class RetryingExporter(SpanExporter):
     """Retries each batch until the collector accepts it, for at most `_MAX_RETRY_S`."""
 
-    def __init__(self, url: str) -> None:
-        insecure = not url.startswith("https")
-        self._exporter = OTLPSpanExporter(endpoint=url, insecure=insecure, timeout=_ATTEMPT_S)
-        self._url = url
+    def __init__(self, exporter: Any, results: Any, what: str, url: str) -> None:
+        """`results`: the exporter's enumeration of them; `what`: it exports, in log lines."""
+        self._exporter, self._results, self._what, self._url = exporter, results, what, url
         self.closing = threading.Event()
         self._failing = False
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+    def export(self, batch: Sequence[Any]) -> Any:
         """Blocks until the batch is sent or given up, or `closing` is set."""
         if self._failing and self.closing.is_set():
-            return SpanExportResult.FAILURE
+            return self._results.FAILURE
         end, delay_s = time.monotonic() + _MAX_RETRY_S, _FIRST_DELAY_S
-        while self._exporter.export(spans) is not SpanExportResult.SUCCESS:
+        what, url = self._what, self._url
+        while self._exporter.export(batch) is not self._results.SUCCESS:
             if not self._failing:
                 self._failing = True
                 reason = getattr(_FAILURE.seen, "text", "no reason given")
-                log.warning("cannot export traces to %s, spans are queued: %s", self._url, reason)
+                log.warning("cannot export %s to %s, they are queued: %s", what, url, reason)
             if time.monotonic() > end or self.closing.wait(delay_s):
-                return SpanExportResult.FAILURE
+                return self._results.FAILURE
             delay_s = min(delay_s * 2, _MAX_DELAY_S)
         if self._failing:
             self._failing = False
-            log.warning("traces are exported to %s again", self._url)
-        return SpanExportResult.SUCCESS
+            log.warning("%s are exported to %s again", what, url)
+        return self._results.SUCCESS
 
     def shutdown(self) -> None:
         self._exporter.shutdown()
@@ -151,7 +151,9 @@ class OtlpProcessor(BatchSpanProcessor):
     """
 
     def __init__(self, url: str) -> None:
-        self._retrying = _RetryingExporter(url)
+        insecure = not url.startswith("https")
+        exporter = OTLPSpanExporter(endpoint=url, insecure=insecure, timeout=ATTEMPT_S)
+        self._retrying = RetryingExporter(exporter, SpanExportResult, "traces", url)
         super().__init__(self._retrying, MAX_QUEUED, schedule_delay_millis=_BATCH_DELAY_MS)
 
     def shutdown(self) -> None:

@@ -50,11 +50,12 @@ def operation_of(request: inference_pb2.GenerateRequest) -> str:
 
 @dataclass
 class Telemetry:
-    """A process's tracer and, if spans are exported, their provider."""
+    """A process's tracer and, if spans or log lines are exported, what exports them."""
 
     tracer: Tracer
     _provider: Any = None
     _tail: Any = None
+    _logs: Any = None
 
     def keep(self, trace_id: str) -> None:
         """Exports this process's spans of an unsampled trace, also later ones.
@@ -67,40 +68,51 @@ class Telemetry:
             self._tail.keep(int(trace_id, 16))
 
     def close(self) -> None:
-        """Exports pending spans, in bounded time."""
+        """Exports pending spans and log lines, in bounded time."""
         if self._provider is not None:
             self._provider.shutdown()
+        if self._logs is not None:
+            self._logs.close()
 
 
 def setup(
-    service: str, otlp: str | None, attributes: Attributes | None = None, sample: float = 1.0
+    service: str,
+    otlp: str | None,
+    attributes: Attributes | None = None,
+    sample: float = 1.0,
+    logs: str | None = None,
 ) -> Telemetry:
     """The tracer of `service`, which exports to the OTLP/gRPC addresses `otlp`, if given.
 
     sample: share of traces that begin here to export; other traces have their callers' sampling
-    flag. Unsampled spans are held for a while: see `Telemetry.keep`. Raises ConfigError if the SDK
-    is needed and not installed.
+    flag. Unsampled spans are held for a while: see `Telemetry.keep`. logs: address to which the
+    access and the audit log are exported. Raises ConfigError if the SDK is needed and not
+    installed.
     """
-    if not otlp:
+    if not (otlp or logs):
         return Telemetry(trace.NoOpTracer())
     try:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
 
+        from baton.telemetry.log_export import OtlpLogHandler
         from baton.telemetry.span_export import HeadSampler, OtlpProcessor, TailSampler
     except ImportError as error:
+        option = f"--otlp {otlp}" if otlp else f"--otlp-logs {logs}"
         raise ConfigError(
-            f"--otlp {otlp} needs the OpenTelemetry SDK: pip install '.[otel]' in Baton's "
-            "source tree"
+            f"{option} needs the OpenTelemetry SDK: pip install '.[otel]' in Baton's source tree"
         ) from error
     resource = Resource.create({"service.name": service, **(attributes or {})})
+    handler = OtlpLogHandler(logs, resource) if logs else None
+    if not otlp:
+        return Telemetry(trace.NoOpTracer(), _logs=handler)
     provider = TracerProvider(resource=resource, sampler=HeadSampler(sample))
     exporting = SynchronousMultiSpanProcessor()  # type: ignore[no-untyped-call]
     for url in otlp.split(","):
         exporting.add_span_processor(OtlpProcessor(url.strip()))
     tail = TailSampler(exporting)
     provider.add_span_processor(tail)
-    return Telemetry(provider.get_tracer("baton"), provider, tail)
+    return Telemetry(provider.get_tracer("baton"), provider, tail, handler)
 
 
 def context_of(span: Span) -> Context:

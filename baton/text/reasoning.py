@@ -19,6 +19,7 @@ _FORMATS = {
     # Older templates do not open it, and models omit the first token.
     "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
 }
 
 

@@ -444,7 +444,7 @@ def run(config: WorkerConfig, parts: Sequence[type[Part]]) -> int:
 async def _run(config: WorkerConfig, parts: Sequence[type[Part]]) -> int:
     service = f"baton-{config.role}"
     instance = {"service.instance.id": config.incarnation}
-    trace = tracing.setup(service, config.otlp, instance, config.trace_sample)
+    trace = tracing.setup(service, config.otlp, instance, config.trace_sample, config.otlp_logs)
     registry = EtcdRegistry(config.registry)
     try:
         async with contextlib.AsyncExitStack() as stack:

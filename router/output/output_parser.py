@@ -8,7 +8,6 @@ from typing import NamedTuple
 from baton.generation.sampling_params import ReasoningTracker
 from baton.generation.tool_call import ToolCallDelta
 from baton.text import Detokenizer
-from baton.text.tool_calls import ToolParser
 from router.request import OutputFormat
 
 
@@ -29,7 +28,7 @@ class OutputParser:
         self.tracker = ReasoningTracker(output.reasoning) if output.reasoning else None
         self._begin = output.reasoning.begin_token_id if output.reasoning else -1
         self.tools = (
-            ToolParser(output.tools, output.tool_schemas, single=output.single_tool_call)
+            output.tools.parser(output.tool_schemas, single=output.single_tool_call)
             if output.tools
             else None
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,10 +71,6 @@ class Estimate:
 class PrefillCosts(NamedTuple):
     """The request's prompt on each worker. Costs are whole microseconds: sums compare exactly."""
 
-    cached: Column  # leading tokens
-    ahead: Column  # tokens to compute before its first; the worker is full at `window`
-    blocks: Column  # that it needs of the available ones
-    full: Flags
     wait_us: Column
     us: Column  # until the prompt is computed, waiting included
     others_us: Column  # that streams of the worker wait for it
@@ -88,10 +84,6 @@ class DecodeCosts(NamedTuple):
     out. The cost is `alone_us` where a worker serves the request alone whatever its role.
     """
 
-    cached: Column
-    blocks: Column
-    full: Flags
-    local_full: Flags  # has too much to compute to be given a prompt, too
     local_ttft_us: Column
     local_us: Column
     alone_us: Column
@@ -145,58 +137,84 @@ class FleetCosts:
 
 
 class Costs:
-    """One request on all workers of a snapshot."""
+    """One request on all workers of a snapshot: their room first, and costs when they are read.
+
+    cached: leading tokens · ahead: tokens to compute before its first · blocks: that it needs of
+    the available ones · computes: whether a worker may compute the prompt of a sequence it takes.
+    """
 
     def __init__(self, snapshot: Snapshot, demand: Demand) -> None:
-        self.snapshot, self.demand = snapshot, demand
-        self.fleet = _fleet_costs(snapshot)
+        self.snapshot, self.demand, self.fleet = snapshot, demand, _fleet_costs(snapshot)
         workers = snapshot.columns
-        # Blocks that the sequence and its next token need of the available ones.
         size = workers.block_size
-        whole = workers.state_blocks + _in_groups(
-            workers, demand.num_tokens // size + 1, workers.window_tokens // size + 2
+        # Each group of layers has a block table; one with a window needs no more than the window
+        # and one block (a sequence's chunk is part of it), and a state what it needs of the pool.
+        self._whole = workers.state_blocks + _in_groups(
+            workers, (demand.num_tokens + size) // size, workers.window_tokens // size + 2
         )
-        cached, blocks = np.zeros(len(workers.slot)), whole
+        self.cached, self.blocks = np.zeros(len(workers.slot)), self._whole
         for block_size in {size for _, size, _ in snapshot.kvs.values()} - {0}:
             found = snapshot.index.leading(demand.hashes(block_size))
             if found is not None:
-                cached = np.maximum(cached, found[workers.slot] * block_size)
+                self.cached = np.maximum(self.cached, found[workers.slot] * block_size)
                 # Those shared with a running sequence are not needed again. Of the cached ones, as
                 # many as the pool has unheld may be among the available ones and are counted so.
-                held = _in_groups(workers, cached // size, workers.window_tokens // size)
+                held = _in_groups(workers, self.cached // size, workers.window_tokens // size)
                 shared = held - workers.blocks_cached
-                blocks = whole - np.maximum(shared, 0)
-        uncached = demand.num_tokens - cached
-        self.prefill = self._prefill_costs(cached, uncached, blocks)
-        self.decode = self._decode_costs(uncached, whole)
+                self.blocks = self._whole - np.maximum(shared, 0)
+        self.uncached = demand.num_tokens - self.cached
+        self._find_room()
 
-    def _prefill_costs(self, cached: Column, uncached: Column, blocks: Column) -> PrefillCosts:
-        fleet, speeds, w = self.fleet, self.fleet.speeds, self.snapshot.columns
+    def _find_room(self) -> None:
+        fleet, speeds, w, demand = self.fleet, self.fleet.speeds, self.snapshot.columns, self.demand
         # Other routers' prompts count fully: their virtual finish times are not known.
-        finish = self.demand.pending.virtual_finish
-        ahead = self.snapshot.table.assigned_before(finish) + w.others_tokens
-        # A chunk of a later prompt may be running: on average half of it remains.
-        running = np.maximum(np.minimum(w.queued_tokens - ahead, speeds.half_chunk), 0)
-        before = ahead + running
-        full = (blocks > w.blocks_freeable) | (ahead >= speeds.window)
-        wait_us = np.rint(before * speeds.token_us)
-        us = np.rint((before + uncached) * speeds.token_us)
-        others_us = np.zeros(us.shape)
+        self.ahead = (
+            self.snapshot.table.assigned_before(demand.pending.virtual_finish) + w.others_tokens
+        )
+        self.prefill_full = (self.blocks > w.blocks_freeable) | (self.ahead >= speeds.window)
         if speeds.is_mixed.any():
             # Each step with a part of a prompt delays all streams of a worker, and delays them too
             # long where the step exceeds their SLO.
-            part_us = np.minimum(uncached, np.maximum(w.chunk_tokens, 1)) * speeds.token_us
-            is_late = fleet.step_us + part_us > self.demand.max_itl_s * 1e6
+            part_us = np.minimum(self.uncached, np.maximum(w.chunk_tokens, 1)) * speeds.token_us
+            self._is_late = fleet.step_us + part_us > demand.max_itl_s * 1e6
             # Such a prompt waits for a worker with fewer streams, if those have the time for it.
-            full |= is_late & fleet.spared & (fleet.streams > 1)
-            price = np.where(is_late, _LATE_PRICE, 1.0) * speeds.is_mixed
-            others_us = np.rint(uncached * speeds.token_us * (fleet.streams - 1) * price)
-        return PrefillCosts(cached, ahead, blocks, full, wait_us, us, others_us)
+            self.prefill_full |= self._is_late & fleet.spared & (fleet.streams > 1)
+        self.decode_full = np.zeros(w.ready.shape, np.bool_)
+        self.computes = speeds.is_mixed
+        if not demand.decodes:  # nothing is handed over
+            return
+        self.decode_full = fleet.batch_full | (self.blocks > w.blocks_available)
+        if demand.local_prefill_max_tokens > 0:
+            # One step computes it with what waits there, and delays no stream for too long.
+            step_tokens = w.queued_tokens + self.uncached
+            step_us = fleet.step_us + step_tokens * speeds.token_us
+            is_short = (step_us <= demand.max_itl_s * 1e6) & (step_tokens <= w.chunk_tokens)
+            self.computes = self.computes | self._is_small | is_short
 
-    def _decode_costs(self, uncached: Column, whole: Column) -> DecodeCosts:
-        """`whole`: blocks of the sequence, wherever they are."""
+    @property
+    def _is_small(self) -> Flags:
+        """Where so little is left to compute that decode workers always do it."""
+        small: Flags = self.uncached <= self.demand.local_prefill_max_tokens
+        return small
+
+    @cached_property
+    def prefill(self) -> PrefillCosts:
+        fleet, speeds, w = self.fleet, self.fleet.speeds, self.snapshot.columns
+        # A chunk of a later prompt may be running: on average half of it remains.
+        running = np.maximum(np.minimum(w.queued_tokens - self.ahead, speeds.half_chunk), 0)
+        before = self.ahead + running
+        wait_us = np.rint(before * speeds.token_us)
+        us = np.rint((before + self.uncached) * speeds.token_us)
+        others_us = np.zeros(us.shape)
+        if speeds.is_mixed.any():
+            price = np.where(self._is_late, _LATE_PRICE, 1.0) * speeds.is_mixed
+            others_us = np.rint(self.uncached * speeds.token_us * (fleet.streams - 1) * price)
+        return PrefillCosts(wait_us, us, others_us)
+
+    @cached_property
+    def decode(self) -> DecodeCosts:
         fleet, demand, w, prefill = self.fleet, self.demand, self.snapshot.columns, self.prefill
-        speeds, cached, blocks = fleet.speeds, prefill.cached, prefill.blocks
+        speeds, uncached, whole = fleet.speeds, self.uncached, self._whole
         compute_us, is_mixed = uncached * speeds.token_us, speeds.is_mixed
         used = np.maximum(np.minimum(speeds.used_share + whole * speeds.block_share, 1), 0)
         tokens = min(demand.max_new_tokens or _NEW_TOKENS, _MAX_NEW_TOKENS)
@@ -211,40 +229,35 @@ class Costs:
             here_us = np.where(is_mixed, ours_us + prefill.others_us, here_us)
             local_ttft_us = np.where(is_mixed, ours_us, local_ttft_us)
         alone_us = np.rint(here_us + rest_us)
-        if not demand.decodes:  # nothing is handed over
-            no, zero = np.zeros(w.ready.shape, np.bool_), np.zeros(w.ready.shape)
-            costs = local_ttft_us, zero + np.inf, alone_us, zero, zero
-            return DecodeCosts(cached, blocks, no, no, *costs)
-        full = fleet.batch_full | (blocks > w.blocks_available)
+        if not demand.decodes:
+            zero = np.zeros(w.ready.shape)
+            return DecodeCosts(local_ttft_us, zero + np.inf, alone_us, zero, zero)
         # Blocks that decode does not cache, and the state, are sent in the gap before the second
         # token.
         sent = _in_groups(w, uncached, w.window_tokens) / (w.full_groups + w.window_groups)
         sent += w.state_blocks * w.block_size
         near_us, far_us = np.rint(sent * w.token_bytes * _BYTE_US + _HANDOFF_US + rest_us)
-        may = is_mixed
         if demand.local_prefill_max_tokens > 0:
-            always = uncached <= demand.local_prefill_max_tokens
-            # One step computes it with what waits there, and delays no stream for too long.
-            step_tokens = w.queued_tokens + uncached
-            step_us = fleet.step_us + step_tokens * speeds.token_us
-            is_short = (step_us <= demand.max_itl_s * 1e6) & (step_tokens <= w.chunk_tokens)
-            may = is_mixed | always | is_short
-            near_us[always & ~is_mixed] = far_us[always & ~is_mixed] = np.inf
-        local_us = np.where(may, alone_us, np.inf)
-        local_full = is_mixed & prefill.full
-        costs = local_ttft_us, local_us, alone_us, near_us, far_us
-        return DecodeCosts(cached, blocks, full, local_full, *costs)
+            always = self._is_small & ~is_mixed
+            near_us[always] = far_us[always] = np.inf
+        local_us = np.where(self.computes, alone_us, np.inf)
+        return DecodeCosts(local_ttft_us, local_us, alone_us, near_us, far_us)
 
     def full(self, refused: Set[str]) -> tuple[Flags, Flags]:
         """Workers that accept no prompt, and those that accept no sequence now.
 
         `refused`: workers that have just said so, or are reserved for another request.
         """
-        p_full, d_full = self.prefill.full, self.decode.full
+        p_full, d_full = self.prefill_full, self.decode_full
         if not refused:
             return p_full, d_full
         is_refused = self.snapshot.flags(refused)
         return p_full | is_refused, d_full | is_refused
+
+    @property
+    def local_full(self) -> Flags:
+        """Workers with too much to compute to be given a prompt with a sequence."""
+        return self.fleet.speeds.is_mixed & self.prefill_full
 
     def pair_costs(self, p: Any, d: Any, need_room: bool = True) -> tuple[Any, Any]:
         """Cost of each pair of rows, which broadcast, and whether the second computes the prompt.
@@ -265,37 +278,35 @@ class Costs:
 
     def local_us(self, need_room: bool) -> Column:
         """Cost of the whole request on each worker, infinite where it is ruled out."""
-        decode = self.decode
-        return (
-            np.where(decode.local_full, np.inf, decode.local_us) if need_room else decode.local_us
-        )
+        local_us = self.decode.local_us
+        return np.where(self.local_full, np.inf, local_us) if need_room else local_us
 
     def on_prefill(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
         """The request's prompt on one worker, with the reason if it has no room."""
-        worker, costs, no_room = self.snapshot.workers[row], self.prefill, ""
-        ahead, window = int(costs.ahead[row]), self.fleet.speeds.window[row]
+        worker, no_room = self.snapshot.workers[row], ""
+        ahead, window = int(self.ahead[row]), self.fleet.speeds.window[row]
         if worker.incarnation in refused:
             no_room = _REFUSED
         elif ahead >= window:
             no_room = f"has {ahead} tokens to compute first and is given at most {window:.0f} ahead"
-        elif costs.blocks[row] > self.snapshot.columns.blocks_freeable[row]:
-            no_room = _blocks_missing(worker, costs.blocks[row])
-        elif costs.full[row]:
+        elif self.blocks[row] > self.snapshot.columns.blocks_freeable[row]:
+            no_room = _blocks_missing(worker, self.blocks[row])
+        elif self.prefill_full[row]:
             no_room = "leaves prompts that would delay its streams to workers with fewer"
-        return self._estimate(worker, no_room, costs.cached[row], ahead)
+        return self._estimate(worker, no_room, self.cached[row], ahead)
 
     def on_decode(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
         """The request's tokens on one worker, with the reason if it has no room."""
-        worker, costs, no_room = self.snapshot.workers[row], self.decode, ""
+        worker, no_room = self.snapshot.workers[row], ""
         d = self.snapshot.columns
         if worker.incarnation in refused:
             no_room = _REFUSED
         elif self.demand.decodes and self.fleet.batch_full[row]:
             no_room = f"has {d.busy[row]:.0f} sequences for a batch of {worker.record.max_batch}"
-        elif costs.full[row]:
-            no_room = _blocks_missing(worker, costs.blocks[row])
+        elif self.decode_full[row]:
+            no_room = _blocks_missing(worker, self.blocks[row])
         tpot_s = float(self.fleet.tpot_us[row]) / 1e6
-        return self._estimate(worker, no_room, costs.cached[row], int(d.queued_tokens[row]), tpot_s)
+        return self._estimate(worker, no_room, self.cached[row], int(d.queued_tokens[row]), tpot_s)
 
     def _estimate(
         self, worker: WorkerView, no_room: str, cached: float, queued: int, tpot_s: float = 0.0
@@ -313,12 +324,12 @@ class Costs:
         """
         w = self.snapshot.columns
         # A prefill worker without held blocks is full of prompts that go first.
-        prefill = np.where(w.blocks_held > 0, _room_ms(w, self.prefill.blocks, 0.0), 0.0)
+        prefill = np.where(w.blocks_held > 0, _room_ms(w, self.blocks, 0.0), 0.0)
         prefill[~w.ready] = np.inf
         if not self.demand.decodes:
             return prefill, np.zeros(len(w.ready))
         excess = (w.busy + 1 - w.max_busy) / np.maximum(1, w.busy)
-        decode = _room_ms(w, self.decode.blocks, excess)
+        decode = _room_ms(w, self.blocks, excess)
         decode[~w.ready] = np.inf
         return prefill, decode
 

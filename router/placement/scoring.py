@@ -81,6 +81,18 @@ class Pair:
         return max(most, self.on_decode.uncached) if self.decode_prefills else most
 
 
+class NoRoom(Overloaded):
+    """No worker has room for a request now; the text, with their reasons, is made when read."""
+
+    def __init__(self, costs: Costs, full: Set[str]) -> None:
+        super().__init__("", RETRY_AFTER_S)
+        self._costs, self._full = costs, full
+
+    def __str__(self) -> str:
+        reasons = _why_no_room(self._costs, self._full)
+        return f"no room for {self._costs.demand.num_tokens} tokens now ({reasons})"
+
+
 def pick(
     snapshot: Snapshot,
     demand: Demand,
@@ -99,8 +111,14 @@ def pick(
     costs = costs_of(snapshot, demand)
     if pair := _best(costs, frozenset(failed), frozenset(full)):
         return pair
-    reasons = _why_no_room(costs, full)
-    raise Overloaded(f"no room for {demand.num_tokens} tokens now ({reasons})", RETRY_AFTER_S)
+    raise NoRoom(costs, full)
+
+
+def has_room(snapshot: Snapshot, demand: Demand, full: Set[str] = frozenset()) -> bool:
+    """Whether `pick` may find a pair, without the costs; true if workers are missing."""
+    return bool(snapshot.why_unserved(demand.decodes)) or _has_room(
+        costs_of(snapshot, demand), full
+    )
 
 
 def predict(snapshot: Snapshot, demand: Demand) -> tuple[float, bool]:
@@ -165,7 +183,7 @@ def rank_all(snapshot: Snapshot, demand: Demand, full: Set[str] = frozenset()) -
     column = p[:, None]
     cost, decode_prefills = costs.pair_costs(column, d, need_room=False)
     p_full, d_full = costs.full(full)
-    full_now = np.where(decode_prefills, costs.decode.local_full[d], p_full[column]) | d_full[d]
+    full_now = np.where(decode_prefills, costs.local_full[d], p_full[column]) | d_full[d]
     refused = ~snapshot.usable()[column, d] | full_now
     order = np.lexsort((cost.ravel(), refused.ravel()))[:_MAX_PAIRS]
     at = zip(*np.unravel_index(order, cost.shape), strict=True)
@@ -178,6 +196,8 @@ def _best(
     costs: Costs, failed: frozenset[str], full: frozenset[str], need_room: bool = True
 ) -> Pair | None:
     snapshot, demand = costs.snapshot, costs.demand
+    if need_room and not _has_room(costs, full):
+        return None
     if snapshot.num_usable and demand.decodes:
         rank = _best_rank(costs, failed, full, need_room)
         if rank is not None:
@@ -210,6 +230,18 @@ def _with_room_alone(costs: Costs, refused: Set[str]) -> Flags:
         return _serving_alone(costs) & ~p_full
     full = d_full | p_full if costs.snapshot.num_usable else d_full
     return _serving_alone(costs) & ~full
+
+
+def _has_room(costs: Costs, refused: Set[str]) -> bool:
+    """Whether any worker serves the request alone, or some take its prompt and its sequence."""
+    if _with_room_alone(costs, refused).any():
+        return True
+    snapshot, (p_full, d_full) = costs.snapshot, costs.full(refused)
+    decodes = snapshot.decodes & ~d_full
+    if not (snapshot.num_usable and costs.demand.decodes and decodes.any()):
+        return False
+    prompts = snapshot.prefills & ~p_full
+    return bool(prompts.any() or (decodes & costs.computes & ~costs.local_full).any())
 
 
 def _best_rank(costs: Costs, failed: Set[str], full: Set[str], need_room: bool) -> _Rank | None:

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeVar
 
 from baton.errors import Overloaded
@@ -65,13 +66,9 @@ class _Waiter:
     refused_since: float = math.inf  # when it first found no room as the first entry
     passable: bool | None = None  # whether others may pass it while it finds no room
 
-    @property
-    def pending(self) -> PendingPrompt:
-        return self.demand.pending
-
-    @property
-    def num_tokens(self) -> int:
-        return self.demand.num_tokens
+    def __post_init__(self) -> None:
+        self.pending: PendingPrompt = self.demand.pending
+        self.num_tokens = self.demand.num_tokens
 
 
 class DrainRate:
@@ -141,12 +138,14 @@ class WaitQueue:
         changed: Callable[[], asyncio.Event],
         in_flight: Callable[[], int] = lambda: 0,
         clock: Clock = time.monotonic,
+        has_room: Callable[[Demand, frozenset[str]], bool] = lambda demand, reserved: True,
     ) -> None:
         """`changed` returns the event that the fleet's next change sets; `in_flight`, the prompt
-        tokens that workers have and have not computed yet."""
+        tokens that workers have and have not computed yet; `has_room`, whether a try may find room
+        on workers that are not reserved: entries that found none try again only then."""
         self._capacity = capacity
         self._changed = changed
-        self._clock = clock
+        self._clock, self._has_room = clock, has_room
         self._waiting: list[_Waiter] = []
         self._entries_changed = asyncio.Event()
         self._waking: asyncio.Task[None] | None = None  # runs while anything waits
@@ -334,7 +333,7 @@ class WaitQueue:
         """
         refused, trying, smallest, overdue = list[_Waiter](), 0, math.inf, False
         no_worker: Counter[bool] = Counter()  # tries, by `Demand.decodes`
-        for waiter in tuple(self._in_order()):
+        for waiter in (waiters := tuple(self._in_order())):
             decodes = waiter.demand.decodes
             if waiter.left or (waiter.no_worker and no_worker[decodes] >= MAX_REFUSED):
                 continue
@@ -344,8 +343,7 @@ class WaitQueue:
                 if not self._may_pass(refused[0]):
                     return
             if waiter.tried_at is not changed and not waiter.trying:
-                waiter.tried_at = changed
-                await _let_try(waiter)
+                await self._try(waiter, changed, is_first=waiter is waiters[0])
             if waiter.left:
                 continue
             if waiter.trying:
@@ -362,6 +360,15 @@ class WaitQueue:
                 overdue = True
                 if not self._reserve_workers(waiter):
                     return
+
+    async def _try(self, waiter: _Waiter, changed: asyncio.Event, is_first: bool) -> None:
+        """Lets an entry try, unless it has tried before and no worker seems to have room."""
+        untried = waiter.tried_at is None or waiter.no_worker
+        waiter.tried_at, reserved = changed, self.reserved_for_others(waiter.pending)
+        if untried or self._has_room(waiter.demand, reserved):
+            await _let_try(waiter)
+        elif is_first:
+            waiter.refused_since = min(waiter.refused_since, self._clock())
 
     def _reserve_workers(self, waiter: _Waiter) -> bool:
         """Reserves workers for an entry; returns whether others may still pass it."""
@@ -400,5 +407,4 @@ async def _wait_for_either(one: asyncio.Event, other: asyncio.Event) -> None:
             task.cancel()
 
 
-def _virtual_finish(waiter: _Waiter) -> float:
-    return waiter.pending.virtual_finish
+_virtual_finish = attrgetter("pending.virtual_finish")

@@ -13,7 +13,7 @@ import math
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,11 +21,13 @@ import psutil
 
 from baton.errors import BatonError
 from baton.local.cluster import LocalCluster, router_says, serves, workers_ready
+from baton.local.etcd_process import EmbeddedEtcd
 from baton.local.router_processes import RouterProcess
 from baton.net import rpc
 from baton.registry.membership import ROLES
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.chaos.versions import ADAPTER, NAME, Changes
+from tests.etcd_members import leader_of
 from tests.proxy import Proxy
 from tests.waiting import WAIT_S
 
@@ -181,7 +183,8 @@ class Injector:
     """`done` counts faults by kind, `skipped` those whose target could not be hit.
 
     `proxies` and `routers`, which are addresses, are by process name; `rank_pairs` of a handoff.
-    `outages` is to be empty. `changes`: None where one version is served.
+    `outages` is to be empty. `etcds`: members of its etcd, of which the leader is hit. `changes`:
+    None where one version is served.
     """
 
     cluster: LocalCluster
@@ -190,6 +193,7 @@ class Injector:
     routers: Mapping[str, str]
     log: Callable[[str], None]
     outages: Outages
+    etcds: Sequence[EmbeddedEtcd]
     changes: Changes | None = None
     rank_pairs: int = 1
     done: Counter[str] = field(default_factory=Counter)
@@ -268,13 +272,12 @@ class Injector:
             case "adapter" | "route" | "canary" | "planner":
                 await self._change_versions(fault)
             case "etcd":
-                assert self.cluster.etcd is not None
-                await self.cluster.etcd.kill()
+                leader = await leader_of(self.etcds)
+                await leader.kill()
                 await asyncio.sleep(duration_s)
-                await self.cluster.etcd.start()
+                await leader.start()
             case "etcd_stop":
-                assert self.cluster.etcd is not None
-                etcd = psutil.Process(self.cluster.etcd.pid)
+                etcd = psutil.Process((await leader_of(self.etcds)).pid)
                 etcd.suspend()
                 try:
                     await asyncio.sleep(duration_s)

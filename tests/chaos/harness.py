@@ -30,6 +30,7 @@ from baton.config import ClusterConfig, EngineConfig
 from baton.errors import ConfigError, DeadlineExceeded
 from baton.local import ports
 from baton.local.cluster import LocalCluster
+from baton.local.etcd_process import EmbeddedEtcd
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore, is_complete
 from tests.chaos import checks, kv_faults, process
@@ -37,6 +38,7 @@ from tests.chaos.faults import KINDS, OF_VERSIONS, Injector, Outages, plan
 from tests.chaos.judge import ChaosStats, violation
 from tests.chaos.load import CUT, ChaosRequest, Outcome, Run, run_load, send
 from tests.chaos.versions import ADAPTER, FIRST, NAME, SECOND, Changes, Versions
+from tests.etcd_members import etcd_members
 from tests.proxy import Proxy, owner
 from tests.waiting import LoopLag, eventually
 
@@ -90,7 +92,9 @@ class Harness:
             proxy = Proxy(port, self._name_of)
             self._proxies[name] = await enter(proxy)
             extra_args[name] = ["--port", str(port), "--advertise", proxy.address]
+        self._etcds: Sequence[EmbeddedEtcd] = await enter(etcd_members()) if models else ()
         config = ClusterConfig(
+            etcd=",".join(one.address for one in self._etcds) or None,
             engine=replace(ENGINE, max_loras=1) if models else ENGINE,
             models=models,
             prefill=self.workers,
@@ -119,6 +123,8 @@ class Harness:
             },
         )
         await enter(self.cluster)
+        if self.cluster.etcd is not None:
+            self._etcds = (self.cluster.etcd,)
         self._changes: Changes | None = None
         if self.versions is not None:
             self._changes = await enter(Changes(self.cluster, self.versions.adapter))
@@ -159,7 +165,7 @@ class Harness:
         outages = Outages({name: self._group_of(name, role) for name, role in roles.items()})
         injector = Injector(
             self.cluster, self._proxies, control, routers, self.log,
-            outages, self._changes, max(self.tp),
+            outages, self._etcds, self._changes, max(self.tp),
         )  # fmt: skip
         kinds = [kind for kind in KINDS if self.versions or kind not in OF_VERSIONS]
         faults = plan(seed, seconds, roles, self.mean_pause_s, kinds)

@@ -18,10 +18,9 @@ import pytest_asyncio
 from baton.client import AsyncClient, RetryPolicy
 from baton.config import RouterLimits
 from baton.errors import BatonError, Overloaded
-from baton.local import ports
-from baton.local.etcd_process import EmbeddedEtcd
 from tests.chaos.checks import busy_workers
 from tests.cluster.oracle import SIMULATED, Streams, all_blocks_free, check
+from tests.etcd_members import etcd_members, leader_of
 from tests.waiting import WAIT_S, eventually
 
 DRAIN_S = WAIT_S
@@ -331,47 +330,19 @@ async def test_etcd_paused_for_longer_than_leases_live_disturbs_no_stream(cluste
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def etcd_members():
-    """An etcd cluster of three members on this machine, any of which can be killed."""
-    while True:
-        peer_ports = ports.consecutive("127.0.0.1", 0, 3)
-        peers = {f"etcd-{i}": f"http://127.0.0.1:{port}" for i, port in enumerate(peer_ports)}
-        initial = ",".join(f"{name}={url}" for name, url in peers.items())
-        async with contextlib.AsyncExitStack() as stack:
-            members = []
-            for name, url in peers.items():
-                urls = ("--listen-peer-urls", url, "--initial-advertise-peer-urls", url)
-                args = ("--name", name, *urls, "--initial-cluster", initial)
-                members.append(EmbeddedEtcd(args=args))
-                stack.push_async_callback(members[-1].close)
-            starts = [member.start() for member in members]  # none answers before a majority
-            failed = [one for one in await asyncio.gather(*starts, return_exceptions=True) if one]
-            if any("address already in use" in str(one) for one in failed):
-                continue  # another test's process has taken one of the ports
-            assert not failed
-            yield members
-            await asyncio.gather(*(one.kill() for one in members))  # one alone looks for a majority
-            return
+async def etcds():
+    """Members of one etcd."""
+    async with etcd_members() as members:
+        yield members
 
 
-async def leader_of(etcds):
-    """The member that leads now."""
-    async with httpx.AsyncClient(timeout=WAIT_S) as client:
-        for member in etcds:
-            url = f"http://{member.address}/v3/maintenance/status"
-            status = (await client.post(url, json={})).raise_for_status().json()
-            if status["header"]["member_id"] == status["leader"]:
-                return member
-    raise AssertionError("no member leads")
-
-
-async def test_members_of_a_cluster_of_etcd_killed_under_streams(etcd_members, clusters, simulated):
+async def test_members_of_a_cluster_of_etcd_killed_under_streams(etcds, clusters, simulated):
     """First a follower, then the leader: streams are not disturbed, and a new worker joins."""
-    addresses = ",".join(member.address for member in etcd_members)
+    addresses = ",".join(member.address for member in etcds)
     cluster, client = await clusters(alone=True, engine=SIMULATED, etcd=addresses)
     for victim in ("follower", "leader"):
-        leader = await leader_of(etcd_members)
-        killed = next(m for m in etcd_members if (m is leader) == (victim == "leader"))
+        leader = await leader_of(etcds)
+        killed = next(m for m in etcds if (m is leader) == (victim == "leader"))
         streams = Streams(client, simulated, simulated.mixed(4))
         running = await streams.start()
         await killed.kill()

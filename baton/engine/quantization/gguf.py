@@ -36,10 +36,11 @@ QUANTIZED = tuple(name for name, kind in TYPES.items() if kind.elements > 1)
 class GgufWeight(GroupScaledWeight):
     """`scales * numbers + minimums`, for each group of inputs.
 
-    values: uint8 `[out, in / 2]` of two numbers from 0 to 15, lower bits first; or int8
+    values: uint8 `[out, in / 2]` of two numbers plus `offset`, lower bits first; or int8
     `[out, in]` · scales: float32 `[out, groups]`, or int8 that is multiplied by `units` · units:
     float32 `[out, blocks]`, or None · minimums, minimum_units: as those, or None · bits: of the
-    numbers, 4, 6 or 8 · offset: of six bits, what is subtracted from the unsigned ones.
+    numbers, 4, 6 or 8 · offset: what makes all numbers of that many bits positive or 0; 0 where
+    there are minimums.
     """
 
     units: Tensor | None = None
@@ -60,7 +61,11 @@ class GgufWeight(GroupScaledWeight):
         return unpack_nibbles(self.values[rows])
 
     def numbers(self, rows: slice = slice(None)) -> Tensor:
-        return (self.nibbles(rows) if self.bits == 4 else self.values[rows]).float()
+        return (
+            self.nibbles(rows).float() - self.offset
+            if self.bits == 4
+            else self.values[rows].float()
+        )
 
     def dequantized(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         scales = scaled(self.scales, self.units, rows)
@@ -145,8 +150,10 @@ def join_weights(parts: Sequence[LinearWeight]) -> LinearWeight:
     return JoinedWeight(tuple(parts))
 
 
-def dense_weight(weight: GgufWeight | JoinedWeight, dtype: torch.dtype) -> DenseWeight:
-    """The weight in dtype, for devices without products of GGUF's types."""
+def common_weight(weight: GgufWeight | JoinedWeight, dtype: torch.dtype) -> LinearWeight:
+    """Q4_0 as int4, and other types in dtype: for devices without products of GGUF's types."""
+    if isinstance(weight, GgufWeight) and weight.bits == 4 and weight.minimums is None:
+        return Int4Weight(weight.values, weight.scales)
     parts = weight.parts if isinstance(weight, JoinedWeight) else (weight,)
     first = next(iter(vars(parts[0]).values()))
     result = torch.empty(weight.shape, dtype=dtype, device=first.device)
@@ -174,7 +181,7 @@ def _form(weight: LinearWeight) -> tuple[object, ...]:
 
 def _q4_0(raw: Tensor) -> GroupScaledWeight:
     values = pack_nibbles(_halves(raw[..., 2:]).flatten(1))
-    return Int4Weight(values, _float(raw, 0))
+    return GgufWeight(values, _float(raw, 0), bits=4, offset=8)
 
 
 def _q4_1(raw: Tensor) -> GroupScaledWeight:
@@ -193,7 +200,7 @@ def _q5_1(raw: Tensor) -> GroupScaledWeight:
 
 
 def _q8_0(raw: Tensor) -> GroupScaledWeight:
-    return GgufWeight(raw[..., 2:].flatten(1).view(torch.int8), _float(raw, 0))
+    return GgufWeight(raw[..., 2:].flatten(1).view(torch.int8), _float(raw, 0), offset=128)
 
 
 def _q4_k(raw: Tensor) -> GroupScaledWeight:

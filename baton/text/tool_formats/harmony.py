@@ -18,16 +18,9 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.generation.sampling_params import StructuredOutput
-from baton.text.tool_calls import (
-    SPACE,
-    Chars,
-    Head,
-    Steps,
-    ToolFormat,
-    ToolParser,
-    ToolSchemas,
-    lark,
-)
+from baton.text.tool_formats.format import GrammarTerms, ToolFormat
+from baton.text.tool_formats.head import SPACE, Chars, Head
+from baton.text.tool_formats.parser import Steps, ToolParser, ToolSchemas
 
 MESSAGE = "<|message|>"
 _START, _END, _CHANNEL, _CONSTRAIN = "<|start|>", "<|end|>", "<|channel|>", "<|constrain|>"
@@ -114,9 +107,10 @@ class HarmonyFormat(ToolFormat):
         answer: Mapping[str, object] | None = None,
     ) -> str:
         rules = ["start: analysis* " + ("call" if answer is None else "(call | final)")]
-        rules += [*_analysis(special), *self.call_rules(tools, special, options)]
+        terms = GrammarTerms(special, options)
+        rules += [*_analysis(terms), *self.call_rules(tools, terms)]
         if answer is not None:
-            rules += _final(f"%json {json.dumps({**answer, **options})}", special)
+            rules += _final(terms.json(answer), terms)
         return "\n".join(rules)
 
     def answer_grammar(
@@ -137,7 +131,8 @@ class HarmonyFormat(ToolFormat):
         )  # fmt: skip
         if output.regex:
             answer = "/" + re.sub(r"\\.|/", _escaped_slash, output.regex, flags=re.DOTALL) + "/"
-        rules = ["start: analysis* final", *_analysis(special), *_final(answer, special)]
+        terms = GrammarTerms(special, {})
+        rules = ["start: analysis* final", *_analysis(terms), *_final(answer, terms)]
         return "\n".join(rules)
 
 
@@ -149,13 +144,13 @@ def _escaped_slash(match: re.Match[str]) -> str:
     return r"\/" if match[0] == "/" else match[0]
 
 
-def _analysis(special: Mapping[str, int]) -> list[str]:
-    before, behind = (lark(text, special) for text in _ANALYSIS)
+def _analysis(terms: GrammarTerms) -> list[str]:
+    before, behind = map(terms.text, _ANALYSIS)
     return [f"analysis: {before} TEXT {behind}", "TEXT: /(?s:.*)/"]
 
 
-def _final(answer: str, special: Mapping[str, int]) -> list[str]:
-    return [f"final: {lark(_FINAL, special)} answer", f"answer: {answer}"]
+def _final(answer: str, terms: GrammarTerms) -> list[str]:
+    return [f"final: {terms.text(_FINAL)} answer", f"answer: {answer}"]
 
 
 HARMONY = HarmonyFormat(

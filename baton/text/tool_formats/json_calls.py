@@ -8,7 +8,9 @@ import string
 from dataclasses import dataclass
 from typing import Any
 
-from baton.text.tool_calls import NAME, SPACE, Chars, Found, Head, Steps, ToolFormat, ToolParser
+from baton.text.tool_formats.format import ToolFormat
+from baton.text.tool_formats.head import NAME, SPACE, Chars, Head
+from baton.text.tool_formats.parser import Found, Steps, ToolParser
 
 _ID_CHARS = string.ascii_letters + string.digits
 
@@ -154,6 +156,26 @@ PHI4_MINI = ObjectFormat(
     around=("<|tool_call|>[", ", ", "]<|/tool_call|>"),
     begin=("<|tool_call|>", "functools"),
     end="<|/tool_call|>",
+)
+JAMBA = ObjectFormat(
+    name="jamba",
+    models="Jamba, Hunyuan-A13B, Apriel",
+    templates=(("<tool_calls>",),),
+    markers=("<tool_calls>", "</tool_calls>"),
+    call=('{"name": "NAME", "arguments": ', "}"),
+    around=("<tool_calls>[", ", ", "]</tool_calls>"),
+    begin=("<tool_calls>",),
+    end="</tool_calls>",
+)
+NEMOTRON = ObjectFormat(
+    name="nemotron",
+    models="Nemotron Nano 2, Llama Nemotron 1.5",
+    templates=(("<TOOLCALL>",),),
+    markers=("<TOOLCALL>", "</TOOLCALL>"),
+    call=('{"name": "NAME", "arguments": ', "}"),
+    around=("<TOOLCALL>[", ", ", "]</TOOLCALL>"),
+    begin=("<TOOLCALL>",),
+    end="</TOOLCALL>",
 )
 LLAMA3 = Llama3Format(
     name="llama3",

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from baton.text.tool_calls import ToolFormat
+from baton.text.tool_formats.format import ToolFormat
 from baton.text.tool_formats.harmony import HARMONY
 from baton.text.tool_formats.json_calls import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     GRANITE,
     HERMES,
+    JAMBA,
     KIMI_K2,
     LLAMA3,
     MISTRAL,
     MISTRAL_ARGS,
+    NEMOTRON,
     PHI4_MINI,
 )
-from baton.text.tool_formats.value_calls import FUNCTION_GEMMA, GEMMA4, PYTHONIC
-from baton.text.tool_formats.xml_calls import DEEPSEEK_V32, GLM45, MINIMAX_M2, QWEN3_CODER
+from baton.text.tool_formats.value_calls import FUNCTION_GEMMA, GEMMA4, LFM2, OLMO3, PYTHONIC
+from baton.text.tool_formats.xml_calls import DEEPSEEK_V32, GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS
 
 # A template belongs to the first format of which it has the texts.
 FORMATS = (
     HARMONY, DEEPSEEK_V32, DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, MINIMAX_M2, MISTRAL_ARGS, MISTRAL,
-    FUNCTION_GEMMA, GEMMA4, PHI4_MINI, GRANITE, GLM45, QWEN3_CODER, HERMES, PYTHONIC, LLAMA3,
+    FUNCTION_GEMMA, GEMMA4, PHI4_MINI, GRANITE, SEED_OSS, LFM2, OLMO3, NEMOTRON, GLM45, QWEN3_CODER,
+    HERMES, JAMBA, PYTHONIC, LLAMA3,
 )  # fmt: skip
 
 

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from baton.text.json_repair import JsonRepair
-from baton.text.tool_calls import NAME, SPACE, Chars, Head, Steps, ToolFormat, ToolParser, lark
-from baton.text.tool_formats.xml_calls import text_rules, types_of, with_definitions
+from baton.text.tool_formats.format import GrammarTerms, ToolFormat
+from baton.text.tool_formats.head import NAME, SPACE, Chars, Head
+from baton.text.tool_formats.parser import Steps, ToolParser
+from baton.text.tool_formats.schemas import types_of, with_definitions
+from baton.text.tool_formats.xml_calls import text_rules
 
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
 _OUTSIDE = re.compile(r"""["'\[\](){},]""")
@@ -30,11 +33,7 @@ class NamedValues(ToolFormat):
         return self.around[0] + pairs.join(self.call) + self.around[2]
 
     def argument_rules(
-        self,
-        number: int,
-        schema: Mapping[str, Any] | None,
-        special: Mapping[str, int],
-        options: Mapping[str, object],
+        self, number: int, schema: Mapping[str, Any] | None, terms: GrammarTerms
     ) -> list[str]:
         schema = schema or {}
         pairs, name = schema.get("properties", {}), f"arguments_{number}"
@@ -47,49 +46,51 @@ class NamedValues(ToolFormat):
             optional = key not in schema.get("required", ())
             rules.append(f"{first}: {pair} {later[1]}" + (f" | {later[0]}" if optional else ""))
             rules.append(f"{rest}: ({comma} {pair}){'?' if optional else ''} {later[1]}")
-            value = self.value_rule(f"{pair}_v", one, schema, special, options)
-            rules += [f"{pair}: {lark(self.pair.replace('KEY', key), {})} {pair}_v", *value]
+            value = self.value_rule(f"{pair}_v", one, schema, terms)
+            rules += [f"{pair}: {json.dumps(self.pair.replace('KEY', key))} {pair}_v", *value]
         return [*rules, f'{name}_first_{len(pairs)}: ""', f'{name}_rest_{len(pairs)}: ""']
 
     def value_rule(
-        self,
-        name: str,
-        schema: Any,
-        root: Mapping[str, Any],
-        special: Mapping[str, int],
-        options: Mapping[str, object],
+        self, name: str, schema: Any, root: Mapping[str, Any], terms: GrammarTerms
     ) -> list[str]:
         """The rules of a value, the first of which is `name`."""
-        return [f"{name}: %json {json.dumps({**with_definitions(schema, root), **options})}"]
+        return [f"{name}: {terms.json(with_definitions(schema, root))}"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PythonFormat(NamedValues):
-    """A list of calls with keyword arguments, at the beginning of the output or after a marker.
+    """Calls with keyword arguments between the first two markers.
 
-    Values are Python's literals or JSON. A list begins with the name of a tool, because lists are
-    common in answers.
+    Values are Python's literals or JSON. `first` and `later`: what precedes the arguments of calls.
+    `close`: what follows the last one. `bare`: whether a list may also begin the output without a
+    marker, if with the name of a tool, because lists are common in answers.
     """
+
+    first: Head
+    later: Head
+    close: str = ""
+    bare: bool = False
 
     pair: ClassVar[str] = "KEY="
     comma: ClassVar[str] = ", "
 
     def steps(self, parser: ToolParser) -> Steps:
-        marker = ""
+        begin, end = self.markers
+        marker = "" if self.bare else (yield from parser.until(begin))
         while True:
-            match = yield from parser.head(_FIRST_CALL)
-            if match and match[1] in parser.schemas:
+            match = yield from parser.head(self.first)
+            if match and (marker or match[1] in parser.schemas):
                 while match:
                     parser.begin_call(match[1])
                     yield from self._arguments(parser)
-                    match = yield from parser.head(_NEXT_CALL)
-                yield from parser.goes_on_with("]")
-                yield from parser.goes_on_with(self.markers[1])
+                    match = yield from parser.head(self.later)
+                for text in filter(None, (self.close, end)):
+                    yield from parser.goes_on_with(text)
             else:
                 if match:
                     parser.give_back(match[0])
                 parser.put(marker)
-            marker = yield from parser.until(self.markers[0])
+            marker = yield from parser.until(begin)
 
     def _arguments(self, parser: ToolParser) -> Steps:
         parser.add_arguments("{")
@@ -107,8 +108,9 @@ class PythonFormat(NamedValues):
         parser.add_arguments("}")
 
 
-_FIRST_CALL = Head(SPACE, "[", SPACE, NAME, SPACE, "(", SPACE, ahead=_ARGUMENT)
-_NEXT_CALL = Head(SPACE, ",", SPACE, NAME, SPACE, "(", SPACE, ahead=_ARGUMENT)
+_FIRST_IN_LIST = Head(SPACE, "[", SPACE, NAME, SPACE, "(", SPACE, ahead=_ARGUMENT)
+_LATER_IN_LIST = Head(SPACE, ",", SPACE, NAME, SPACE, "(", SPACE, ahead=_ARGUMENT)
+_IN_LINE = Head(SPACE, NAME, "(", SPACE, ahead=_ARGUMENT)
 _KEYWORD = Head(SPACE, Chars(r"\w", 1, 128), SPACE, "=")
 
 
@@ -184,19 +186,14 @@ class GemmaFormat(NamedValues):
         parser.add_arguments(repair.close())
 
     def value_rule(
-        self,
-        name: str,
-        schema: Any,
-        root: Mapping[str, Any],
-        special: Mapping[str, int],
-        options: Mapping[str, object],
+        self, name: str, schema: Any, root: Mapping[str, Any], terms: GrammarTerms
     ) -> list[str]:
         types = types_of(schema, root)
         if types and types <= _SCALARS:
-            return super().value_rule(name, schema, root, special, options)
+            return super().value_rule(name, schema, root, terms)
         is_one = types == frozenset({"string"})
-        rules, end = text_rules(f"{name}_text", schema if is_one else {}, self.quote, special)
-        text = f"{lark(self.quote, special)} {name}_text {lark(end, special)}"
+        rules, end = text_rules(f"{name}_text", schema if is_one else {}, self.quote, terms.special)
+        text = f"{terms.text(self.quote)} {name}_text {terms.text(end)}"
         if is_one:
             return [f"{name}: {text}", *rules]
         pair = f'/[A-Za-z0-9_]+/ ":" {name}'  # of any types
@@ -219,6 +216,31 @@ PYTHONIC = PythonFormat(
     markers=("<|python_start|>", "<|python_end|>"),
     call=("NAME(", ")"),
     around=("[", ", ", "]"),
+    first=_FIRST_IN_LIST,
+    later=_LATER_IN_LIST,
+    close="]",
+    bare=True,
+)
+LFM2 = PythonFormat(
+    name="lfm2",
+    models="LFM2.5, LFM2 with such a template",
+    templates=(("<|tool_call_start|>",),),
+    markers=("<|tool_call_start|>", "<|tool_call_end|>"),
+    call=("NAME(", ")"),
+    around=("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+    first=_FIRST_IN_LIST,
+    later=_LATER_IN_LIST,
+    close="]",
+)
+OLMO3 = PythonFormat(
+    name="olmo3",
+    models="Olmo 3, a call a line",
+    templates=(("<functions>", "<function_calls>"),),
+    markers=("<function_calls>", "</function_calls>"),
+    call=("NAME(", ")"),
+    around=("<function_calls>", "\n", "</function_calls>"),
+    first=_IN_LINE,
+    later=_IN_LINE,
 )
 FUNCTION_GEMMA = GemmaFormat(
     name="functiongemma",

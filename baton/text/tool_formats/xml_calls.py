@@ -12,10 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.text.json_repair import JsonRepair, repaired
-from baton.text.tool_calls import NAME, SPACE, Chars, Head, Steps, ToolFormat, ToolParser, lark
+from baton.text.tool_formats.format import GrammarTerms, ToolFormat
+from baton.text.tool_formats.head import NAME, SPACE, Chars, Head
+from baton.text.tool_formats.parser import Steps, ToolParser
+from baton.text.tool_formats.schemas import (
+    STRING,
+    is_text,
+    property_of,
+    texts_of,
+    type_of,
+    types_of,
+    with_definitions,
+)
 
-_MAX_DEPTH = 16  # of references and combinations in a schema
-_STRING, _CONTAINERS = frozenset({"string"}), frozenset({"object", "array"})
+_CONTAINERS = frozenset({"object", "array"})
 _ANY = frozenset[str]()  # where a schema does not say
 
 
@@ -69,9 +79,9 @@ class XmlFormat(ToolFormat):
             key, *marked = match.groups()
             parser.add_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             if marked:
-                types = _STRING if marked[0] == "true" else _ANY
+                types = STRING if marked[0] == "true" else _ANY
             else:
-                types = types_of(_property(schema, key), schema)
+                types = types_of(property_of(schema, key), schema)
             yield from self._value(parser, types)
             separator = ", "
         closed = yield from parser.goes_on_with(self.close)
@@ -91,11 +101,7 @@ class XmlFormat(ToolFormat):
         value.close()
 
     def argument_rules(
-        self,
-        number: int,
-        schema: Mapping[str, Any] | None,
-        special: Mapping[str, int],
-        options: Mapping[str, object],
+        self, number: int, schema: Mapping[str, Any] | None, terms: GrammarTerms
     ) -> list[str]:
         schema = schema or {}
         rules, sequence = list[str](), list[str]()
@@ -106,26 +112,19 @@ class XmlFormat(ToolFormat):
             before, behind = (
                 text.replace("STRING", marked).replace("KEY", key) for text in self.element
             )
-            value, end = _value_rules(f"{name}_v", one, schema, behind, special, options)
-            rules += [f"{name}: {lark(before, special)} {name}_v {lark(end, special)}", *value]
+            value, end = _value_rules(f"{name}_v", one, schema, behind, terms)
+            rules += [f"{name}: {terms.text(before)} {name}_v {terms.text(end)}", *value]
             sequence.append(name if key in required else f"{name}?")
         return [f"arguments_{number}: {' '.join(sequence)}", *rules]
 
 
 def _value_rules(
-    name: str,
-    schema: Any,
-    root: Mapping[str, Any],
-    behind: str,
-    special: Mapping[str, int],
-    options: Mapping[str, object],
+    name: str, schema: Any, root: Mapping[str, Any], behind: str, terms: GrammarTerms
 ) -> tuple[list[str], str]:
     """The rules of a value, and the text behind it that they do not contain."""
     if not is_text(schema, root):
-        return [
-            f"{name}: %json {json.dumps({**with_definitions(schema, root), **options})}"
-        ], behind
-    return text_rules(name, schema, behind, special)
+        return [f"{name}: {terms.json(with_definitions(schema, root))}"], behind
+    return text_rules(name, schema, behind, terms.special)
 
 
 def text_rules(
@@ -135,7 +134,7 @@ def text_rules(
 
     A text ends with the first `behind`, and has no special tokens.
     """
-    if texts := _texts(schema):
+    if texts := texts_of(schema):
         return [f"{name}: " + " | ".join(map(json.dumps, texts))], behind
     first = min((at for marker in special if (at := behind.find(marker)) >= 0), default=len(behind))
     if first == 0:
@@ -154,12 +153,12 @@ class Value:
         self._emit = emit
         self._repair: JsonRepair | None = None
         self._held = list[str]()
-        if types == _STRING:
+        if types == STRING:
             emit('"')
 
     def push(self, text: str) -> None:
         """Adds text."""
-        if self._types == _STRING:
+        if self._types == STRING:
             self._emit(json.dumps(text, ensure_ascii=False)[1:-1])
             return
         if self._repair is None and self._types and self._types <= _CONTAINERS and not self._held:
@@ -173,7 +172,7 @@ class Value:
 
     def close(self) -> None:
         """Ends the value."""
-        if self._types == _STRING:
+        if self._types == STRING:
             self._emit('"')
         elif self._repair is not None:
             self._emit(self._repair.close())
@@ -206,75 +205,12 @@ def _is_json(text: str) -> bool:
 
 def _kinds(value: object) -> frozenset[str]:
     """The types of a value that is not a text in quotes, which would be a text with quotes."""
-    kind = _type_of(value)
-    return frozenset({kind, "number"} if kind == "integer" else {kind}) - _STRING
+    kind = type_of(value)
+    return frozenset({kind, "number"} if kind == "integer" else {kind}) - STRING
 
 
 def _refuse(word: str) -> None:
     raise ValueError(word)
-
-
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The types that a schema names, also by references within `root`; empty if it names none."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return _ANY
-    if types := schema.get("type"):
-        return frozenset([types] if isinstance(types, str) else filter(_is_str, types))
-    if isinstance(reference := schema.get("$ref"), str):
-        return types_of(_resolved(reference, root), root, depth + 1)
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if isinstance(values, list) and values:
-        return frozenset(_type_of(value) for value in values)
-    if "properties" in schema:
-        return frozenset({"object"})
-    found = [
-        types_of(one, root, depth + 1)
-        for keyword in ("anyOf", "oneOf", "allOf")
-        for one in schema.get(keyword, ())
-    ]
-    return frozenset().union(*found) if all(found) else _ANY
-
-
-def is_text(schema: Any, root: Mapping[str, Any]) -> bool:
-    """Whether values of a schema are texts alone."""
-    return types_of(schema, root) == _STRING
-
-
-def _is_str(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _type_of(value: object) -> str:
-    """The JSON type of a value."""
-    names = ((bool, "boolean"), (str, "string"), (int, "integer"), (float, "number"),
-             (list, "array"), (dict, "object"))  # fmt: skip
-    return next((name for kind, name in names if isinstance(value, kind)), "null")
-
-
-def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
-    value: Any = root
-    for part in reference.removeprefix("#").strip("/").split("/"):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def _property(schema: Mapping[str, Any], key: str) -> Any:
-    properties = schema.get("properties")
-    return properties.get(key) if isinstance(properties, Mapping) else None
-
-
-def _texts(schema: Any) -> list[str]:
-    """The texts of an enumeration; none if there is none."""
-    if not isinstance(schema, Mapping):
-        return []
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return [value for value in values if isinstance(value, str)]
-
-
-def with_definitions(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """A part of a schema with the definitions that it may refer to."""
-    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return {**shared, **(schema if isinstance(schema, Mapping) else {})}
 
 
 _KEY = Chars(r"[^<>\n]", 1, 256)
@@ -294,6 +230,20 @@ QWEN3_CODER = XmlFormat(
     parameter=Head(SPACE, "<parameter=", _KEY, ">"),
     element=("<parameter=KEY>\n", "\n</parameter>\n"),
     in_lines=True,
+)
+SEED_OSS = XmlFormat(
+    name="seed_oss",
+    models="Seed-OSS",
+    templates=(("<seed:tool_call>",),),
+    markers=("<seed:tool_call>", "</seed:tool_call>"),
+    call=("<seed:tool_call>\n<function=NAME>\n", "</function>\n</seed:tool_call>"),
+    around=("", "\n", ""),
+    begin=("<seed:tool_call>",),
+    end=("</seed:tool_call>",),
+    head=QWEN3_CODER.head,
+    close="</function>",
+    parameter=QWEN3_CODER.parameter,
+    element=("<parameter=KEY>", "</parameter>\n"),
 )
 GLM45 = XmlFormat(
     name="glm45",

@@ -17,7 +17,7 @@ from baton.engine.models.weight_loader import load_weights
 from baton.engine.quantization.gguf import (
     QUANTIZED,
     GgufTensors,
-    dense_weight,
+    common_weight,
     join_weights,
     read_gguf,
 )
@@ -120,8 +120,9 @@ def test_native_products_equal_the_reference_in_any_number_of_rows(kind, dtype, 
     bias = torch.randn(73, generator=torch.Generator().manual_seed(3)).to(dtype)
     exact = x.double() @ weight.dequantized(torch.float32).double().T + bias[:70].double()
     got = alone.apply(x, bias[:70].contiguous())
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(got.double(), exact, rtol=tolerance, atol=1e-2 * exact.std())
+    # bfloat16 activations are quantised to int8 in blocks of 32.
+    error = (got.double() - exact).square().mean().sqrt() / exact.std()
+    assert error < (1e-6 if dtype == torch.float32 else 1e-2)
     for rows in (1, 2, 7, 30):
         assert torch.equal(alone.apply(x[:rows], bias[:70].contiguous()), got[:rows])
     if dtype == torch.float32:  # where the dense part has the type of activations
@@ -233,7 +234,7 @@ def test_parts_of_several_types_are_cut_as_the_whole_is():
     torch.testing.assert_close(halves[0] + halves[1], exact, rtol=1e-4, atol=1e-4)
     with pytest.raises(CheckpointError, match="whole blocks of 256"):
         joined.take_inputs(range(128))
-    dense = dense_weight(joined, torch.float32)
+    dense = common_weight(joined, torch.float32)
     torch.testing.assert_close(dense.apply(x), exact, rtol=1e-4, atol=1e-4)
 
 

@@ -215,3 +215,16 @@ async def test_a_bad_field_of_a_chat_is_refused_by_its_name_here(says, fields, p
     gateway = await says("x")
     response = await gateway.chat(**fields)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")],
+)
+async def test_reasoning_is_between_the_tokens_that_the_template_shows(says, begin, end):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{# " + end + " #}"
+    gateway = await says(f"{begin}Hm.{end}Yes.", template=template, added=[begin, end])
+    answer = (await gateway.chat(ignore_eos=False, max_tokens=None)).json()
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}

@@ -39,7 +39,7 @@ def written(form):
         arguments = "".join([*values, before.replace("KEY", "days"), "3", behind])
     elif hasattr(form, "quote"):
         arguments = f'city:{form.quote}Par"is{form.quote},days:3'
-    elif form.name == "pythonic":
+    elif hasattr(form, "pair"):
         arguments = "city='Par\"is', days=3"
     else:
         arguments = json.dumps(ARGUMENTS)

@@ -24,6 +24,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
 from router.generation_service import GenerationService
 from router.models import Models, ModelVersion
+from router.placement import scoring
 from router.queueing.wait_queue import WaitQueue
 from router.request import RequestState, TokenizedRequest
 from router.telemetry.stats import RouterStats
@@ -383,7 +384,11 @@ class Cluster:
         membership = await self._stack.enter_async_context(self.store.watch())
         self.membership = membership
         self.fleet = Fleet(membership, "router", FINGERPRINT, self.liveness)
-        self.wait_queue = WaitQueue(self.limits.max_queue, lambda: self.fleet.changed)
+        self.wait_queue = WaitQueue(
+            self.limits.max_queue,
+            lambda: self.fleet.changed,
+            has_room=lambda demand, full: scoring.has_room(self.fleet.snapshot(), demand, full),
+        )
         self.dispatch = Dispatch(
             self.fleet, self.wait_queue, self.limits, self.tracer, RouterStats()
         )

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
-from hypothesis import assume, given
+import pytest
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
+from baton.errors import Overloaded
 from baton.v1 import worker_pb2
 from router.fleet.snapshot import AssignedPrompt
-from router.placement.scoring import pick, rank_all
+from router.placement.scoring import has_room, pick, rank_all
 
 from .snapshots import BLOCK, caching, decode_views, fleet, needs, prefill_views, worker
 
@@ -65,6 +67,15 @@ REQUESTS = st.builds(
     max_new_tokens=st.sampled_from([0, 1, 100]),
     local_prefill_max_tokens=st.sampled_from([0, 16]),
 )
+
+
+@given(fleets(), REQUESTS, st.sets(NAMES, max_size=12))
+def test_where_the_cheap_test_finds_no_room_none_is_picked(snapshot, request_, full):
+    room = has_room(snapshot, request_, full)
+    event("room" if room else "no room")
+    if not room:
+        with pytest.raises(Overloaded, match="no room for"):
+            pick(snapshot, request_, full=full)
 
 
 def swapped(snapshot, old, new):

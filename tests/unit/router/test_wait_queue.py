@@ -25,11 +25,11 @@ from .snapshots import pending, queued
 class Room:
     """Room for so many tokens, and a queue for it; knows which requests tried, and when."""
 
-    def __init__(self, clock, room=0, capacity=1000):
+    def __init__(self, clock, room=0, capacity=1000, **fields):
         self.clock, self.room = clock, room
         self.changed = asyncio.Event()
         self.tried, self.placed, self.tasks = [], [], []
-        self.queue = WaitQueue(capacity, lambda: self.changed, clock=clock)
+        self.queue = WaitQueue(capacity, lambda: self.changed, clock=clock, **fields)
 
     async def place(
         self,
@@ -114,6 +114,27 @@ async def test_entries_are_placed_by_virtual_finish_then_by_arrival(room):
         await room.add(room.place(finish, name=name))
     assert room.queue.depth == 5
     assert [await room.give(1) for _ in range(5)] == [["a"], ["b"], ["c"], ["d"], ["e"]]
+
+
+async def test_an_entry_tries_again_only_where_there_may_be_room(room_of, clock):
+    """It tries once in any case; without room it still becomes overdue, and workers are reserved
+    for it."""
+    seen, reserved = {"room": False}, []
+    room = room_of(has_room=lambda demand, names: seen["room"])
+
+    def reserve_workers(names):
+        reserved.append(names)
+        return frozenset("w")
+
+    await room.add(room.place(1.0, reserve_workers=reserve_workers))
+    await room.add(room.place(2.0))
+    assert room.tried == [1.0, 2.0]
+    assert await room.give(2) == [] and room.tried == [1.0, 2.0]
+    clock.now += PASSING_S * 1.1
+    await room.give(0)
+    assert reserved and room.queue.reserved_for_others(pending(2.0)) == {"w"}
+    seen["room"] = True
+    assert await room.give(0) == [1.0, 2.0]
 
 
 async def test_entries_that_no_worker_could_serve_keep_nobody_from_room(room, clock):

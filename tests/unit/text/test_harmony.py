@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_harmony import Message, Role, StreamableParser, TextContent
 
-from baton.text.tool_calls import ToolParser
 from baton.text.tool_formats.harmony import HARMONY
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
@@ -57,7 +56,7 @@ def test_an_output_has_the_parts_that_the_package_finds(encoding, data):
             part.text for part in one.content if isinstance(part, TextContent)))
         for one in theirs.messages
     ]  # fmt: skip
-    parser = ToolParser(HARMONY, {"f": None, "weather.now": None})
+    parser = HARMONY.parser({"f": None, "weather.now": None})
     # As the router's detokenizer gives it: texts of tokens, without the one that ends the output.
     text = encoding.decode(tokens[len(begin) :])
     for end in HARMONY.stops:

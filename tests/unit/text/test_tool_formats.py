@@ -1,21 +1,16 @@
-"""Tool calls in the format of each family: outputs as their makers publish them, however cut."""
+"""Tool calls in the format of each family, however an output is cut."""
 
 import json
 import re
 import time
 
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
 
-from baton.config import DEMO_MODEL, TOOL_PARSERS
-from baton.errors import InvalidRequest
-from baton.generation.sampling_params import StructuredOutput
-from baton.generation.structured_output import JSON_OPTIONS, LIMITS
+from baton.config import TOOL_PARSERS
+from baton.generation.tool_call import ToolCallDelta
 from baton.text.chat_template import ChatTemplate
-from baton.text.tool_calls import ToolParser
 from baton.text.tool_formats import FORMATS, tool_format
 from baton.text.tool_formats.harmony import HARMONY
 from baton.text.tool_formats.json_calls import (
@@ -23,244 +18,37 @@ from baton.text.tool_formats.json_calls import (
     DEEPSEEK_V31,
     GRANITE,
     HERMES,
+    JAMBA,
     KIMI_K2,
     LLAMA3,
     MISTRAL,
     MISTRAL_ARGS,
+    NEMOTRON,
     PHI4_MINI,
 )
-from baton.text.tool_formats.value_calls import FUNCTION_GEMMA, GEMMA4, PYTHONIC
-from baton.text.tool_formats.xml_calls import DEEPSEEK_V32, GLM45, MINIMAX_M2, QWEN3_CODER
+from baton.text.tool_formats.value_calls import FUNCTION_GEMMA, GEMMA4, LFM2, OLMO3, PYTHONIC
+from baton.text.tool_formats.xml_calls import (
+    DEEPSEEK_V32,
+    GLM45,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    SEED_OSS,
+)
 
-TYPES = {
-    "text": {"type": "string"},
-    "count": {"type": "integer"},
-    "size": {"type": ["number", "null"]},
-    "on": {"anyOf": [{"type": "boolean"}, {"$ref": "#/$defs/text"}]},
-    "list": {"type": "array"},
-    "map": {"$ref": "#/$defs/map"},
-    "free": {},
-}
-SCHEMA = {
-    "type": "object",
-    "properties": TYPES,
-    "$defs": {"map": {"type": "object"}, "text": {"type": "string"}},
-}
-SCHEMAS = {"f": SCHEMA, "g": None, "get_weather": SCHEMA}
-D = "\uff5cDSML\uff5c"
-CALLS, CALLS_END, CALL, CALL_END, SEP = DEEPSEEK_V3.markers
-OUTPUTS = {
-    "qwen3": (
-        QWEN3_CODER,
-        "Let me see.\n\n<tool_call>\n<function=f>\n<parameter=text>\nif a < b:\n  "
-        '"x"\n\n</parameter>\n<parameter=count>\n3\n</parameter>\n<parameter=on>'
-        "\nTrue\n</parameter>\n"
-        "<parameter=list>\n[1, {\"a\": 'b'}]\n</parameter>\n</function>\n</tool_call>"
-        "\n<tool_call>\n"
-        "<function=g>\n</function>\n</tool_call>",
-        "Let me see.",
-        [
-            ("f", {"text": 'if a < b:\n  "x"\n', "count": 3, "on": True, "list": [1, {"a": "b"}]}),
-            ("g", {}),
-        ],
-    ),
-    "qwen3 bare": (
-        QWEN3_CODER,
-        "<function=f>\n<parameter=text>\n</parameter>\n<parameter=size>null"
-        "</parameter></function></tool_call>After",
-        "After",
-        [("f", {"text": "", "size": None})],
-    ),
-    "qwen3 not": (
-        QWEN3_CODER,
-        "Use <function=f>(x) or <tool_call>, I say.",
-        "Use <function=f>(x) or <tool_call>, I say.",
-        [],
-    ),
-    "qwen3 other text": (
-        QWEN3_CODER,
-        "<tool_call><function=f><parameter=count>three</parameter> or so</function></tool_call>",
-        "or so</function></tool_call>",
-        [("f", {"count": "three"})],
-    ),
-    "glm": (
-        GLM45,
-        "Well.\n<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>12</arg_value>\n"
-        "<arg_key>count</arg_key>\n<arg_value>12</arg_value>\n</tool_call>\n<tool_call>"
-        "g</tool_call>",
-        "Well.",
-        [("f", {"text": "12", "count": 12}), ("g", {})],
-    ),
-    "glm compact": (
-        GLM45,
-        "<tool_call>f<arg_key>free</arg_key><arg_value>[1]</arg_value><arg_key>on"
-        "</arg_key><arg_value>off</arg_value></tool_call>",
-        "",
-        [("f", {"free": [1], "on": "off"})],
-    ),
-    "glm not": (
-        GLM45,
-        'A <tool_call>{"name": 1}</tool_call>',
-        'A <tool_call>{"name": 1}</tool_call>',
-        [],
-    ),
-    "minimax": (
-        MINIMAX_M2,
-        'Hm.\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="text">a\n '
-        '</parameter>\n<parameter name="size">1.50</parameter>\n</invoke>\n<invoke name="g">'
-        "\n</invoke>"
-        "\n</minimax:tool_call>",
-        "Hm.",
-        [("f", {"text": "a\n ", "size": 1.5}), ("g", {})],
-    ),
-    "minimax not": (
-        MINIMAX_M2,
-        "<minimax:tool_call>\n<invoke>",
-        "<minimax:tool_call>\n<invoke>",
-        [],
-    ),
-    "dsml": (
-        DEEPSEEK_V32,
-        f'I look.\n\n<{D}function_calls>\n<{D}invoke name="f">\n<{D}parameter '
-        f'name="text" string="true">5 < 6</{D}parameter>\n<{D}parameter name="x" '
-        f'string="false">[5]</{D}'
-        f'parameter>\n</{D}invoke>\n<{D}invoke name="g">\n</{D}invoke>\n</{D}function_calls>',
-        "I look.",
-        [("f", {"text": "5 < 6", "x": [5]}), ("g", {})],
-    ),
-    "deepseek v3": (
-        DEEPSEEK_V3,
-        f"So.{CALLS}{CALL}function{SEP}f\n```json\n"
-        f'{{"text": "```"}}\n```{CALL_END}\n{CALL}function{SEP}g\n```json\n{{}}\n```{CALL_END}'
-        f"{CALLS_END}",
-        "So.",
-        [("f", {"text": "```"}), ("g", {})],
-    ),
-    "deepseek v3.1": (
-        DEEPSEEK_V31,
-        f'{CALLS}{CALL}f{SEP}{{"count": 1}}{CALL_END}{CALL}g{SEP}{{}}{CALL_END}{CALLS_END}',
-        "",
-        [("f", {"count": 1}), ("g", {})],
-    ),
-    "deepseek not": (DEEPSEEK_V31, f"{CALLS}{CALL}f(1)", f"{CALLS}{CALL}f(1)", []),
-    "kimi": (
-        KIMI_K2,
-        "Ok.<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
-        '<|tool_call_argument_begin|>{"text": "<|tool_call_end|>"}<|tool_call_end|>'
-        "<|tool_call_begin|>"
-        "functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
-        "Ok.",
-        [("f", {"text": "<|tool_call_end|>"}), ("g", {})],
-    ),
-    "kimi not": (
-        KIMI_K2,
-        "<|tool_calls_section_begin|>none",
-        "<|tool_calls_section_begin|>none",
-        [],
-    ),
-    "granite": (
-        GRANITE,
-        '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
-        "",
-        [("f", {"a": 1}), ("g", {})],
-    ),
-    "granite text": (GRANITE, '<tool_call>[{"arguments": {}, "name": "g"}]', "", [("g", {})]),
-    "phi": (
-        PHI4_MINI,
-        '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>',
-        "",
-        [("f", {"a": 1})],
-    ),
-    "phi one": (
-        PHI4_MINI,
-        '<|tool_call|>{"name": "g", "arguments": {}}<|/tool_call|>',
-        "",
-        [("g", {})],
-    ),
-    "phi text": (PHI4_MINI, 'functools[{"name": "g", "arguments": {}}]', "", [("g", {})]),
-    "phi not": (PHI4_MINI, "See functools.", "See functools.", []),
-    "pythonic": (
-        PYTHONIC,
-        "[f(text='it\\'s (1, \"2\")', size=-1.5, map={'a': [True, None]}, on=False), g()]",
-        "",
-        [
-            (
-                "f",
-                {"text": 'it\'s (1, "2")', "size": -1.5, "map": {"a": [True, None]}, "on": False},
-            ),
-            ("g", {}),
-        ],
-    ),
-    "pythonic marked": (
-        PYTHONIC,
-        'Wait.\n<|python_start|>[ f(text="x" , count = 1 ) ]<|python_end|>',
-        "Wait.",
-        [("f", {"text": "x", "count": 1})],
-    ),
-    "pythonic not": (PYTHONIC, "[link](f(x)) [h(a=1)]", "[link](f(x)) [h(a=1)]", []),
-    "pythonic unknown": (PYTHONIC, "[h(a=1)]", "[h(a=1)]", []),
-    "functiongemma": (
-        FUNCTION_GEMMA,
-        '<start_function_call>call:f{text:<escape>a {b}: "c"\n<escape>'
-        ",count:3,map:{a:[<escape>x<escape>,true]}}<end_function_call><start_function_call>call:g{}"
-        "<end_function_call>",
-        "",
-        [("f", {"text": 'a {b}: "c"\n', "count": 3, "map": {"a": ["x", True]}}), ("g", {})],
-    ),
-    "gemma4": (
-        GEMMA4,
-        'Yes.<|tool_call>call:f{text:<|"|>it\'s<|"|>,size:1.5}<tool_call|>',
-        "Yes.",
-        [("f", {"text": "it's", "size": 1.5})],
-    ),
-    "gemma4 not": (GEMMA4, "<|tool_call>f{}", "<|tool_call>f{}", []),
-    "harmony": (
-        HARMONY,
-        "<|channel|>analysis<|message|>Need f.<|end|><|start|>assistant<|channel|>"
-        "commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary "
-        "to=functions.f "
-        '<|constrain|>json<|message|>{"text": "<|end|>", "count": 3}',
-        "Let me see.",
-        [("f", {"text": "<|end|>", "count": 3})],
-    ),
-    "harmony template": (
-        HARMONY,
-        " to=functions.g<|channel|>commentary json<|message|>{}<|call|>",
-        "",
-        [("g", {})],
-    ),
-    "harmony final": (
-        HARMONY,
-        "<|channel|>final<|message|>It is\n\n<b>6</b>.\n<|return|>",
-        "It is\n\n<b>6</b>.\n",
-        [],
-    ),
-    "harmony plain": (HARMONY, "and so on.", "and so on.", []),
-    "harmony not": (
-        HARMONY,
-        "<|channel|>commentary to=python<|message|>1 + 1<|end|>",
-        "<|channel|>commentary to=python<|message|>1 + 1",
-        [],
-    ),
-}
-THOUGHTS = {"harmony": "Need f."}
-
-
-def parsed(form, parts, schemas=SCHEMAS, **options):
-    """Content, calls with arguments as text, and reasoning."""
-    cut, unique = options.pop("cut", False), options.pop("unique", True)
-    parser, contents, calls, thoughts = ToolParser(form, schemas, **options), "", [], ""
-    *parts, last = parts
-    for one in [*map(parser.push, parts), parser.push(last, last=True, cut=cut)]:
-        contents, thoughts = contents + one.content, thoughts + one.reasoning
-        for delta in one.tool_calls:
-            if delta.id:
-                assert (delta.index, delta.arguments) == (len(calls), "")
-                calls.append([delta.name, "", delta.id])
-            else:
-                calls[delta.index][1] += delta.arguments
-    assert len({call[2] for call in calls}) == len(calls) or not unique
-    return contents, [(name, arguments) for name, arguments, _ in calls], thoughts
+from .tool_outputs import (
+    CALL,
+    CALL_END,
+    CALLS,
+    CALLS_END,
+    GIVEN,
+    OUTPUTS,
+    SEP,
+    THOUGHTS,
+    TOOLS,
+    D,
+    parsed,
+    written,
+)
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -268,11 +56,13 @@ def test_an_output_is_parsed_the_same_however_it_is_cut(name):
     form, text, content, calls = OUTPUTS[name]
     whole = parsed(form, [text])
     assert whole[0] == content and whole[2] == THOUGHTS.get(name, "")
-    assert [(name, json.loads(arguments)) for name, arguments in whole[1]] == calls
+    for found, expected in zip(whole[1], calls, strict=True):
+        as_text = isinstance(expected[1], str)  # where the text is JSON, it is unchanged
+        assert (found if as_text else (found[0], json.loads(found[1]))) == expected
     assert parsed(form, [*text, ""]) == whole
-    for at in range(len(text)):
-        assert parsed(form, [text[:at], text[at:]]) == whole
-        assert parsed(form, [text[:at], text[at : at + 7], text[at + 7 :]]) == whole
+    for i in range(len(text)):
+        for j in range(i, len(text)) if len(text) < 100 else (i, i + 7):
+            assert parsed(form, [text[:i], text[i:j], text[j:]]) == whole
     if len(calls) > 1:
         assert parsed(form, [*text, ""], single=True)[1] == whole[1][:1]
 
@@ -284,7 +74,7 @@ def test_an_output_that_its_length_cuts_has_a_beginning_of_its_parts(name):
     for end in range(1, len(text)):
         begun = parsed(form, [text[:end]], cut=True)
         assert parsed(form, [*text[:end], ""], cut=True) == begun
-        shown = begun[0].removesuffix("<").rstrip()
+        shown = begun[0].rstrip().rstrip("<[").rstrip()  # a character of a marker is common
         assert content.startswith(shown) or text.startswith(shown)
         assert thoughts.startswith(begun[2])
         if begun[1]:
@@ -301,6 +91,18 @@ def test_a_long_output_costs_little_wherever_it_stops_to_make_sense(form, text):
     for before in ("", form.written.partition("NAME")[0], form.written.replace("NAME", "f")[:-3]):
         parsed(form, [before, *[text] * 5_000])
     assert time.thread_time() - begun < 6.0  # 0.2; 20 where each piece looks at all before it
+
+
+def test_arguments_come_as_they_are_written_and_further_calls_can_be_dropped():
+    parser = MISTRAL.parser()
+    assert parser.push('[TOOL_CALLS][{"name": "f", "arguments": ') == ("", [], "")
+    _, (begun, piece), _ = parser.push('{"a')
+    assert (begun.index, begun.name, begun.arguments) == (0, "f", "")
+    assert len(begun.id) == 9 and begun.id.isalnum()  # all that its templates take
+    assert piece == ToolCallDelta(0, "", "", '{"a')
+    assert parser.push('": "x') == ("", [ToolCallDelta(0, "", "", '": "x')], "")
+    two = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'
+    assert parsed(HERMES, [two], single=True) == ("", [("f", "{}")], "")
 
 
 # The assistant's turn as the makers' templates write it, reduced to calls with their arguments.
@@ -324,6 +126,17 @@ def each(body):
 
 def elements(before, body, behind):
     return each(before + ITEMS.replace("BODY", body) + behind)
+
+
+def objects(before, behind):
+    one = '{"name": "{{ f.name }}", "arguments": ' + JSON + "}" + COMMA
+    return TURN.replace("BODY", before + EACH.replace("BODY", one) + behind)
+
+
+def keywords(before, between, behind):
+    values = ITEMS.replace("BODY", "{{ k }}={{ v | tojson }}" + COMMA)
+    one = "{{ f.name }}(" + values + ")" + between
+    return TURN.replace("BODY", before + EACH.replace("BODY", one) + behind)
 
 
 def gemma(begin, end, quote):
@@ -350,12 +163,7 @@ TEMPLATES = {
         + "]",
     ),
     MISTRAL_ARGS: each("[TOOL_CALLS]{{ f.name }}[ARGS]" + JSON),
-    GRANITE: TURN.replace(
-        "BODY",
-        "<|tool_call|>["
-        + EACH.replace("BODY", '{"name": "{{ f.name }}", "arguments": ' + JSON + "}" + COMMA)
-        + "]",
-    ),
+    GRANITE: objects("<|tool_call|>[", "]"),
     PHI4_MINI: each(
         '<|tool_call|>{"name": "{{ f.name }}", "arguments": ' + JSON + "}<|/tool_call|>"
     ),
@@ -384,17 +192,15 @@ TEMPLATES = {
         )
         + "<|tool_calls_section_end|>",
     ),
-    PYTHONIC: TURN.replace(
-        "BODY",
-        "<|python_start|>["
-        + EACH.replace(
-            "BODY",
-            "{{ f.name }}("
-            + ITEMS.replace("BODY", "{{ k }}={{ v | tojson }}" + COMMA)
-            + ")"
-            + COMMA,
-        )
-        + "]<|python_end|>",
+    PYTHONIC: keywords("<|python_start|>[", COMMA, "]<|python_end|>"),
+    LFM2: keywords("<|tool_call_start|>[", COMMA, "]<|tool_call_end|>"),
+    OLMO3: keywords("<function_calls>", "{{ '\\n' if not loop.last }}", "</function_calls>"),
+    JAMBA: objects("\n<tool_calls>[", "]</tool_calls>"),
+    NEMOTRON: objects("\n\n<TOOLCALL>[", "]</TOOLCALL>"),
+    SEED_OSS: elements(
+        "\n\n<seed:tool_call>\n<function={{ f.name }}>\n",
+        f"<parameter={{{{ k }}}}>{VALUE}</parameter>\n",
+        "</function>\n</seed:tool_call>",
     ),
     FUNCTION_GEMMA: gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     GEMMA4: gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -494,49 +300,6 @@ def test_what_a_template_writes_is_what_the_parser_returns_at_any_cuts(form, dat
     assert parsed(form, [*text, ""]) == (shown, found, "")
 
 
-TOOLS = {
-    "f": {
-        "type": "object",
-        "properties": {
-            "text": {"type": "string"},
-            "unit": {"enum": ["km", "mi"]},
-            "days": {"$ref": "#/$defs/days"},
-        },
-        "required": ["text", "days"],
-        "additionalProperties": False,
-        "$defs": {"days": {"type": "integer"}},
-    },
-    "g": None,
-}
-GIVEN = {"text": "Paris", "unit": "km", "days": 3}
-
-
-def written(form, *calls):
-    """Calls as the format's grammar has them."""
-    first, between, last = form.around
-    texts = []
-    for number, (name, arguments) in enumerate(calls):
-        before, behind = (text.replace("NAME", name) for text in form.call)
-        inner = json.dumps(arguments)
-        if hasattr(form, "element"):
-            inner = "".join(
-                (value if isinstance(value, str) else json.dumps(value))
-                .join(form.element)
-                .replace("KEY", key)
-                .replace("STRING", json.dumps(isinstance(value, str)))
-                for key, value in arguments.items()
-            )
-        elif hasattr(form, "pair"):
-            quote = getattr(form, "quote", '"')
-            inner = form.comma.join(
-                form.pair.replace("KEY", key)
-                + (quote + value + quote if isinstance(value, str) else json.dumps(value))
-                for key, value in arguments.items()
-            )
-        texts.append((before + inner + behind).replace("INDEX", str(number)))
-    return first + between.join(texts) + last
-
-
 def fragments(form):
     """Pieces of outputs in a format, from which right and wrong ones are made."""
     calls = [written(form, ("f", GIVEN)), written(form, ("g", {}))]
@@ -574,51 +337,6 @@ def test_any_output_is_parsed_alike_at_any_cuts_and_nothing_but_calls_is_lost(fo
         assert "".join(whole[0].split()) == "".join(text.split())
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["special", "plain"])
-def library(request):
-    """A tokenizer with all markers as added tokens, which are special in some models."""
-    library = tokenizers.Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
-    markers = {marker for form in FORMATS for marker in form.markers}
-    added = [tokenizers.AddedToken(text, normalized=False) for text in sorted(markers)]
-    (library.add_special_tokens if request.param else library.add_tokens)(added)
-    return library
-
-
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_a_grammar_has_calls_of_its_own_format_alone(library, form):
-    special = {text: library.token_to_id(text) for text in form.markers}
-    vocabulary = LLTokenizer(library.to_str(), library.get_vocab_size(), [1])
-
-    def is_whole(text, **options):
-        grammar = form.grammar(TOOLS, special, {"x-guidance": JSON_OPTIONS}, **options)
-        matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(grammar), limits=LIMITS)
-        assert not matcher.is_error(), matcher.get_error()
-        ids = library.encode(text, add_special_tokens=False).ids
-        taken = matcher.validate_tokens(ids)
-        return taken == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
-
-    calls = [("f", GIVEN), ("g", {})]
-    one, two = written(form, calls[0]), written(form, *calls)
-    assert is_whole(one, single=True) and is_whole(one, single=False)
-    found = parsed(form, [one], TOOLS)
-    assert found[0] == "" and [(n, json.loads(a)) for n, a in found[1]] == calls[:1]
-    if form.parallel:
-        assert is_whole(two, single=False) and not is_whole(two, single=True)
-        found = parsed(form, [two], TOOLS)
-        assert [(n, json.loads(a)) for n, a in found[1]] == calls
-    assert is_whole(written(form, ("f", {"text": "a < b </p", "days": 3})), single=True)
-    assert is_whole(written(form, ("g", {})), single=True)
-    for wrong in ({"more": 1}, {"days": "x"}, {"days": 1.5}, {"unit": "cm"}):
-        assert not is_whole(written(form, ("f", {**GIVEN, **wrong})), single=True)
-    assert not is_whole(written(form, ("f", {"text": "Paris"})), single=True)
-    assert not is_whole(written(form, ("h", {})), single=True)
-    assert not is_whole("Hello", single=True)
-    answer = {"type": "object", "properties": {"a": {"type": "null"}}}
-    final = '{"a": null}'
-    final = f"<|channel|>final<|message|>{final}" if form is HARMONY else final
-    assert is_whole(final, single=True, answer=answer)
-
-
 def test_a_template_belongs_to_the_format_of_which_it_has_the_texts():
     for form in FORMATS:
         for texts in form.templates:
@@ -630,26 +348,10 @@ def test_a_template_belongs_to_the_format_of_which_it_has_the_texts():
             None,
         )
     assert {form.name for form in FORMATS} == set(TOOL_PARSERS[2:])
-
-
-def test_channels_of_an_answer_that_a_grammar_restricts(library):
-    special = {text: library.token_to_id(text) for text in HARMONY.markers}
-    vocabulary = LLTokenizer(library.to_str(), library.get_vocab_size(), [1])
-    thought = "<|channel|>analysis<|message|>Any text.<|end|><|start|>assistant"
-    for output, good, bad in (
-        (StructuredOutput(json_schema="{}"), '{"a": 1}', "{"),
-        (StructuredOutput(regex="[a-z]+/\\d"), "ab/3", "ab/x"),
-        (StructuredOutput(choice=("yes", "no")), "no", "maybe"),
-    ):
-        grammar = HARMONY.answer_grammar(output, special, '{"type": "object"}')
-        for before in ("", thought, thought * 2):
-            for answer, whole in ((good, True), (bad, False)):
-                matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(grammar), limits=LIMITS)
-                text = f"{before}<|channel|>final<|message|>{answer}"
-                ids = library.encode(text, add_special_tokens=False).ids
-                assert (matcher.consume_tokens(ids) and matcher.is_accepting()) is whole
-    with pytest.raises(InvalidRequest, match="JSON schema"):
-        HARMONY.answer_grammar(StructuredOutput(grammar="start: /a/"), special, "")
+    assert tool_format("auto", "{{ messages }}") is None
+    for name in TOOL_PARSERS[2:]:
+        assert tool_format(name, "{{ messages }}").name == name
+        assert tool_format("none", TEMPLATES[tool_format(name, "")]) is None
 
 
 def test_a_message_with_several_calls_is_parted_where_templates_take_one():

@@ -39,7 +39,7 @@ from baton.engine.kernels.triton.skinny_matmul import (
     uses_skinny_matmul,
 )
 from baton.engine.quantization.fp8 import Fp8Weight
-from baton.engine.quantization.gguf import GgufWeight, dense_weight
+from baton.engine.quantization.gguf import GgufWeight, common_weight
 from baton.engine.quantization.group_scaled import GroupScaledWeight
 from baton.engine.quantization.int8 import Int8Weight, RowScaledWeight
 from baton.engine.quantization.linear_weight import (
@@ -314,7 +314,7 @@ def prepare(
     """
     kind = "int8" if quantization == "int4" and is_output else quantization
     if isinstance(weight, GgufWeight | JoinedWeight):
-        weight = dense_weight(weight, dtype)
+        weight = common_weight(weight, dtype)
     if isinstance(weight, DenseWeight):
         dtype = weight.tensor.dtype
         if not any(size % MULTIPLE.get(kind, 1) for size in weight.shape):

@@ -20,7 +20,7 @@ class Linear(Structure):
 
     _fields_ = _fields(
         ("packed scales offsets minimums units minimum_units order bias next", c_void_p),
-        ("inputs outputs group format block", c_int32),
+        ("inputs outputs group format block offset", c_int32),
     )
 
 

@@ -7,6 +7,7 @@ bits form a group: `[panels][groups][64][group]`, depth and columns padded with 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import addressof
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
@@ -28,8 +29,11 @@ from baton.engine.quantization.mxfp4 import Mxfp4Weight
 
 PANEL = 64
 # Formats of group-scaled weights, in the order of `GroupFormat`.
-GROUP_FORMATS = ("int4", "fp8", "mxfp4", "uint4", "int6", "uint6", "int8")
+GROUP_FORMATS = ("int4", "fp8", "mxfp4", "bits4", "bits6", "bits8")
 ACTIVATION_OFFSET = 128  # added to int8 activations, which the product takes as unsigned bytes
+
+# Bits of eight values of 4 bits in a word, so that neighbours are 16 bits apart.
+PAIRS = tuple(i // 2 * 4 + i % 2 * 16 for i in range(8))
 
 # Panels packed at a time, so that no second copy of a large weight exists.
 PANELS_AT_ONCE = 64
@@ -58,6 +62,7 @@ class PackedWeight(LinearWeight):
     group: int = 0
     format: int = 0
     block: int = 0
+    offset: int = 0
     following: PackedWeight | None = None
 
     ops = NATIVE_ROW_OPS
@@ -123,7 +128,7 @@ class PackedWeight(LinearWeight):
             *(self.minimum_units, self.order, None),
         )
         following = addressof(self.following._without_bias) if self.following else None
-        sizes = (self.inputs, self.outputs, self.group, self.format, self.block)
+        sizes = (self.inputs, self.outputs, self.group, self.format, self.block, self.offset)
         return Linear(*map(address, tensors), following, *sizes)
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -139,21 +144,19 @@ class PackedWeight(LinearWeight):
 
 
 def _gguf_parts(weight: GgufWeight) -> tuple[Tensor, str, dict[str, Any]]:
-    """A GGUF weight's packed values, their format, and the fields that not all formats have."""
+    """A GGUF weight's packed numbers, their format, and the fields that not all formats have."""
     if weight.bits == 4:
-        packed, kind = pack_4_bits(weight), "uint4"
-    elif weight.bits == 6:
-        packed, kind = pack_6_bits(weight), "int6" if weight.offset else "uint6"
+        packed = pack_4_bits(weight, [i % 4 * 8 + i // 4 * 4 for i in range(8)])
     else:
-        packed, kind = pack_8_bits(weight.values), "int8"
-    more: dict[str, Any] = {}
+        packed = pack_6_bits(weight) if weight.bits == 6 else pack(weight.values)
+    more: dict[str, Any] = {"offset": weight.offset}
     if weight.minimums is not None:
         more["minimums"] = pack_scales(weight.minimums)
     if weight.minimum_units is not None:
         more["minimum_units"] = pack(weight.minimum_units)
     if weight.units is not None:
         more |= {"units": pack(weight.units), "block": weight.shape[1] // weight.units.shape[1]}
-    return packed, kind, more
+    return packed, f"bits{weight.bits}", more
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -184,13 +187,12 @@ def pack_scales(scales: Tensor) -> Tensor:
     return pack(scales.float()).to(scales.dtype)
 
 
-def pack_4_bits(weight: FourBitWeight | GgufWeight) -> Tensor:
-    """Values `[out, in]` → int32 `[panels, in / 8, 64, 1]`."""
+def pack_4_bits(weight: FourBitWeight | GgufWeight, shifts: Sequence[int] = PAIRS) -> Tensor:
+    """Values `[out, in]` → int32 `[panels, in / 8, 64, 1]`, each of eight at its shift."""
     (outputs, depth), device = weight.shape, weight.values.device
     words = torch.zeros(
         -(-outputs // PANEL), depth // 8, PANEL, 1, dtype=torch.int32, device=device
     )
-    shifts = [i // 2 * 4 + i % 2 * 16 for i in range(8)]
     at = torch.tensor(shifts, dtype=torch.int32, device=device)
     for first in range(0, words.shape[0], PANELS_AT_ONCE):
         rows = slice(first * PANEL, (first + PANELS_AT_ONCE) * PANEL)
@@ -203,19 +205,21 @@ def pack_6_bits(weight: GgufWeight) -> Tensor:
     """Values `[out, in]` → int32 `[panels, in / 16, 3, 64]`."""
     outputs, depth = weight.shape
     words = torch.empty(-(-outputs // PANEL), depth // 16, 3, PANEL, dtype=torch.int32)
+    bytes_of = torch.arange(0, 32, 8, dtype=torch.int32)
+    two_bits = torch.arange(0, 8, 2, dtype=torch.int32)
     for first in range(0, words.shape[0], PANELS_AT_ONCE):
         rows = slice(first * PANEL, (first + PANELS_AT_ONCE) * PANEL)
         numbers = weight.values[rows].int() + weight.offset
-        # [out, in / 16, halves, inputs of a half]
-        halves = numbers.view(len(numbers), -1, 8, 2).transpose(2, 3)
-        spare = halves[..., 6:]  # the last two: 4 bits in planes 0 and 1, and 2 each in plane 2
-        high = spare >> 4
-        tops = torch.stack((*(spare & 15).unbind(-1), high[..., 0] | high[..., 1] << 2), dim=-1)
-        planes = halves[..., 0:6:2] | halves[..., 1:6:2] << 6 | tops << 12
-        for plane in range(3):
-            low, top = planes[..., plane].unbind(-1)
-            packed = pack(low | top << 16).squeeze(-1)
-            words[first : first + PANELS_AT_ONCE, :, plane] = packed
+        # [out, in / 16, four words of four bytes]
+        fours = numbers.view(len(numbers), -1, 4, 4) << bytes_of
+        low, high = (
+            part.sum(-1, dtype=torch.int32)
+            for part in (fours & 0x0F0F0F0F, fours >> 4 & 0x03030303)
+        )
+        halves = low[..., 0::2] | low[..., 1::2] << 4
+        planes = (*halves.unbind(-1), (high << two_bits).sum(-1, dtype=torch.int32))
+        for plane, part in enumerate(planes):
+            words[first : first + PANELS_AT_ONCE, :, plane] = pack(part).squeeze(-1)
     return words
 
 

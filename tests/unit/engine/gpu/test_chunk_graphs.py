@@ -18,17 +18,10 @@ from baton.engine.sequence import Sequence
 from baton.generation.sampling_params import SamplingParams
 from tests.unit.engine.gpu.models import CONFIGS, TINY, both, tokens
 
-MAX_CHUNKS, SIZES = 4, (8, 16)
-SETTINGS = EngineConfig(max_batch=4, chunk_tokens=SIZES[-1])
+SETTINGS = EngineConfig(max_batch=4, chunk_tokens=16)
 MAX_CONTEXT = 256
 PARAMS = SamplingParams(max_tokens=4, logprobs=3, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def _few_rows(monkeypatch):
-    """They are interpreted."""
-    monkeypatch.setattr(cuda_graphs, "MAX_CHUNKS", MAX_CHUNKS)
-    monkeypatch.setattr(cuda_graphs, "CHUNK_SIZES", SIZES)
+pytestmark = pytest.mark.usefixtures("few_rows")
 
 
 class Stepped:
@@ -145,7 +138,7 @@ def test_chunks_beside_decode_rows():
 def test_steps_that_no_shape_holds_run_without_one():
     padded, plain = pair()
     for run in (padded, plain):
-        run.step(*((run.add(2, seed), 2) for seed in range(MAX_CHUNKS + 1)))
+        run.step(*((run.add(2, seed), 2) for seed in range(cuda_graphs.MAX_CHUNKS + 1)))
         embedded = run.add(5, 30)
         embedded.params = replace(PARAMS, embedding=True)
         run.step((embedded, 5))

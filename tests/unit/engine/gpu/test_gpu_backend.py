@@ -55,11 +55,13 @@ def on_gpu(checkpoint, gpu=None, allocate=None, **settings):
     "options", [{}, {"graphs": False, "overlap": False}, {"tp": 2}],
     ids=["graphs", "no graphs", "ranks"],
 )  # fmt: skip
-def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options):
+def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options, request):
     """All of the GPU's path over its interpreted kernels.
 
     Ranks are processes, in step from the profile run on; Gloo stands for NCCL.
     """
+    if "tp" not in options:  # another process has the usual sizes
+        request.getfixturevalue("few_rows")
     seeded = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.8, top_p=0.9, seed=7)
     wanted = (replace(seeded, temperature=0.0), seeded, replace(seeded, logprobs=1, max_tokens=2))
     cpu = build.load(EngineConfig(str(checkpoint), **{**SETTINGS, "kernels": "torch"}))
@@ -80,7 +82,9 @@ def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"graphs": False, "overlap": False}], ids=str)
-def test_a_warm_up_takes_log_probabilities_of_each_type_of_logits(checkpoint, options, monkeypatch):
+def test_a_warm_up_takes_log_probabilities_of_each_type_of_logits(
+    checkpoint, options, few_rows, monkeypatch
+):
     score, types = device_sampling.score, set[torch.dtype]()
 
     def watched(logits, *rest):

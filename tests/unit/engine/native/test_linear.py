@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
+import gguf
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,11 +16,13 @@ from baton.engine.kernels.native import library
 from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.kernels.torch.row_quantization import FP8, quantize_rows
 from baton.engine.quantization.fp8 import Fp8BlockWeight
+from baton.engine.quantization.gguf import QUANTIZED, GgufWeight, read_gguf, scaled
 from baton.engine.quantization.group_scaled import GroupScaledWeight
 from baton.engine.quantization.int4 import Int4Weight, pack_nibbles
 from baton.engine.quantization.int8 import Int8Weight
 from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
 from baton.engine.quantization.mxfp4 import Mxfp4Weight
+from tests.unit.engine.gguf_files import quantized
 from tests.unit.engine.native.paged_rows import random_tensor
 
 pytestmark = pytest.mark.usefixtures("every_cpu")
@@ -76,6 +80,18 @@ def check(
         scales = weight.scales.double().repeat_interleave(weight.group, dim=1)
         terms = ((weight.nibbles().double() - 8).abs() + (zeros - 8).abs()) * scales.abs()
         magnitude = ordered.abs() @ terms.T + added.abs()
+    elif isinstance(weight, GgufWeight):
+        taken = x.double()
+        if kind[0] == BF16:  # quantised in blocks
+            values, units = quantize_rows(x.unflatten(1, (-1, 32)))
+            taken = (values.double() * units.double()[..., None]).flatten(1)
+        exact = taken @ weight.dequantized(torch.float32).double().T + added
+        # What is added up: scaled numbers, and minimums.
+        terms = replace(weight, minimums=None).dequantized(torch.float32).double().abs()
+        if weight.minimums is not None:
+            minimums = scaled(weight.minimums, weight.minimum_units).double().abs()
+            terms += minimums.repeat_interleave(weight.group, dim=1)
+        magnitude = taken.abs() @ terms.T + added.abs()
     else:
         assert isinstance(weight, DenseWeight | GroupScaledWeight)
         is_dense = isinstance(weight, DenseWeight)
@@ -158,6 +174,30 @@ def test_products_of_groups_are_exact_but_for_rounding(
     check(kind, x, grouped_weight(outputs, group * groups, group, seed, form), bias, threads)
 
 
+def gguf_weight(outputs: int, inputs: int, kind: str, seed: int) -> GroupScaledWeight:
+    plain = random(outputs, inputs, seed=seed).numpy()
+    raw = quantized(plain, gguf.GGMLQuantizationType[kind])
+    return read_gguf(kind, torch.from_numpy(raw.copy()))
+
+
+@by_kind
+@pytest.mark.parametrize("form", QUANTIZED)
+@settings(max_examples=6, deadline=None)
+@given(
+    rows=st.sampled_from([0, 1, 2, 3, 4, 7, 13, 48, 101]), blocks=st.integers(1, 10),
+    outputs=st.sampled_from([1, 16, 63, 64, 65, 130]), with_bias=st.booleans(),
+    threads=st.integers(1, 2), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_products_with_types_of_gguf_are_exact_but_for_rounding(
+    kind: Kind, form: str, rows: int, blocks: int, outputs: int, with_bias: bool, threads: int,
+    seed: int,
+) -> None:  # fmt: skip
+    inputs = blocks * (256 if "_K" in form else 32)
+    x = random(rows, inputs, seed=seed, dtype=kind[0])
+    bias = random(outputs, seed=seed + 20, dtype=kind[0]) if with_bias else None
+    check(kind, x, gguf_weight(outputs, inputs, form, seed), bias, threads)
+
+
 def test_a_packed_weight_by_itself_is_a_product() -> None:
     x, bias = random(3, 128, dtype=BF16), random(70, seed=1, dtype=BF16)
     for weight in (DenseWeight(random(70, 128, dtype=BF16)), Int8Weight.from_dense(random(70, 128)),
@@ -187,7 +227,9 @@ def test_a_row_has_the_same_bits_in_every_batch(kind: Kind) -> None:
             weights = [grouped_weight(outputs, inputs, 64, 2, "symmetric"),
                        grouped_weight(outputs, inputs, 128, 2, "zeros and order"),
                        grouped_weight(outputs, inputs, 128, 2, "fp8"),
-                       grouped_weight(outputs, inputs, 32, 2, "mxfp4")]  # fmt: skip
+                       grouped_weight(outputs, inputs, 32, 2, "mxfp4"),
+                       gguf_weight(outputs, inputs, "Q4_K", 2),
+                       gguf_weight(outputs, inputs, "Q6_K", 2)]  # fmt: skip
         for weight in weights:
             check(kind, x, weight, bias, threads=2)
             together = linear(kind, x, weight, bias)

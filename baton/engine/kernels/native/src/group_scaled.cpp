@@ -1,4 +1,4 @@
-// Products with group-scaled weights: int4 and MXFP4 (W4A16), fp8 blocks (W8A16), and the types of GGUF.
+// Products with group-scaled weights: int4 and MXFP4 (W4A16), and fp8 blocks (W8A16).
 //
 // The result for a row and an output is the sum over groups, in order, of
 // scale * sum of x * value + minimum * sum of x. bf16 and float hold values exactly, so products of few
@@ -16,24 +16,10 @@ typedef bf16 Wide;
 typedef float Wide;
 #endif
 
-// Eight values of 4 bits, with OFFSET added. Input i is at bit 4 * (i / 2) + 16 * (i % 2), so that a
-// shift moves two neighbours to where a pair of bf16 has them.
-template <int OFFSET>
-struct FourBits {
+// Eight values of 4 bits, with 8 added. Input i is at bit 4 * (i / 2) + 16 * (i % 2), so that a shift
+// moves two neighbours to where a pair of bf16 has them.
+struct Int4 {
     uint32_t word;
-};
-
-// Sixteen values of 6 bits, with OFFSET added, in words of three planes. A half of a word has 6 bits each
-// of two inputs; those of the planes' spare 4 bits are of the last two: the lower 4 bits in planes 0 and
-// 1, the higher 2 in plane 2. Lower halves have even inputs.
-template <int OFFSET>
-struct SixBits {
-    uint32_t word;
-};
-
-// Four values of 8 bits, of inputs 0, 2, 1 and 3.
-struct EightBits {
-    int8_t bytes[4];
 };
 
 // Eight values, each twice an E2M1 number, at the same bits.
@@ -46,10 +32,9 @@ struct Fp8 {
     uint32_t word;
 };
 
-// planes: words of a lane, each plane of a panel's words behind the other.
-template <int VALUES, int PLANES_ = 1>
+template <int VALUES>
 struct PackedProduct {
-    static constexpr int GROUP = VALUES, WIDTH = 1, PLANES = PLANES_;
+    static constexpr int GROUP = VALUES, WIDTH = 1;
     typedef Wide Left;
     typedef f32x16 Sum;
 };
@@ -64,12 +49,8 @@ struct PackedLanes : Lanes<Wide> {
 
 }  // namespace
 
-template <int OFFSET>
-struct Product<FourBits<OFFSET>> : PackedProduct<8> {};
-template <int OFFSET>
-struct Product<SixBits<OFFSET>> : PackedProduct<16, 3> {};
 template <>
-struct Product<EightBits> : PackedProduct<4> {};
+struct Product<Int4> : PackedProduct<8> {};
 template <>
 struct Product<Mxfp4> : PackedProduct<8> {};
 template <>
@@ -84,70 +65,21 @@ inline Words looked_up(const void* from, int p, const uint16_t (&table)[32]) {
 }
 #endif
 
-// Whole numbers from -OFFSET on, as bf16, the table of `looked_up`.
-template <int OFFSET, int COUNT, int SIZE>
-struct Table {
-    alignas(64) uint16_t bits[SIZE];
-
-    constexpr Table() : bits() {
-        for (int i = 0; i < SIZE; i++)
-            bits[i] = uint16_t(__builtin_bit_cast(uint32_t, float(i % COUNT - OFFSET)) >> 16);
-    }
-};
-
-// With the exponent of 2^23 the lowest bits count ones, so no conversion is needed.
-inline Floats counted(Words bits, int offset) {
-    return (Floats)(bits | 0x4b000000u) - (8388608.0f + float(offset));
-}
-
-template <int OFFSET>
-struct Lanes<FourBits<OFFSET>> : PackedLanes<8> {
-#if defined(__AVX512BF16__) && defined(BATON_BF16)
-    static Words right(const FourBits<OFFSET>* from, int p) {
-        static constexpr Table<OFFSET, 16, 32> TABLE;
-        return looked_up(from, p, TABLE.bits);
-    }
-#else
-    static Floats right(const FourBits<OFFSET>* from, int p) {
-        return counted(load<Words>(from) >> (p / 2 * 4 + p % 2 * 16) & 15, OFFSET);
-    }
-#endif
-};
-
-template <int OFFSET>
-struct Lanes<SixBits<OFFSET>> : PackedLanes<16> {
-    // Pair p, in the lowest 6 bits of each half; higher ones may be anything.
-    static Words pair(const SixBits<OFFSET>* from, int p) {
-        const auto plane = [&](int i) { return load<Words>(from + i * PANEL); };
-        if (p < 6) return plane(p / 2) >> p % 2 * 6;
-        return (plane(p - 6) >> 12 & 0x000f000fu) | (plane(2) >> (p == 6 ? 8 : 10) & 0x00300030u);
-    }
-#if defined(__AVX512BF16__) && defined(BATON_BF16)
-    static Words right(const SixBits<OFFSET>* from, int p) {
-        static constexpr Table<OFFSET, 64, 64> TABLE;
-        const __m512i low = _mm512_load_si512(TABLE.bits), high = _mm512_load_si512(TABLE.bits + 32);
-        return (Words)_mm512_permutex2var_epi16(low, (__m512i)pair(from, p), high);
-    }
-#else
-    static Floats right(const SixBits<OFFSET>* from, int p) {
-        return counted(pair(from, p / 2) >> p % 2 * 16 & 63, OFFSET);
-    }
-#endif
-};
-
 template <>
-struct Lanes<EightBits> : PackedLanes<4> {
-    static Floats value(Words word, int i) {
-        return __builtin_convertvector((Ints)(word << (24 - 8 * i)) >> 24, Floats);
-    }
+struct Lanes<Int4> : PackedLanes<8> {
 #if defined(__AVX512BF16__) && defined(BATON_BF16)
-    static Words right(const EightBits* from, int p) {
-        const Words word = load<Words>(from);
-        return (Words)value(word, p) >> 16 | ((Words)value(word, p + 2) & 0xffff0000u);
+    static Words right(const Int4* from, int p) {
+        alignas(64) static constexpr uint16_t TABLE[32] = {  // from -8 to 7
+            0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,
+            0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+            0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+        return looked_up(from, p, TABLE);
     }
 #else
-    static Floats right(const EightBits* from, int p) {
-        return value(load<Words>(from), p / 2 + p % 2 * 2);
+    static Floats right(const Int4* from, int p) {
+        // With the exponent of 2^23 the lowest bits count ones, so no conversion is needed.
+        const Words bits = load<Words>(from) >> (p / 2 * 4 + p % 2 * 16) & 15;
+        return (Floats)(bits | 0x4b000000u) - (8388608.0f + 8.0f);
     }
 #endif
 };
@@ -204,13 +136,6 @@ struct Lanes<Fp8> : PackedLanes<4> {
 
 namespace {
 
-// Elements of a lane in a group.
-template <class Element>
-constexpr int WORDS_OF = Product<Element>::WIDTH;
-template <class Element>
-    requires requires { Product<Element>::PLANES; }
-constexpr int WORDS_OF<Element> = Product<Element>::PLANES;
-
 // Up to FEW_ROWS rows, weights are unpacked in registers for each tile, few_vectors wide.
 template <class Weight>
 constexpr int FEW_ROWS = (REGISTER == 64 ? 4 : 1) * DIRECT_ROWS<Weight>;
@@ -237,19 +162,19 @@ struct Panel {
         typedef Product<Weight> P;
         typedef Lanes<Weight> L;
         const int words = (last - first) * weights.group / P::GROUP;
-        const char* next = (const char*)(packed + size_t(words) * PANEL * P::PLANES);
-        Fetch fetch{next, next + size_t(words) * PANEL * P::PLANES * 4, 1};
+        const char* next = (const char*)(packed + size_t(words) * PANEL);
+        Fetch fetch{next, next + size_t(words) * PANEL * 4, 1};
         if (end - begin <= FEW_ROWS<Weight>) {
             const int tiles = parts(end - begin, DIRECT_ROWS<Weight>);
             const int passes = tiles * (PANEL / LANES / few_vectors(parts(end - begin, tiles)));
-            fetch.lines = parts(PANEL * P::PLANES * 4 / LINE, passes);
+            fetch.lines = parts(PANEL * 4 / LINE, passes);
             return all_tiles(first, last, packed, fetch);
         }
         for (int i = 0; i < words; i++)
             for (int p = 0; p < L::PARTS; p++)
                 for (int lane = 0; lane < PANEL; lane += WORDS)
                     store((char*)values + ((i * L::PARTS + p) * PANEL + lane) * 4,
-                          L::right(packed + i * PANEL * P::PLANES + lane, p));
+                          L::right(packed + i * PANEL + lane, p));
         all_tiles(first, last, (const Wide*)values, fetch);
     }
 
@@ -272,24 +197,21 @@ struct Panel {
     [[gnu::noinline]] void tile(int row, int vector, int first, int last, const Element* b,
                                 Fetch fetch) const {
         typedef Product<Element> P;
-        constexpr int STEP = PANEL * WORDS_OF<Element>;
+        constexpr int STEP = PANEL * P::WIDTH;
         const int count = weights.in / weights.group, size = weights.group / P::GROUP;
         const Wide* a = x + size_t(row) * weights.in + first * weights.group;
         for (int g = first; g < last; g++) {
             const size_t lane = (size_t(column / PANEL) * count + g) * PANEL + vector * LANES;
-            const size_t unit = weights.units ? unit_lane(g) + vector * LANES : 0;
             f32x16 found[ROWS][VECTORS] = {};
             multiply(a, weights.in, b, STEP, size, found, fetch);
             for (int v = 0; v < VECTORS; v++) {
-                const size_t at = lane + v * LANES, unit_at = unit + v * LANES;
-                const f32x16 scales = of_group(weights.scales, weights.units, at, unit_at);
+                const f32x16 scales = load_floats((const float*)weights.scales + lane + v * LANES);
                 for (int r = 0; r < ROWS; r++) {
                     f32x16& total = kept[row - begin + r][vector + v];
                     total = multiply_add(found[r][v], scales, total);
                 }
                 if (!sums) continue;
-                const f32x16 minimums =
-                    of_group(weights.minimums, weights.minimum_units, at, unit_at);
+                const f32x16 minimums = load_floats((const float*)weights.minimums + lane + v * LANES);
                 for (int r = 0; r < ROWS; r++) {
                     f32x16& total = kept[row - begin + r][vector + v];
                     total = multiply_add(minimums, splat(sums[size_t(row + r) * count + g]), total);
@@ -299,31 +221,6 @@ struct Panel {
             b += size * STEP;
             fetch.advance(size);
         }
-    }
-
-    // The first unit of a group's block.
-    size_t unit_lane(int group) const {
-        const int blocks = weights.in / weights.block;
-        return (size_t(column / PANEL) * blocks + group * weights.group / weights.block) * PANEL;
-    }
-
-    // Sixteen columns' scales or minimums.
-    static f32x16 of_group(const void* numbers, const float* units, size_t at, size_t unit_at) {
-        if (!units) return load_floats((const float*)numbers + at);
-        return load_floats((const int8_t*)numbers + at) * load_floats(units + unit_at);
-    }
-
-    // Row by row, because rows of results lie far apart in memory.
-    void write(Results y) const {
-        for (int row = begin; row < end; row++)
-            for (int v = 0; v < PANEL / LANES; v++) {
-                const int first = column + v * LANES, count = weights.out - first;
-                if (count <= 0) break;
-                f32x16 result = kept[row - begin][v];
-                if (weights.bias) result += load_floats(weights.bias + first, count);
-                const size_t at = size_t(row) * y.stride + y.first + first;
-                baton::write(y, at, result, count);
-            }
     }
 };
 
@@ -335,7 +232,7 @@ void product(Team& team, const Wide* x, const float* sums, int rows, const Linea
     const int panels = parts(weights.out, PANEL), block = block_rows(rows, panels, team.threads());
     const int count = weights.in / weights.group;
     const int chunk = (block <= FEW_ROWS<Weight> ? FEW_CHUNK : MANY_CHUNK) / weights.group;
-    const size_t group_size = size_t(weights.group) / P::GROUP * P::PLANES * PANEL;
+    const size_t group_size = size_t(weights.group) / P::GROUP * PANEL;
     team.share(panels * parts(rows, block), [&](int i) {
         alignas(64) f32x16 kept[BLOCK][PANEL / LANES];
         alignas(64) Wide values[MANY_CHUNK * PANEL];
@@ -346,7 +243,7 @@ void product(Team& team, const Wide* x, const float* sums, int rows, const Linea
         std::memset(kept, 0, (end - begin) * sizeof *kept);
         for (int first = 0; first < count; first += chunk)
             panel.run(first, std::min(first + chunk, count), b + first * group_size, values);
-        panel.write(y);
+        write_panel(kept, weights, column, begin, end, y);
     });
 }
 
@@ -387,13 +284,10 @@ void group_scaled_linear(Team& team, const Activation* x, int rows, const Linear
         });
     const Wide* left = copied ? copied : (const Wide*)x;
     switch (weights.format) {
-        case INT4: return product<FourBits<8>>(team, left, sums, rows, weights, y);
+        case INT4: return product<Int4>(team, left, sums, rows, weights, y);
         case FP8: return product<Fp8>(team, left, sums, rows, weights, y);
         case MXFP4: return product<Mxfp4>(team, left, sums, rows, weights, y);
-        case UINT4: return product<FourBits<0>>(team, left, sums, rows, weights, y);
-        case INT6: return product<SixBits<32>>(team, left, sums, rows, weights, y);
-        case UINT6: return product<SixBits<0>>(team, left, sums, rows, weights, y);
-        case INT8: return product<EightBits>(team, left, sums, rows, weights, y);
+        default: return;  // gguf.cpp's
     }
 }
 

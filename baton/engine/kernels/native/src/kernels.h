@@ -11,7 +11,7 @@
 namespace baton {
 
 // The formats of group-scaled weights, in the order of GROUP_FORMATS in packing.py.
-enum GroupFormat : int32_t { INT4, FP8, MXFP4, UINT4, INT6, UINT6, INT8 };
+enum GroupFormat : int32_t { INT4, FP8, MXFP4, BITS4, BITS6, BITS8 };
 
 // y = x @ weight.T + bias.
 struct Linear {
@@ -28,6 +28,7 @@ struct Linear {
     int32_t group;       // inputs that share a scale, a multiple of 16; 0: not group-scaled
     GroupFormat format;  // of group-scaled weights
     int32_t block;       // inputs that share a unit
+    int32_t offset;      // from BITS4 on: what is subtracted from the unsigned numbers
 };
 
 constexpr int PANEL = 64;  // columns packed side by side
@@ -51,6 +52,11 @@ struct Results {
 size_t group_scaled_scratch(const Linear& weights, int rows);
 void group_scaled_linear(Team& team, const Activation* x, int rows, const Linear& weights, Results y,
                     void* scratch);
+
+// The same for the formats of GGUF, from BITS4 on.
+size_t gguf_scratch(const Linear& weights, int rows);
+void gguf_linear(Team& team, const Activation* x, int rows, const Linear& weights, Results y,
+                 void* scratch);
 
 // A norm's weight, or null. A wide one is of floats: rows are rounded only after multiplying with it.
 struct Norm {

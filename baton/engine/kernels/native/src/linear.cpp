@@ -253,7 +253,9 @@ float quantize(const Activation* x, int size, Left* to, int stride) {
 size_t linear_scratch(const Linear& weights, int rows) {
     size_t size = 0;
     if (weights.next) size = linear_scratch(*weights.next, rows);
-    if (weights.group) return std::max(size, group_scaled_scratch(weights, rows));
+    if (weights.group)
+        return std::max(size, weights.format < BITS4 ? group_scaled_scratch(weights, rows)
+                                                     : gguf_scratch(weights, rows));
     if (weights.scales)
         size = std::max(size, rows * (scratch_stride<int8_t>(weights.in) * sizeof(Int8Operand) +
                                       sizeof(float)));
@@ -269,7 +271,9 @@ namespace {
 void one_linear(Team& team, const Activation* x, int rows, const Linear& weights, Results y,
                 void* scratch) {
     const size_t in = weights.in;
-    if (weights.group) return group_scaled_linear(team, x, rows, weights, y, scratch);
+    if (weights.group)
+        return weights.format < BITS4 ? group_scaled_linear(team, x, rows, weights, y, scratch)
+                                      : gguf_linear(team, x, rows, weights, y, scratch);
     Linear padded = weights;  // to whole groups, as weights and rows in scratch memory are
     if (!weights.scales) {
         const Left<Activation> left = widened(team, x, rows, weights.in, scratch);

@@ -46,4 +46,17 @@ inline void write(Results y, size_t at, f32x16 result, int count) {
         store_floats((Activation*)y.rows + at, result, count);
 }
 
+// Writes rows [begin, end) of a panel's sums, row by row, because rows of results lie far apart in memory.
+inline void write_panel(const f32x16 (*sums)[PANEL / LANES], const Linear& weights, int column, int begin,
+                        int end, Results y) {
+    for (int row = begin; row < end; row++)
+        for (int v = 0; v < PANEL / LANES; v++) {
+            const int first = column + v * LANES, count = weights.out - first;
+            if (count <= 0) break;
+            f32x16 result = sums[row - begin][v];
+            if (weights.bias) result += load_floats(weights.bias + first, count);
+            write(y, size_t(row) * y.stride + y.first + first, result, count);
+        }
+}
+
 }  // namespace baton

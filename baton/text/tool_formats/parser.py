@@ -2,21 +2,18 @@
 
 Results do not depend on how the text is cut. Arguments are emitted as they arrive, after the name:
 unchanged if they are JSON, else repaired. Text that turns out not to be a call is content.
-`baton.text.tool_formats` has the formats.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from baton.generation.tool_call import ToolCallDelta
 from baton.text.json_repair import JsonRepair, repaired
+from baton.text.tool_formats.head import Head
 
 _MAX_HEAD_CHARS = 4096  # of a call, before its arguments
 _HEAD = re.compile(
@@ -45,79 +42,6 @@ class ParsedText(NamedTuple):
     reasoning: str = ""
 
 
-class Chars(NamedTuple):
-    """From `least` to `most` characters of a class of regular expressions; a group if `named`."""
-
-    pattern: str
-    least: int
-    most: int
-    named: bool = True
-
-
-SPACE = Chars(r"\s", 0, 64, named=False)
-NAME = Chars(r"[\w.-]", 1, 128)
-
-
-class Head:
-    """What precedes arguments, matched at the beginning of text that arrives in pieces.
-
-    `parts`: texts, characters, and optional sequences of both. One of the texts in `ahead` must
-    follow, or one of such characters, and is not taken.
-    """
-
-    def __init__(self, *parts: HeadPart, ahead: Sequence[str] | Chars = ()) -> None:
-        if isinstance(ahead, Chars):
-            behind, rest = ahead.pattern, ""
-        else:
-            behind = "|".join(map(re.escape, ahead))
-            rest = "|".join(_beginnings(text) for text in ahead)
-        self._pattern = re.compile(_pattern(parts) + (f"(?={behind})" if ahead else ""))
-        self._beginning = re.compile(_so_far(parts, f"(?:{rest})"))
-
-    def match(self, text: str) -> re.Match[str] | None:
-        """The match at the beginning of `text`."""
-        return self._pattern.match(text)
-
-    def may_match(self, text: str) -> bool:
-        """Whether `text` is the beginning of a match, with more text to come."""
-        return self._beginning.fullmatch(text) is not None
-
-
-HeadPart = str | Chars | Sequence["str | Chars"]
-
-
-def _pattern(parts: Sequence[HeadPart]) -> str:
-    """The regular expression of a head."""
-    patterns = []
-    for part in parts:
-        if isinstance(part, str):
-            patterns.append(re.escape(part))
-        elif isinstance(part, Chars):
-            group = "(" if part.named else "(?:"
-            patterns.append(f"{group}{part.pattern}{{{part.least},{part.most}}})")
-        else:
-            patterns.append(f"(?:{_pattern(part)})?")
-    return "".join(patterns)
-
-
-def _so_far(parts: Sequence[HeadPart], rest: str) -> str:
-    """A regular expression of all beginnings of the parts, then of `rest`."""
-    for part in reversed(parts):
-        if isinstance(part, str):
-            rest = _beginnings(part, rest)
-        elif isinstance(part, Chars):
-            rest = f"{part.pattern}{{0,{part.most}}}{rest}"
-        else:
-            rest = f"(?:{_so_far(part, rest)}|{rest})"
-    return rest
-
-
-def _beginnings(text: str, rest: str = "") -> str:
-    for char in reversed(text):
-        rest = f"(?:{re.escape(char)}{rest})?"
-    return rest
-
-
 class ToolParser:
     """Splits one output, after its reasoning, into content and tool calls.
 
@@ -127,17 +51,22 @@ class ToolParser:
 
     def __init__(
         self,
-        tool_format: ToolFormat,
-        schemas: ToolSchemas = MappingProxyType({}),
+        steps: Callable[[ToolParser], Steps],
+        schemas: ToolSchemas,
+        new_id: Callable[[], str],
         *,
+        markers: tuple[str, ...] = (),
         single: bool = False,
     ) -> None:
-        """`schemas`: of the tools that may be called. `single`: drop all calls after the first."""
+        """`steps` and `markers`: of the format. `schemas`: of the tools that may be called.
+
+        `new_id`: makes the id of a call. `single`: drop all calls after the first.
+        """
         self.num_calls = 0
+        self.markers = markers
         self.schemas = schemas
-        self.markers = tool_format.markers
         self.part = "content"  # or "reasoning" or "call", if the format has channels
-        self._new_id = tool_format.new_id
+        self._new_id = new_id
         self._single = single
         self._text = ""  # not consumed by a step yet
         self._ended = self._cut = False
@@ -148,7 +77,7 @@ class ToolParser:
         self._reasoning = ""
         self._has_reasoning, self._between_thoughts = False, ""
         self._deltas: list[ToolCallDelta] = []
-        self._steps = tool_format.steps(self)
+        self._steps = steps(self)
 
     def push(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
         """Adds text; returns the content and pieces of calls that are certain, all if `last`.
@@ -448,124 +377,3 @@ def _beginning_at_end(text: str, marker: str) -> int:
     """Number of characters at the end of `text` that may become `marker`."""
     most = min(len(text), len(marker) - 1)
     return next((n for n in range(most, 0, -1) if marker.startswith(text[-n:])), 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolFormat:
-    """The tool call format of a family of models. Subclasses have the steps of a parser.
-
-    `models`: the families, for documentation. `templates`: sets of texts; a chat template with all
-    of one set is the format's. `markers`: texts that may be special tokens, which are passed to the
-    parser as text. `call`: the texts before and after a call's arguments, with NAME for the
-    function and INDEX for a number. `around`: the texts before the first, between two, and after
-    the last call.
-    """
-
-    name: str
-    models: str
-    templates: tuple[tuple[str, ...], ...]
-    markers: tuple[str, ...]
-    call: tuple[str, str]
-    around: tuple[str, str, str] = ("", "", "")
-    parallel: bool = True  # whether an output may have several calls
-    typed: bool = False  # whether the types of arguments follow from the tools' schemas
-    ends_reasoning: str = ""  # a marker that ends reasoning without its own end
-    channels: bool = False  # whether it also marks content and reasoning, so that it always applies
-    new_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
-
-    def steps(self, parser: ToolParser) -> Steps:
-        """Parses an output; never returns."""
-        raise NotImplementedError
-
-    @property
-    def written(self) -> str:
-        """A call in this format, with NAME and marks of its arguments, for documentation."""
-        return self.around[0] + "{\u2026}".join(self.call) + self.around[2]
-
-    def history(self, messages: list[dict[str, Any]], *, shown: bool) -> list[dict[str, Any]]:
-        """A conversation in the form that a chat template of these models expects.
-
-        `shown`: whether the template shows calls.
-        """
-        return messages if self.parallel else _one_call_each(messages)
-
-    def grammar(
-        self,
-        tools: ToolSchemas,
-        special: Mapping[str, int],
-        options: Mapping[str, object],
-        *,
-        single: bool,
-        answer: Mapping[str, object] | None = None,
-    ) -> str:
-        """A Lark grammar of calls of `tools` (schemas by name), or of an `answer` (a schema).
-
-        `special`: ids of markers that are special tokens. `options`: added to each schema.
-        """
-        first, between, last = self.around
-        if answer is not None and (first + self.call[0]).startswith("{"):
-            first = self.markers[0]  # else a "{" would be ambiguous
-        first, between, last = (lark(text, special) for text in (first, between, last))
-        more = "" if single or not self.parallel else f"({between} call)*"
-        rules = [f"start: calls{'' if answer is None else ' | answer'}"]
-        rules.append(f"calls: {first} call {more} {last}")
-        rules += self.call_rules(tools, special, options)
-        if answer is not None:
-            rules.append(f"answer: %json {json.dumps({**answer, **options})}")
-        return "\n".join(rules)
-
-    def call_rules(
-        self, tools: ToolSchemas, special: Mapping[str, int], options: Mapping[str, object]
-    ) -> list[str]:
-        """The rules of a call of one of the tools."""
-        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
-        for i, (name, schema) in enumerate(tools.items()):
-            terms = {"NAME": json.dumps(name), "INDEX": "/[0-9]{1,4}/"}
-            before, behind = (lark(text, special, terms) for text in self.call)
-            rules.append(f"call_{i}: {before} arguments_{i} {behind}")
-            rules += self.argument_rules(i, schema, special, options)
-        return rules
-
-    def argument_rules(
-        self,
-        number: int,
-        schema: Mapping[str, Any] | None,
-        special: Mapping[str, int],
-        options: Mapping[str, object],
-    ) -> list[str]:
-        """The rules of a tool's arguments, the first of which is `arguments_` and its number."""
-        arguments = NO_ARGUMENTS if schema is None else schema
-        return [f"arguments_{number}: %json {json.dumps({**arguments, **options})}"]
-
-
-def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parts messages with several calls, each of which is followed by its result."""
-    turns = list[dict[str, Any]]()
-    at = 0
-    while at < len(messages):
-        turn, at = messages[at], at + 1
-        if len(calls := turn.get("tool_calls", ())) < 2:
-            turns.append(turn)
-            continue
-        results = list[dict[str, Any]]()
-        while at < len(messages) and messages[at]["role"] == "tool":
-            results.append(messages[at])
-            at += 1
-        for call in calls:
-            own = [one for one in results if one.get("tool_call_id") == call["id"]]
-            own = own or [one for one in results if "tool_call_id" not in one][:1]
-            results = [one for one in results if one not in own]
-            turns += [{**turn, "tool_calls": [call]}, *own]
-            turn = {"role": turn["role"], "content": ""}
-        turns += results
-    return turns
-
-
-NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-def lark(text: str, special: Mapping[str, int], terms: Mapping[str, str] | None = None) -> str:
-    """A Lark sequence for a text with special tokens, and words that stand for `terms`."""
-    terms = {marker: f"<[{token}]>" for marker, token in special.items()} | dict(terms or {})
-    parts = re.split(f"({'|'.join(map(re.escape, terms))})", text) if terms else [text]
-    return " ".join(terms.get(part) or json.dumps(part) for part in parts if part)

@@ -1,0 +1,147 @@
+"""A family's format of tool calls: its markers, its parser, its grammar, and its history."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from baton.text.tool_formats.parser import Steps, ToolParser, ToolSchemas
+
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class GrammarTerms:
+    """Writes terms of a Lark grammar.
+
+    `special`: ids of markers that are special tokens. `options`: added to each schema.
+    """
+
+    special: Mapping[str, int]
+    options: Mapping[str, object]
+
+    def text(self, text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
+        """A sequence for a text with special tokens, and with `words` that stand for terms."""
+        terms = {marker: f"<[{token}]>" for marker, token in self.special.items()} | dict(words)
+        parts = re.split(f"({'|'.join(map(re.escape, terms))})", text) if terms else [text]
+        return " ".join(terms.get(part) or json.dumps(part) for part in parts if part)
+
+    def json(self, schema: Mapping[str, object]) -> str:
+        """JSON that matches a schema."""
+        return f"%json {json.dumps({**schema, **self.options})}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFormat:
+    """The tool call format of a family of models. Subclasses have the steps of a parser.
+
+    `models`: the families, for documentation. `templates`: sets of texts; a chat template with all
+    of one set is the format's. `markers`: texts that may be special tokens, which are passed to the
+    parser as text. `call`: the texts before and after a call's arguments, with NAME for the
+    function and INDEX for a number. `around`: the texts before the first, between two, and after
+    the last call.
+    """
+
+    name: str
+    models: str
+    templates: tuple[tuple[str, ...], ...]
+    markers: tuple[str, ...]
+    call: tuple[str, str]
+    around: tuple[str, str, str] = ("", "", "")
+    parallel: bool = True  # whether an output may have several calls
+    typed: bool = False  # whether the types of arguments follow from the tools' schemas
+    ends_reasoning: str = ""  # a marker that ends reasoning without its own end
+    channels: bool = False  # whether it also marks content and reasoning, so that it always applies
+    new_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
+
+    def parser(
+        self, schemas: ToolSchemas = MappingProxyType({}), *, single: bool = False
+    ) -> ToolParser:
+        """A parser of one output; see ToolParser."""
+        return ToolParser(self.steps, schemas, self.new_id, markers=self.markers, single=single)
+
+    def steps(self, parser: ToolParser) -> Steps:
+        """Parses an output; never returns."""
+        raise NotImplementedError
+
+    @property
+    def written(self) -> str:
+        """A call in this format, with NAME and marks of its arguments, for documentation."""
+        return self.around[0] + "{\u2026}".join(self.call) + self.around[2]
+
+    def history(self, messages: list[dict[str, Any]], *, shown: bool) -> list[dict[str, Any]]:
+        """A conversation in the form that a chat template of these models expects.
+
+        `shown`: whether the template shows calls.
+        """
+        return messages if self.parallel else _one_call_each(messages)
+
+    def grammar(
+        self,
+        tools: ToolSchemas,
+        special: Mapping[str, int],
+        options: Mapping[str, object],
+        *,
+        single: bool,
+        answer: Mapping[str, object] | None = None,
+    ) -> str:
+        """A Lark grammar of calls of `tools` (schemas by name), or of an `answer` (a schema).
+
+        `special`: ids of markers that are special tokens. `options`: added to each schema.
+        """
+        first, between, last = self.around
+        if answer is not None and (first + self.call[0]).startswith("{"):
+            first = self.markers[0]  # else a "{" would be ambiguous
+        terms = GrammarTerms(special, options)
+        first, between, last = map(terms.text, (first, between, last))
+        more = "" if single or not self.parallel else f"({between} call)*"
+        rules = [f"start: calls{'' if answer is None else ' | answer'}"]
+        rules.append(f"calls: {first} call {more} {last}")
+        rules += self.call_rules(tools, terms)
+        if answer is not None:
+            rules.append(f"answer: {terms.json(answer)}")
+        return "\n".join(rules)
+
+    def call_rules(self, tools: ToolSchemas, terms: GrammarTerms) -> list[str]:
+        """The rules of a call of one of the tools."""
+        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+        for i, (name, schema) in enumerate(tools.items()):
+            words = {"NAME": json.dumps(name), "INDEX": "/[0-9]{1,4}/"}
+            before, behind = (terms.text(text, words) for text in self.call)
+            rules.append(f"call_{i}: {before} arguments_{i} {behind}")
+            rules += self.argument_rules(i, schema, terms)
+        return rules
+
+    def argument_rules(
+        self, number: int, schema: Mapping[str, Any] | None, terms: GrammarTerms
+    ) -> list[str]:
+        """The rules of a tool's arguments, the first of which is `arguments_` and its number."""
+        return [f"arguments_{number}: {terms.json(NO_ARGUMENTS if schema is None else schema)}"]
+
+
+def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parts messages with several calls, each of which is followed by its result."""
+    turns = list[dict[str, Any]]()
+    at = 0
+    while at < len(messages):
+        turn, at = messages[at], at + 1
+        if len(calls := turn.get("tool_calls", ())) < 2:
+            turns.append(turn)
+            continue
+        results = list[dict[str, Any]]()
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.append(messages[at])
+            at += 1
+        for call in calls:
+            own = [one for one in results if one.get("tool_call_id") == call["id"]]
+            own = own or [one for one in results if "tool_call_id" not in one][:1]
+            results = [one for one in results if one not in own]
+            turns += [{**turn, "tool_calls": [call]}, *own]
+            turn = {"role": turn["role"], "content": ""}
+        turns += results
+    return turns
