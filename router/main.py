@@ -41,7 +41,7 @@ from router.fleet.snapshot import UNREACHABLE
 from router.generation_service import GenerationService
 from router.grpc_service import FleetServicer, InferenceServicer, authorize
 from router.models import Models, ModelVersion
-from router.placement import scoring
+from router.placement import room
 from router.queueing.wait_queue import WaitQueue
 from router.route_service import RouteServicer
 from router.shared_state import SharedState
@@ -205,7 +205,7 @@ def _new_version(
         limits.max_queue,
         lambda: fleet.changed,
         fleet.tokens_in_flight,
-        has_room=lambda demand, reserved: scoring.has_room(fleet.snapshot(), demand, reserved),
+        has_room=lambda demand, reserved: room.has_room(fleet.snapshot(), demand, reserved),
     )
     dispatch = Dispatch(fleet, queue, limits, tracer, stats)
     return ModelVersion(name, version, admission, membership, fleet, queue, dispatch)

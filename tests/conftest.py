@@ -23,8 +23,8 @@ hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def preloaded() -> Iterator[None]:
+def preloaded() -> Iterator[Preloaded]:
     """Ranks and peers, dozens of processes, do not import torch each for themselves."""
     ranks = {"baton.engine.rank_process", "baton.worker.remote_rank"}
-    with Preloaded({*ranks, "tests.contract.kvtransfer_peer"}):
-        yield
+    with Preloaded({*ranks, "tests.contract.kvtransfer_peer"}) as preloaded:
+        yield preloaded

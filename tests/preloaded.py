@@ -32,7 +32,7 @@ import time
 import traceback
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 IMPORTED = ["prefill_worker.worker", "decode_worker.worker", "router.main", "baton.gateway"]
@@ -47,19 +47,16 @@ class Preloaded:
     """Within `with`, `python -m MODULE` is started as a fork for these modules."""
 
     def __init__(self, modules: Collection[str]) -> None:
-        self._modules, self._lock, self._resources = (
-            modules,
-            threading.Lock(),
-            contextlib.ExitStack(),
-        )
+        self.modules = frozenset(modules)
+        self._lock, self._resources = threading.Lock(), contextlib.ExitStack()
         self._server: socket.socket | None = None  # from the first start on
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         def start(popen: Any, *arguments: Any) -> None:
             given = dict(zip(_PARAMETERS, (popen, *arguments), strict=True))
             argv = given["args"]
             ours = isinstance(argv, (list, tuple)) and tuple(argv[:2]) == (sys.executable, "-m")
-            if ours and argv[2] in self._modules:
+            if ours and argv[2] in self.modules:
                 self._start(popen, list(argv[2:]), given)
             else:
                 previous(popen, *arguments)
@@ -67,6 +64,7 @@ class Preloaded:
         previous = subprocess.Popen._execute_child  # type: ignore[attr-defined]
         patch = mock.patch.object(subprocess.Popen, "_execute_child", start)
         self._resources.enter_context(patch)
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._resources.close()

@@ -20,7 +20,7 @@ from baton.simulator.worker import SimulatedSequence, SimulatedWorker
 from baton.v1 import fleet_pb2
 from router.admission import feasibility
 from router.fleet.snapshot import AssignedPrompt
-from router.placement import scoring
+from router.placement import room, scoring
 from router.placement.scoring import Pair
 from router.queueing.fair_queue import FairQueue
 from router.queueing.wait_queue import WaitQueue
@@ -99,7 +99,7 @@ class SimulatedRouter:
             lambda: fleet.changed,
             lambda: fleet.snapshot().tokens_in_flight,
             self._loop.time,
-            lambda demand, reserved: scoring.has_room(fleet.snapshot(), demand, reserved),
+            lambda demand, reserved: room.has_room(fleet.snapshot(), demand, reserved),
         )
         self.counts = fleet_pb2.RouterCounts()
         self.running = 0
@@ -186,7 +186,7 @@ class SimulatedRouter:
         demand = attempt.demand
 
         def reserve_workers(reserved: frozenset[str]) -> frozenset[str] | None:
-            return scoring.soonest_room(self.fleet.snapshot(), demand, reserved)
+            return room.soonest_room(self.fleet.snapshot(), demand, reserved)
 
         await self.wait_queue.place(demand, lambda: self._place(attempt), reserve_workers)
 

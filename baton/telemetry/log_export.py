@@ -27,12 +27,13 @@ class _Processor(BatchLogRecordProcessor):
         exporter = OTLPLogExporter(
             endpoint=url, insecure=not url.startswith("https"), timeout=ATTEMPT_S
         )
-        self._retrying: Any = RetryingExporter(exporter, LogRecordExportResult, "logs", url)
-        super().__init__(self._retrying, _BATCH_DELAY_MS, max_queue_size=_MAX_QUEUED)
+        retrying: Any = RetryingExporter(exporter, LogRecordExportResult, "logs", url)
+        super().__init__(retrying, _BATCH_DELAY_MS, max_queue_size=_MAX_QUEUED)
+        self._closing = retrying.closing
 
     def shutdown(self) -> None:
-        self._retrying.closing.set()  # no more retries
-        super().shutdown()
+        self._closing.set()  # no more retries
+        super().shutdown()  # type: ignore[no-untyped-call]
 
 
 class OtlpLogHandler(logging.Handler):

@@ -62,7 +62,7 @@ def start(part: Part, title: str) -> None:
         settings = EngineConfig(
             model=str(file), random_weights=True, device=part.device_name, dtype="bfloat16",
             max_batch=max_batch, chunk_tokens=chunk, max_context=context,
-            gpu_memory=part.sized(0.9, 0.02),
+            gpu_memory=part.sized(0.9, 0.02), graphs=not part.smoke,
         )  # fmt: skip
         backend = None
         if not part.cuda:

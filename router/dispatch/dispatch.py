@@ -24,7 +24,7 @@ from router.dispatch.failover import RoleMissing, run_with_failover
 from router.fleet.fleet import Fleet
 from router.fleet.member import Event, Member
 from router.fleet.snapshot import AssignedPrompt, Snapshot
-from router.placement import scoring
+from router.placement import room, scoring
 from router.placement.cost_model import Estimate
 from router.placement.scoring import Pair
 from router.queueing.wait_queue import NoWorker, WaitQueue
@@ -126,7 +126,7 @@ class Dispatch:
 
         def reserve_workers(reserved: frozenset[str]) -> frozenset[str] | None:
             snapshot = self._fleet.snapshot().holding(state.request.adapter)
-            return scoring.soonest_room(snapshot, demand, reserved)
+            return room.soonest_room(snapshot, demand, reserved)
 
         def pick(full: Set[str]) -> Pair:
             nonlocal missing
@@ -145,7 +145,7 @@ class Dispatch:
                 self.stats.on_placed(time.perf_counter() - began)
             if limit.when() is None:
                 limit.reschedule(loop.time() + self._limits.recovery_s)
-            raise NoWorker(missing, scoring.RETRY_AFTER_S)
+            raise NoWorker(missing, room.RETRY_AFTER_S)
 
         with tracing.span(self._tracer, "router.place", trace):
             try:
@@ -159,7 +159,7 @@ class Dispatch:
             except DeadlineExceeded:  # a TimeoutError, too
                 raise
             except TimeoutError:
-                raise RoleMissing(missing, scoring.RETRY_AFTER_S) from None
+                raise RoleMissing(missing, room.RETRY_AFTER_S) from None
 
     async def _place_once(
         self,
@@ -282,7 +282,7 @@ def _pick_among(snapshot: Snapshot, demand: Demand, full: Set[str]) -> Pair:
         return scoring.pick(snapshot, demand, full=full)
     except (Overloaded, Unavailable) as error:
         text = f"of the workers that the request names: {error}"
-        raise Unavailable(text, scoring.RETRY_AFTER_S) from error
+        raise Unavailable(text, room.RETRY_AFTER_S) from error
 
 
 def _describe(

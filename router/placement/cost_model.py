@@ -257,7 +257,8 @@ class Costs:
     @property
     def local_full(self) -> Flags:
         """Workers with too much to compute to be given a prompt with a sequence."""
-        return self.fleet.speeds.is_mixed & self.prefill_full
+        full: Flags = self.fleet.speeds.is_mixed & self.prefill_full
+        return full
 
     def pair_costs(self, p: Any, d: Any, need_room: bool = True) -> tuple[Any, Any]:
         """Cost of each pair of rows, which broadcast, and whether the second computes the prompt.

@@ -13,20 +13,24 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from math import inf
 
 import numpy as np
 
-from baton.errors import Overloaded, Unavailable
+from baton.errors import Unavailable
 from baton.v1 import common_pb2
 from router.fleet.snapshot import Column, Flags, Rows, Snapshot, WorkerView, kv_difference
 from router.placement.cost_model import HANDOFF_S, Costs, Estimate, costs_of
+from router.placement.room import (
+    RETRY_AFTER_S,
+    NoRoom,
+    any_has_room,
+    serving_alone,
+    with_room_alone,
+)
 from router.request import Demand
 
-RETRY_AFTER_S = 1.0
 _PREFILL, _DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
-_MAX_REASONS = 8  # in one message
 _MAX_PAIRS = 256  # explained
 _MAX_UNREADY = 16  # workers of a role that are explained: a registry may hold thousands
 
@@ -81,18 +85,6 @@ class Pair:
         return max(most, self.on_decode.uncached) if self.decode_prefills else most
 
 
-class NoRoom(Overloaded):
-    """No worker has room for a request now; the text, with their reasons, is made when read."""
-
-    def __init__(self, costs: Costs, full: Set[str]) -> None:
-        super().__init__("", RETRY_AFTER_S)
-        self._costs, self._full = costs, full
-
-    def __str__(self) -> str:
-        reasons = _why_no_room(self._costs, self._full)
-        return f"no room for {self._costs.demand.num_tokens} tokens now ({reasons})"
-
-
 def pick(
     snapshot: Snapshot,
     demand: Demand,
@@ -114,13 +106,6 @@ def pick(
     raise NoRoom(costs, full)
 
 
-def has_room(snapshot: Snapshot, demand: Demand, full: Set[str] = frozenset()) -> bool:
-    """Whether `pick` may find a pair, without the costs; true if workers are missing."""
-    return bool(snapshot.why_unserved(demand.decodes)) or _has_room(
-        costs_of(snapshot, demand), full
-    )
-
-
 def predict(snapshot: Snapshot, demand: Demand) -> tuple[float, bool]:
     """Seconds to the first token on the best pair, without queueing, and whether it has room.
 
@@ -135,43 +120,11 @@ def predict(snapshot: Snapshot, demand: Demand) -> tuple[float, bool]:
     return best.ttft_s, with_room is not None
 
 
-def soonest_room(
-    snapshot: Snapshot, demand: Demand, reserved: frozenset[str] = frozenset()
-) -> frozenset[str] | None:
-    """The workers to reserve for a request without room: the full ones of the pair that has room
-    soonest. Workers that are `reserved` already stay while they are READY.
-
-    Empty if only prompts that go first are in the way; None if no pair ever has room.
-    """
-    rows = [snapshot.rows.get(name) for name in reserved]
-    if reserved and all(row is not None and snapshot.workers[row].ready for row in rows):
-        return reserved
-    costs = costs_of(snapshot, demand)
-    prefill_ms, decode_ms = costs.room_ms()
-    if not (snapshot.num_usable and demand.decodes):
-        alone_ms = np.where(_serving_alone(costs), decode_ms if demand.decodes else prefill_ms, inf)
-        if not alone_ms.size or alone_ms.min() == inf:
-            return None
-        row = int(alone_ms.argmin())
-        return frozenset({snapshot.workers[row].incarnation} if alone_ms[row] > 0 else ())
-    decode_ms = np.where(snapshot.decodes, decode_ms, inf)
-    prefill_ms = np.where(snapshot.prefills, prefill_ms, inf)
-    soonest = (
-        [int(row) for row in np.argsort(ms, kind="stable") if ms[row] < inf]
-        for ms in (decode_ms, prefill_ms)
-    )
-    for d, p in product(*soonest):
-        if snapshot.can_pair(p, d) and d not in snapshot.excluded_rows.get(p, ()):
-            waits = ((prefill_ms[p], p), (decode_ms[d], d))
-            return frozenset(snapshot.workers[row].incarnation for ms, row in waits if ms > 0)
-    return None
-
-
 def rank_all(snapshot: Snapshot, demand: Demand, full: Set[str] = frozenset()) -> list[Pair]:
     """Pairs in order, best first and refused ones last; of many the first _MAX_PAIRS."""
     costs = costs_of(snapshot, demand)
     in_pairs = snapshot.num_usable and demand.decodes
-    may = _with_room_alone(costs, full) if in_pairs else _serving_alone(costs)
+    may = with_room_alone(costs, full) if in_pairs else serving_alone(costs)
     ranks = sorted(_ranks_alone(costs, frozenset(), may))[:_MAX_PAIRS]
     alone = [_lone_pair(costs, int(rank[-1]), full) for rank in ranks]
     if alone and not in_pairs:
@@ -196,52 +149,16 @@ def _best(
     costs: Costs, failed: frozenset[str], full: frozenset[str], need_room: bool = True
 ) -> Pair | None:
     snapshot, demand = costs.snapshot, costs.demand
-    if need_room and not _has_room(costs, full):
+    if need_room and not any_has_room(costs, full):
         return None
     if snapshot.num_usable and demand.decodes:
         rank = _best_rank(costs, failed, full, need_room)
         if rank is not None:
             p, d = int(rank[-3]), int(rank[-1])
             return _pair(costs, p, d, candidates=snapshot.num_usable, need_room=need_room)
-    alone = _with_room_alone(costs, full) if need_room else _serving_alone(costs)
+    alone = with_room_alone(costs, full) if need_room else serving_alone(costs)
     rank = min(_ranks_alone(costs, failed, alone), default=None)
     return None if rank is None else _lone_pair(costs, int(rank[-1]))
-
-
-def _serving_alone(costs: Costs) -> Flags:
-    """The workers that may serve the request alone whatever their role.
-
-    The prompt alone is for any worker, by preference for one whose role is prompts. While no other
-    worker has room, sequences are kept on prefill workers whose tokens meet the SLO.
-    """
-    snapshot, demand = costs.snapshot, costs.demand
-    if not demand.decodes:
-        return snapshot.prefills if snapshot.prefills.any() else snapshot.columns.ready
-    if not snapshot.num_usable:
-        return snapshot.alone
-    in_time = (costs.fleet.tpot_us <= demand.max_itl_s * 1e6) & (not snapshot.is_named)
-    return snapshot.prefills & ~snapshot.decodes & in_time
-
-
-def _with_room_alone(costs: Costs, refused: Set[str]) -> Flags:
-    """Of these, the workers that have room now."""
-    p_full, d_full = costs.full(refused)
-    if not costs.demand.decodes:
-        return _serving_alone(costs) & ~p_full
-    full = d_full | p_full if costs.snapshot.num_usable else d_full
-    return _serving_alone(costs) & ~full
-
-
-def _has_room(costs: Costs, refused: Set[str]) -> bool:
-    """Whether any worker serves the request alone, or some take its prompt and its sequence."""
-    if _with_room_alone(costs, refused).any():
-        return True
-    snapshot, (p_full, d_full) = costs.snapshot, costs.full(refused)
-    decodes = snapshot.decodes & ~d_full
-    if not (snapshot.num_usable and costs.demand.decodes and decodes.any()):
-        return False
-    prompts = snapshot.prefills & ~p_full
-    return bool(prompts.any() or (decodes & costs.computes & ~costs.local_full).any())
 
 
 def _best_rank(costs: Costs, failed: Set[str], full: Set[str], need_room: bool) -> _Rank | None:
@@ -360,7 +277,7 @@ def _lone_pair(costs: Costs, row: int, full: Set[str] = frozenset()) -> Pair:
         ttft_s=float(ttft_us) / 1e6,
         handed_over_ttft_s=0.0,
         score_ms=float(us) / 1e3,
-        candidates=int(_serving_alone(costs).sum()),
+        candidates=int(serving_alone(costs).sum()),
     )
 
 
@@ -403,24 +320,6 @@ def _why_unusable(snapshot: Snapshot, prefill: WorkerView, decode: WorkerView) -
     if why := snapshot.excluded_pairs.get(names):
         return f"{names[0]} does not hand over to {names[1]}: {why}"
     return ""
-
-
-def _why_no_room(costs: Costs, refused: Set[str]) -> str:
-    """The reasons of the READY workers without room, up to _MAX_REASONS."""
-    p, d = (
-        [int(row) for row in np.flatnonzero(full & workers)]
-        for full, workers in zip(costs.full(refused), _parts(costs.snapshot), strict=True)
-    )
-    found = [costs.on_decode(row, refused) for row in d[:_MAX_REASONS]]
-    found += [costs.on_prefill(row, refused) for row in p[: _MAX_REASONS - len(found)]]
-    more = len(d) + len(p) - len(found)
-    reasons = "; ".join(estimate.no_room for estimate in found)
-    return reasons + (f"; and {more} more" if more else "")
-
-
-def _parts(snapshot: Snapshot) -> tuple[Flags, Flags]:
-    """The READY workers for prompts, and those for sequences."""
-    return snapshot.prefills, snapshot.decodes
 
 
 def _explained(ready: Flags, role: Flags) -> Rows:

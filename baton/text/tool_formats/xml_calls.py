@@ -217,7 +217,7 @@ _KEY = Chars(r"[^<>\n]", 1, 256)
 _QUOTED = Chars(r'[^"<>\n]', 1, 256)
 QWEN3_CODER = XmlFormat(
     name="qwen3_coder",
-    models="Qwen3-Coder, Qwen3.5, Nemotron 3",
+    models="Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5",
     templates=(("<tool_call>", "<function="),),
     markers=("<tool_call>", "</tool_call>"),
     call=("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>"),

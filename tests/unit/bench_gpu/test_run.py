@@ -33,6 +33,7 @@ from benchmarks.gpu.part import Part
 from benchmarks.gpu.run import TARGETS
 from benchmarks.shapes import GPU_SHAPES, Shape
 from tests.namespaces import HAS_NAMESPACES
+from tests.preloaded import Preloaded
 from tests.waiting import WAIT_S
 
 EIGHT, ONE = GPU_SHAPES["8B"], GPU_SHAPES["1B"]
@@ -483,7 +484,14 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     assert served.startswith("no cluster is started: ")
 
 
-def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process() -> None:
+@pytest.fixture
+def forked(preloaded: Preloaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Receivers, workers and routers are started from what has imported torch."""
+    modules = {*preloaded.modules, "baton", "benchmarks.gpu.cluster"}
+    monkeypatch.setattr(preloaded, "modules", modules)
+
+
+def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process(forked: None) -> None:
     part, messages = part_of(smoke=True)
     cluster.run(part)
     shm, fp8, between, gloo, handoff, ranks = messages
@@ -500,7 +508,7 @@ def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process() -> 
     assert (ranks["cells"]["requests"], ranks["cells"]["other tokens"]) == (2, 0)
 
 
-def test_streams_are_served_over_http_alone_and_beside_long_prompts() -> None:
+def test_streams_are_served_over_http_alone_and_beside_long_prompts(forked: None) -> None:
     part, messages = part_of(smoke=True)
     cluster.served(part)
     device, start, alone, beside = (one for one in messages if "cells" in one)

@@ -24,7 +24,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
 from router.generation_service import GenerationService
 from router.models import Models, ModelVersion
-from router.placement import scoring
+from router.placement import room
 from router.queueing.wait_queue import WaitQueue
 from router.request import RequestState, TokenizedRequest
 from router.telemetry.stats import RouterStats
@@ -387,7 +387,7 @@ class Cluster:
         self.wait_queue = WaitQueue(
             self.limits.max_queue,
             lambda: self.fleet.changed,
-            has_room=lambda demand, full: scoring.has_room(self.fleet.snapshot(), demand, full),
+            has_room=lambda demand, full: room.has_room(self.fleet.snapshot(), demand, full),
         )
         self.dispatch = Dispatch(
             self.fleet, self.wait_queue, self.limits, self.tracer, RouterStats()

@@ -10,7 +10,8 @@ from baton.errors import Overloaded, Unavailable
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.snapshot import SILENT, AssignedPrompt, WorkerView
 from router.placement.cost_model import Costs
-from router.placement.scoring import pick, predict, rank_all, soonest_room
+from router.placement.room import soonest_room
+from router.placement.scoring import pick, predict, rank_all
 
 from .snapshots import PROMPT, fleet, needs, prefill_views, usable_pairs, worker
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from baton.errors import Overloaded
 from baton.v1 import worker_pb2
 from router.fleet.snapshot import AssignedPrompt
-from router.placement.scoring import has_room, pick, rank_all
+from router.placement.room import has_room
+from router.placement.scoring import pick, rank_all
 
 from .snapshots import BLOCK, caching, decode_views, fleet, needs, prefill_views, worker
 
