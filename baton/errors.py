@@ -136,6 +136,18 @@ class InternalError(BatonError):
 ENDINGS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
+def without_frames(error: BaseException) -> None:
+    """Drops the frames that an error and its causes were raised in.
+
+    A frame that refers to the error keeps all of a request until a garbage collection, and those of
+    a thousand choices take one a tenth of a second.
+    """
+    left: BaseException | None = error
+    while left is not None and left.__traceback__ is not None:
+        left.__traceback__ = None
+        left = left.__cause__ or left.__context__
+
+
 def as_exception(error: BaseException) -> Exception:
     """The error, or a RuntimeError for a panic in a Rust library.
 

@@ -143,8 +143,8 @@ class KvGroups:
 class LayerGroups:
     """How a model's layers form groups.
 
-    windows: as of `KvGroups` · size: layers of a block; a group may have fewer · places: for each
-    layer, its group and its index there.
+    windows: as of `KvGroups` · size: layers of a block; a group may have fewer, or several smaller
+    ones in the place of each · places: for each layer, its group and its index there.
     """
 
     windows: tuple[int, ...]
@@ -152,21 +152,27 @@ class LayerGroups:
     places: tuple[tuple[int, int], ...]
 
     @classmethod
-    def from_windows(cls, windows: Sequence[int | None]) -> LayerGroups:
-        """Groups of the layers with these windows; None: all tokens. Full attention comes first."""
-        kinds = {window or 0: [at for at, one in enumerate(windows) if one == window]
-                 for window in windows}  # fmt: skip
-        counts = [len(layers) for layers in kinds.values()]
+    def from_windows(
+        cls, windows: Sequence[int | None], shared_by: Sequence[int] = ()
+    ) -> LayerGroups:
+        """Groups of the layers with these windows; None: all tokens. Full attention comes first.
 
-        def cost(size: int) -> float:
-            groups = sum(-(-count // size) for count in counts)
-            return groups * (size + _GROUP_COST)
+        shared_by: for each layer, how many like it take the place of one; 1 if it is empty.
+        """
+        shared_by = shared_by or [1] * len(windows)
+        kinds = dict[tuple[int, int], list[int]]()
+        for layer, (window, share) in enumerate(zip(windows, shared_by, strict=True)):
+            kinds.setdefault((window or 0, share), []).append(layer)
 
-        size = min(range(max(counts), 0, -1), key=cost)
+        def groups(size: int) -> int:
+            return sum(-(-len(layers) // (size * share)) for (_, share), layers in kinds.items())
+
+        most = max(-(-len(layers) // share) for (_, share), layers in kinds.items())
+        size = min(range(most, 0, -1), key=lambda size: groups(size) * (size + _GROUP_COST))
         of_groups, places = list[int](), dict[int, tuple[int, int]]()
-        for window in sorted(kinds):
-            for number, layer in enumerate(kinds[window]):
-                if number % size == 0:
+        for window, share in sorted(kinds):
+            for number, layer in enumerate(kinds[window, share]):
+                if number % (size * share) == 0:
                     of_groups.append(window)
-                places[layer] = len(of_groups) - 1, number % size
+                places[layer] = len(of_groups) - 1, number % (size * share)
         return cls(tuple(of_groups), size, tuple(places[at] for at in range(len(windows))))

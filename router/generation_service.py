@@ -39,11 +39,13 @@ from router.output.delivery import Delivery
 from router.output.sink import Sink
 from router.output.text_stream import TextStream
 from router.placement.explain import explain
-from router.placement.scoring import RETRY_AFTER_S
+from router.placement.room import RETRY_AFTER_S
 from router.request import LimitReached, RequestState, TokenizedRequest
 from router.telemetry.request_span import RequestSpan, first_attributes
 from router.telemetry.stats import RequestRecord, RouterStats
 
+# In a turn of the event loop, so that streams wait no longer when many requests come together.
+_MOST_ADMITTED_A_TURN = 8
 T = TypeVar("T")
 
 # Texts for tenants instead of errors that describe the cluster.
@@ -101,6 +103,7 @@ class GenerationService:
         self._idle = asyncio.Event()
         self._idle.set()
         self._deliveries: set[Delivery] = set()  # of running requests
+        self._entrance = asyncio.Semaphore(_MOST_ADMITTED_A_TURN)
         self.running = 0
         self.batches: Counter[str] = Counter()  # running batches of the HTTP API, by status
         self.batch_lines: Counter[str] = Counter()  # ended requests of batches, by result
@@ -190,9 +193,9 @@ class GenerationService:
             choices = choices or PromptChoices()
             await self._generate(request, caller, sink, choices, number, target)
         except BatonError as error:
-            if (shown := self.shown(error, caller)) is error:
+            if self.shown(error, caller) is error:
                 raise
-            raise shown from error
+            raise self.shown(error, caller) from error
         finally:
             self.running -= 1
             if not self.running:
@@ -222,6 +225,8 @@ class GenerationService:
                 span.set_attribute("baton.callers_request_id", callers_id)
             trace = tracing.context_of(span)
             with tracing.span(self._tracer, "router.admit", trace):
+                await self._entrance.acquire()
+                asyncio.get_running_loop().call_soon(self._entrance.release)
                 # A further choice was accepted with the first one.
                 if self.draining and not number:
                     raise Unavailable("the router is draining: try another one", RETRY_AFTER_S)

@@ -148,10 +148,7 @@ def models() -> Iterator[str]:
 
 
 def _differences(one: Architecture) -> Iterator[str]:
-    if one.qkv_bias is True:
-        yield "biases of queries, keys and values"
-    if one.qk_norm != "none":
-        yield f"norms of queries and keys ({'each head' if one.qk_norm == 'head' else 'all heads'})"
+    yield from _attention_differences(one)
     if one.attention_norm:
         yield f"norms {'around' if one.input_norm else 'behind'} attention and MLP"
     if one.windows in ("all", "always", "from"):
@@ -166,12 +163,24 @@ def _differences(one: Architecture) -> Iterator[str]:
         yield "softcaps"
     if one.scaled_embedding or "embedding_multiplier" in one.defaults:
         yield "scaled embeddings"
+    if one.experts:
+        yield from _moe_differences(one.experts)
+
+
+def _attention_differences(one: Architecture) -> Iterator[str]:
+    if one.qkv_bias is True:
+        yield "biases of queries, keys and values"
+    if one.qk_norm != "none":
+        of = "all heads" if one.qk_norm == "row" else "each head"
+        yield f"norms of queries and keys ({of}{', rotated' if one.norms_rotated else ''})"
+    if "global_head_dim" in one.defaults:
+        yield "heads of two sizes, layers that share KV, embeddings for each layer"
+    if one.chunked:
+        yield "attention by chunks but in each 4th layer, queries scaled by position"
     if one.sinks:
         yield "sinks"
     if one.latent or one.delta_rule:
         yield "latent KV (MLA)" if one.latent else "gated attention in each 4th layer, else linear"
-    if one.experts:
-        yield from _moe_differences(one.experts)
 
 
 def _moe_differences(experts: ExpertNames) -> Iterator[str]:

@@ -171,11 +171,6 @@ def load(
         torch.set_num_threads(settings.threads)
     dtype = choose_dtype(settings.dtype, config.dtype, backend.device)
     kv_dtype = kv_dtype_of(settings, dtype)
-    if config.latent is not None and settings.kv_dtype != "auto":
-        raise ConfigError(
-            f"--kv-dtype {settings.kv_dtype}: {config.architecture} has latent KV, whose rows are "
-            "not quantised: leave it out"
-        )
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
     longest = longest_context(settings, config)
     kv_bytes, layout = settings.kv_cache_bytes or backend.kv_bytes, None

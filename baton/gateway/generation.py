@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from baton.errors import BatonError, Cancelled, InvalidRequest
+from baton.errors import BatonError, Cancelled, InvalidRequest, without_frames
 from baton.gateway import api
 from baton.gateway.failures import failure_at
 from baton.gateway.headers import id_headers, limit_headers, session_of, with_request_id
 from baton.gateway.output import ChoiceOutput, PromptOutput, usage_of
-from baton.gateway.parsed_request import MAX_CHOICES, ParsedRequest
+from baton.gateway.parsed_request import ParsedRequest
 from baton.net.http_errors import Failure, Header
 from baton.net.http_server import HttpExchange
 from baton.v1 import inference_pb2
@@ -41,6 +41,7 @@ _ROUTE_HEADER = b"x-baton-route"  # its presence asks for `usage.baton`
 DROPPED_HEADER = b"x-baton-dropped-tools"
 _MAX_DROPPED_SHOWN = 16
 _MANY_LOGPROBS = 4096  # of prompts; more are encoded in a thread
+_MAX_AT_ONCE = 256  # choices of a request
 _LOGPROB_BYTES = 64  # approximate size of a log-probability in a chunk
 KEEP_ALIVE_S = 10.0  # after which an idle stream is sent something: proxies would cut it
 WAITING = b": waiting\n\n"  # keeps an idle stream open
@@ -308,9 +309,8 @@ async def run_choices(
     caller: Caller,
     sinks: Sequence[Sink],
     target: Target,
-    at_once: int = MAX_CHOICES,
 ) -> None:
-    """Runs n choices of each prompt, `at_once` at most; cancelling it cancels all of them.
+    """Runs n choices of each prompt, `_MAX_AT_ONCE` at a time; cancelling it cancels all of them.
 
     Choices are admitted one after the other, because the first is charged as the tenant's request,
     and because a hundred choices of a long prompt must not block the event loop. A prompt's other
@@ -327,37 +327,52 @@ async def run_choices(
     loop = asyncio.get_running_loop()
     left_s = service.limits.default_timeout_s if caller.time_left_s is None else caller.time_left_s
     deadline = loop.time() + left_s  # shared by all choices, including those that start later
-    computed = [asyncio.Event() for _ in range(num_prompts)]
     reserved = ReservedChoices()
     shared = [
         PromptChoices(total, n, first=i == 0, cut_output=cut, reserved=reserved)
         for i in range(num_prompts)
     ]
-    entrance, running = asyncio.Semaphore(), asyncio.Semaphore(at_once)
+    ready, computed = asyncio.Queue[int](), set[int]()  # choices that may start; prompts
+    for first in range(0, total, n):
+        ready.put_nowait(first)
+    entrance, running = asyncio.Semaphore(), asyncio.Semaphore(_MAX_AT_ONCE)
+
+    def on_computed(index: int) -> None:
+        if index not in computed:
+            computed.add(index)
+            for choice in range(index * n + 1, (index + 1) * n):
+                ready.put_nowait(choice)
 
     async def one(choice: int) -> None:
         index, number = divmod(choice, n)
-        prompt = computed[index]
-        if number:
-            await prompt.wait()
-        async with running:
-            await entrance.acquire()
-            await asyncio.sleep(0)  # one admission per iteration of the event loop
-            request = parsed.request(index, number)
-            shared[index].params = shared[0].params
-            sink = _ChoiceSink(sinks[choice], entrance.release, prompt.set)
-            left = replace(caller, time_left_s=deadline - loop.time())
+        request = parsed.request(index, number)
+        shared[index].params = shared[0].params
+        sink = _ChoiceSink(sinks[choice], entrance.release, partial(on_computed, index))
+        left = replace(caller, time_left_s=deadline - loop.time())
+        try:
             await service.generate(request, left, sink, shared[index], number, target)
-            prompt.set()
+        except asyncio.CancelledError as end:
+            without_frames(end)
+            raise
+        on_computed(index)
+        running.release()
 
     try:
         async with asyncio.TaskGroup() as group:
-            for choice in range(total):
+            for _ in range(total):  # tasks are made one by one: to cancel a thousand takes long
+                choice = await ready.get()
+                await running.acquire()
+                await entrance.acquire()
+                await asyncio.sleep(0)  # one admission per iteration of the event loop
                 group.create_task(one(choice))
     except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
+        error = failed.exceptions[0]
+        without_frames(failed)
+    else:
+        return
     finally:
         reserved.release()
+    raise error  # not above, where each of the two would keep the other
 
 
 class _ChoiceSink:

@@ -16,7 +16,6 @@ from router.generation_service import Caller, GenerationService
 from router.output.sink import Piece
 
 # Inputs of a body that wait for workers; more would fill the router's wait queue by themselves.
-_MAX_AT_ONCE = 256
 _WANTED = ("sampling.embedding", "sampling.classification")
 
 
@@ -84,7 +83,7 @@ async def run_inputs(
     target = service.resolve(base.model, base.session, caller)
     sinks = [_FinishSink(exchange) for _ in range(parsed.num_prompts)]
     try:
-        await run_choices(service, parsed, caller, sinks, target, _MAX_AT_ONCE)
+        await run_choices(service, parsed, caller, sinks, target)
     except InvalidRequest as error:
         raise error.renamed(parsed.fields.get(error.field, error.field)) from error
     exchange.answer_headers = {

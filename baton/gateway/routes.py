@@ -18,7 +18,6 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
-from msgspec import Raw
 
 from baton.config import ApiConfig, RouterConfig
 from baton.errors import ModelNotFound, Unavailable, quoted
@@ -317,8 +316,12 @@ def _get_and_head(route: Operation) -> dict[str, Operation]:
 
 
 @functools.cache
-def _described() -> Raw:
-    return Raw(msgspec.json.encode(document(ALL_ROUTES)))
+def _described() -> bytes:
+    return msgspec.json.encode(document(ALL_ROUTES))
+
+
+async def _openapi(service: GenerationService, exchange: HttpExchange) -> None:
+    exchange.answer(200, await service.run_in_thread(_described))
 
 
 _completion = partial(CompletionGeneration, kind=CompletionOutput)
@@ -394,7 +397,7 @@ ROUTES: Routes = {
         _tokenizer_info, "A model's tokenizer, by ?model=NAME.", api.TokenizerInfo, "401", "404"
     ),
     "/version": _get(_version, "The server's version.", api.Version),
-    "/openapi.json": _get(lambda *_: _described()),
+    "/openapi.json": _get_and_head(Operation(_openapi)),
     "/metrics": _get_and_head(Operation(_metrics)),
 }  # fmt: skip
 ALL_ROUTES: Routes = {

@@ -213,7 +213,10 @@ def weight_bytes(
         weights = random_weights(config, dtype, torch.device("meta"), 0, prepared)
         head = weights.lm_head
         is_tied = isinstance(head, DenseWeight) and head.tensor is weights.embedding
-        return weights.num_bytes + (0 if is_tied else weights.embedding.nbytes)
+        looked_up = 0 if is_tied else weights.embedding.nbytes
+        if weights.token_inputs is not None:
+            looked_up += weights.token_inputs.embedding.nbytes
+        return weights.num_bytes + looked_up
 
     if (experts := config.experts) is None:
         return held(config)
@@ -227,11 +230,13 @@ def step_bytes(
 ) -> int:
     """Estimated bytes of a full step's activations, and of the RoPE tables."""
     rows, experts = settings.chunk_tokens + settings.max_batch, config.experts
-    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size
+    layers = [config.layer(index) for index in range(config.num_layers)]
+    attention = max((2 * one.num_heads + 2 * one.num_kv_heads) * one.head_size for one in layers)
     inner, taken = config.intermediate_size, 0
     if experts is not None:
         inner, taken = max(experts.size, experts.shared_size), experts.routing.per_token
     row = (4 + taken) * config.hidden_size + attention + 3 * inner * max(taken, 1)
     logits = 3 * settings.max_batch * config.vocab_size * 4  # with the sampler's copies
-    tables = len(set(config.ropes)) * 2 * context * config.rope_size * 4
+    ropes = {(rope, one.rope_size) for rope, one in zip(config.ropes, layers, strict=True)}
+    tables = sum(2 * context * size * 4 for _, size in ropes)
     return rows * row * dtype.itemsize + logits + tables

@@ -37,7 +37,14 @@ from urllib.parse import unquote
 
 import httptools
 
-from baton.errors import ENDINGS, ConfigError, Unavailable, as_exception, quoted
+from baton.errors import (
+    ENDINGS,
+    ConfigError,
+    Unavailable,
+    as_exception,
+    quoted,
+    without_frames,
+)
 from baton.net import tls
 from baton.net.http_errors import JSON_TYPE, Failure, Header, HttpError, failure_of
 
@@ -475,6 +482,7 @@ class Connection(asyncio.Protocol):
         self._port.connections.discard(self)
         if self._exchanges and self._answering:
             self._answering.cancel()
+        del self._parser, self._answering  # both refer to the connection, which is freed at once
 
     def data_received(self, data: bytes) -> None:
         """Parses what has come, a quarter MiB at most, and looks at the limits."""
@@ -634,7 +642,8 @@ class Connection(asyncio.Protocol):
         try:
             self._port.check_host(exchange.headers)
             await self._port.answer(exchange)
-        except ENDINGS:
+        except ENDINGS as end:
+            without_frames(end)
             raise
         except BaseException as error:
             if exchange.started:
@@ -643,6 +652,7 @@ class Connection(asyncio.Protocol):
             else:
                 failure = self._port.failure_at(exchange.path, as_exception(error))
                 exchange.answer(failure.status, failure.body, failure.headers)
+            without_frames(error)
 
     def _on_answered(self) -> None:
         """An answer is out; what is left of its request is not waited for."""

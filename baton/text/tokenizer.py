@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,15 +166,19 @@ class Tokenizer:
         begin = self._encode("", "text", 0, add_special_tokens=True)
         return [*begin, first, *parts[0], second, *parts[1], last]
 
-    def bad_words(self, words: Sequence[str]) -> Iterator[list[int]]:
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Tokens of each text, at the beginning of an output and after a space, as in vLLM."""
+        found = list[tuple[int, ...]]()
         for word in words:
-            alone = self._encode(word, "bad_words", 0, add_special_tokens=False)
-            behind = self._encode(" " + word.lstrip(), "bad_words", 0, add_special_tokens=False)
+            alone = tuple(self._encode(word, "bad_words", 0, add_special_tokens=False))
+            behind = tuple(
+                self._encode(" " + word.lstrip(), "bad_words", 0, add_special_tokens=False)
+            )
             if alone:
-                yield alone
+                found.append(alone)
             if behind and len(behind) == len(alone) and behind[0] != alone[0]:
-                yield behind
+                found.append(behind)
+        return tuple(found)
 
     def encode_chat(
         self,

@@ -26,7 +26,7 @@ from baton.generation.sampling_params import (
     StructuredOutput,
 )
 from baton.generation.structured_output import GrammarCompiler
-from baton.text import Tokenizer, check_stop_strings
+from baton.text import MAX_CHARS_AT_ONCE, Tokenizer, check_stop_strings
 from baton.text.scoring import Scoring
 from baton.text.stop_strings import MAX_STOP_CHARS
 from baton.v1 import common_pb2, inference_pb2
@@ -134,7 +134,7 @@ class Admission:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         deadline = time.monotonic() + timeout_s
         check_fields(request)
-        params = self._params(request, choices, number)
+        params = await self._params(request, choices, number)
         check_stop_strings(request.stop)
         if request.stop and not self.tokenizer.has_text:
             raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
@@ -243,7 +243,7 @@ class Admission:
         if output_format is None:
             return params, None
         restrict = partial(self.chat_formats.restrict, params, request.chat, output_format)
-        if has_grammar(params, request.chat):
+        if params.structured_output is not None or has_grammar(params, request.chat):
             return await self.prompts.run_in_thread(restrict), output_format
         return restrict(), output_format
 
@@ -314,7 +314,7 @@ class Admission:
     ) -> None:
         await asyncio.wrap_future(self._grammars.check(output, resumed, reasoning))
 
-    def _params(
+    async def _params(
         self, request: inference_pb2.GenerateRequest, choices: PromptChoices, number: int
     ) -> SamplingParams:
         """A choice's settings; large values are shared with those of the first choice."""
@@ -325,7 +325,7 @@ class Admission:
             return replace(choices.params, seed=seed & MAX_SEED, prompt_logprobs=top)
         params = SamplingParams.from_proto(given, seed & MAX_SEED, self.sampling_defaults)
         if request.bad_words:
-            params = replace(params, bad_words=self._bad_words(request.bad_words))
+            params = replace(params, bad_words=await self._bad_words(list(request.bad_words)))
         params = self._with_labels(params)
         params.validate(self.tokenizer.vocab_size)
         choices.params = params
@@ -364,13 +364,16 @@ class Admission:
             )
         return replace(params, label_token_ids=()) if params.label_token_ids else params
 
-    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    async def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_STOP_CHARS for word in words):
             raise InvalidRequest(
                 f"at most {MAX_BAD_WORDS} texts of {MAX_STOP_CHARS} characters are accepted",
                 "bad_words",
             )
-        return tuple(map(tuple, self.tokenizer.bad_words(words)))
+        encode = self.tokenizer.bad_words
+        if sum(map(len, words)) > MAX_CHARS_AT_ONCE:
+            return await self.prompts.run_in_thread(encode, words)
+        return encode(words)
 
 
 def _work_s(request: TokenizedRequest, prefill_rate: float) -> float:

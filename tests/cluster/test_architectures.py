@@ -24,11 +24,42 @@ from tests.unit.engine.test_quantized_checkpoints import FORMATS, PARTS
 FORMS = (
     *("demo", "LlamaForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "Glm4ForCausalLM"),
     *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
-    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"),
+    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Gemma4ForCausalLM"),
 )
 OF_EACH = dict(reversed(VARIANTS.values()))  # the first variant of each
 PROMPTS = [[(7 * i + 5 * one) % 250 + 2 for i in range(75)] for one in range(6)]
 NEW_TOKENS = 300
+
+
+class Killing:
+    """Streams greedy completions of all prompts; a decode worker is killed during half of them."""
+
+    def __init__(self, cluster, client, max_tokens):
+        self._cluster, self._client, self._max_tokens = cluster, client, max_tokens
+        self._underway = 0
+
+    async def check(self, reference):
+        """The completions, which have the transformers model's tokens."""
+        done = await asyncio.gather(*map(self._completion, PROMPTS))
+        assert any(one.route.attempts > 1 for one in done)
+        with torch.inference_mode():
+            texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, done, strict=True)]
+            expected = reference(torch.tensor(texts)).logits.argmax(dim=-1)
+        assert [text[75:] for text in texts] == expected[:, 74:-1].tolist()
+        return done
+
+    async def _completion(self, prompt):
+        asked = self._client.stream(
+            prompt, max_tokens=self._max_tokens, temperature=0.0, ignore_eos=True
+        )
+        async with asked as stream:
+            await anext(aiter(stream))
+            self._underway += 1
+            if self._underway == len(PROMPTS) // 2:
+                self._cluster.kill("decode-0")
+            async for _ in stream:
+                pass
+        return stream.completion
 
 
 @pytest.mark.parametrize("architecture", FORMS)
@@ -46,44 +77,41 @@ async def test_greedy_tokens_are_those_of_transformers_also_when_a_decode_worker
     cluster, client = await clusters(
         alone=True, engine=engine, decode=2, extra_args={"prefill": ["--kernels", "torch"]}
     )
-    done = await _with_a_decode_worker_killed(cluster, client)
+    done = await Killing(cluster, client, NEW_TOKENS).check(reference)
     assert {one.route.transport for one in done} == {"shm"}
-    assert any(one.route.attempts > 1 for one in done)
-    check_tokens(reference, done)
 
 
-async def _with_a_decode_worker_killed(cluster, client):
-    """Completions of all prompts; half of them run when the worker is killed."""
-    underway = 0
-
-    async def completion(prompt):
-        nonlocal underway
-        asked = client.stream(prompt, max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
-        async with asked as stream:
-            await anext(aiter(stream))
-            underway += 1
-            if underway == len(PROMPTS) // 2:
-                cluster.kill("decode-0")
-            async for _ in stream:
-                pass
-        return stream.completion
-
-    return await asyncio.gather(*map(completion, PROMPTS))
+# Where layers have heads of two sizes, a rank's share of either is in one part of a block.
+WINDOWS = {
+    "Gemma3ForCausalLM": {"sliding_window": 24},
+    "Gemma4ForCausalLM": {
+        "sliding_window": 24,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+    },
+}
 
 
-def check_tokens(reference, done):
-    """Greedy tokens are those of the transformers model."""
-    with torch.inference_mode():
-        texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, done, strict=True)]
-        expected = reference(torch.tensor(texts)).logits.argmax(dim=-1)
-    assert [text[75:] for text in texts] == expected[:, 74:-1].tolist()
+@pytest.mark.parametrize("architecture", WINDOWS)
+async def test_windows_with_other_ranks_in_decode_one_of_which_is_killed(
+    architecture, tmp_path, clusters
+):
+    reference = make_checkpoint(tmp_path, architecture, tokenizer=True, **WINDOWS[architecture])
+    engine = replace(
+        ENGINE, model=str(tmp_path), kv_cache_bytes=0, kv_blocks=256, tp_backend="gloo"
+    )
+    ranks = {"prefill": ["--tp", "2"], "decode": ["--tp", "1"]}
+    cluster, client = await clusters(alone=True, engine=engine, decode=2, extra_args=ranks)
+    await Killing(cluster, client, 64).check(reference)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_multi_token_prediction_changes_no_token(ranks, tmp_path, clusters):
     """After handoffs, and when a worker dies in the middle of streams."""
     make_checkpoint(tmp_path, "DeepseekV3ForCausalLM", tokenizer=True, num_nextn_predict_layers=1)
-    add_predicting_layer(tmp_path, mixed=0.3)
+    add_predicting_layer(tmp_path, mixed=0.1)
     engine = replace(
         ENGINE, model=str(tmp_path), kv_cache_bytes=0, kv_blocks=256, speculative_model="mtp",
         tp_backend="gloo",
@@ -96,9 +124,7 @@ async def test_multi_token_prediction_changes_no_token(ranks, tmp_path, clusters
             largest = max(largest, len(delta.token_ids))
     assert stream.completion.route.prefill != stream.completion.route.decode
     assert largest > 1
-    done = await _with_a_decode_worker_killed(cluster, client)
-    assert any(one.route.attempts > 1 for one in done)
-    check_tokens(load_reference(tmp_path), done)
+    await Killing(cluster, client, NEW_TOKENS).check(load_reference(tmp_path))
 
 
 async def test_latent_kv_is_handed_over_between_halves_of_unlike_tensor_parallelism(
@@ -147,7 +173,10 @@ async def check_greedy_tokens(model, reference, clusters):
     asked = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
     done = await asyncio.gather(*(client.generate(prompt, **asked) for prompt in PROMPTS))
     assert all(one.route.prefill != one.route.decode for one in done)
-    check_tokens(reference, done)
+    with torch.inference_mode():
+        texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, done, strict=True)]
+        expected = reference(torch.tensor(texts)).logits.argmax(dim=-1)
+    assert [text[75:] for text in texts] == expected[:, 74:-1].tolist()
 
 
 async def test_a_conversation_resumes_at_checkpoints_of_states(tmp_path, clusters):
@@ -184,4 +213,7 @@ async def test_states_are_handed_over_between_workers_of_other_ranks(
     options = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
     done = await asyncio.gather(*(client.generate(prompt, **options) for prompt in PROMPTS))
     assert all(one.route.prefill and one.route.attempts == 1 for one in done)
-    check_tokens(reference, done)
+    with torch.inference_mode():
+        texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, done, strict=True)]
+        expected = reference(torch.tensor(texts)).logits.argmax(dim=-1)
+    assert [text[75:] for text in texts] == expected[:, 74:-1].tolist()

@@ -3,8 +3,9 @@
 Parsers are called here; HTTP and every RPC go to a running cluster of simulated engines. A parser
 may raise the errors it promises, within a second; a process may refuse with any status but UNKNOWN,
 or INTERNAL for an exception that is not one of ours. At the end every process is the one that was
-started, has logged no traceback, holds no block, has not grown, and serves. The exit status is 0
-only if all that held; an input that broke it is printed.
+started, has logged no traceback, holds no block, has not grown, and serves. Then requests come one
+at a time, large ones too, and none may keep the router's event loop from others for 50 ms of CPU
+time. The exit status is 0 only if all that held; an input that broke it is printed.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import re
 import secrets
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import httpx
 import psutil
@@ -59,7 +62,10 @@ from tests.fuzz import inputs
 from tests.fuzz.inputs import Mutator
 
 MAX_PARSE_S = 1.0
+MAX_STALL_S = 0.05  # CPU time
 CALLERS = 8
+_FINE = (503, 504, 529)  # of the statuses from 500 on
+_ID = re.compile(rb'"id":\s*"((resp_|file-|batch_)\w+)"')
 GROWTH = 64 << 20  # bytes that a process may grow by, beside a third
 SAMPLING = common_pb2.SamplingParams(max_tokens=3, temperature=0.5, seed=1, top_k=3)
 SEQUENCE = common_pb2.SequenceSpec(
@@ -120,8 +126,12 @@ class Fuzz:
     def __init__(self, seed: int, until: float) -> None:
         self.tried: Counter[str] = Counter()
         self.broken: list[str] = []
+        self.delays_s, self.delays_cpu_s = list[float](), list[float]()  # of /health
+        self.stalls_s: dict[str, list[float]] = defaultdict(list)  # of requests one at a time
         self._seeds = itertools.count(seed)
         self._until = until
+        # Ids of what was stored, by what they begin with.
+        self._stored: dict[bytes, deque[bytes]] = defaultdict(lambda: deque(maxlen=64))
 
     @property
     def goes_on(self) -> bool:
@@ -216,6 +226,63 @@ class Fuzz:
                     self.found("http", data, line.decode())
             self.tried["http"] += 1
 
+    async def requests(self, address: str) -> None:
+        """Well-formed requests with almost valid bodies, each answered or refused."""
+        mutators = {name: self.mutator(seeds) for name, seeds in inputs.REQUESTS.items()}
+        async with aiohttp.ClientSession(f"http://{address}") as session:
+            while self.goes_on:
+                for name, mutator in mutators.items():
+                    data = mutator.next() if inputs.REQUESTS[name][0] else b""
+                    await self._request(session, name, data)
+                    if not self.goes_on:
+                        break
+
+    async def alone(self, address: str, pid: int) -> None:
+        """Requests one at a time, large ones first: how long each keeps others from the loop."""
+        large = [(name, body) for name, bodies in inputs.LARGE.items() for body in bodies]
+        mutators = [(name, self.mutator(bodies)) for name, bodies in inputs.LARGE.items()]
+        mutators += [(name, self.mutator(bodies)) for name, bodies in inputs.REQUESTS.items()]
+        changed = ((name, mutator.next()) for name, mutator in itertools.cycle(mutators))
+        timeout = aiohttp.ClientTimeout(120)
+        async with aiohttp.ClientSession(f"http://{address}", timeout=timeout) as session:
+            await self._request(session, "GET /health", b"")
+            for at, (name, data) in enumerate(itertools.chain(large, changed)):
+                if at >= len(large) and not self.goes_on:
+                    break
+                request = asyncio.create_task(self._request(session, name, data))
+                stall_s = 0.0
+                while not request.done():
+                    before = loop_cpu_s(pid)
+                    await self._request(session, "GET /health", b"")
+                    stall_s = max(stall_s, loop_cpu_s(pid) - before)
+                await request
+                self.stalls_s[name].append(stall_s)
+                if stall_s > MAX_STALL_S:
+                    self.found(name, data, f"kept the event loop for {stall_s * 1e3:.0f} ms")
+
+    async def _request(self, session: aiohttp.ClientSession, name: str, data: bytes) -> None:
+        method, _, path = name.partition(" ")
+        for kind, known in self._stored.items():
+            sample, one = kind + b"0", known[self.tried[name] % len(known)]
+            path, data = path.replace(sample.decode(), one.decode()), data.replace(sample, one)
+        body: Any = data
+        if path == "/v1/files":
+            body = aiohttp.FormData({"purpose": "batch"})
+            body.add_field("file", data, filename="x")
+        try:
+            async with session.request(method, path, data=body) as response:
+                answer = await response.read()
+        except TimeoutError:
+            self.found(name, data, "neither an answer nor an end")
+        except aiohttp.ClientError as error:
+            self.found(name, data, f"{type(error).__name__}: {error}")
+        else:
+            if response.status >= 500 and response.status not in _FINE:
+                self.found(name, data, f"{response.status}: {answer[:300]!r}")
+            if found := _ID.search(answer):
+                self._stored[found[2]].append(found[1])
+        self.tried[name] += 1
+
     async def rpcs(self, address: str, methods: dict[str, Any]) -> None:
         """Requests to each method of a process: no UNKNOWN and no INTERNAL."""
         mutators = {
@@ -262,19 +329,25 @@ class Fuzz:
                         self.found("router messages", data, f"{error.code()}: {error.details()}")
                 self.tried["router messages"] += 1
 
-    async def health(self, address: str, delays_s: list[float]) -> None:
-        """How long a router takes to answer while all this goes on."""
+    async def health(self, address: str, pid: int) -> None:
+        """How long a router takes to answer while all this goes on, and its CPU time meanwhile."""
         async with httpx.AsyncClient(timeout=30) as client:
             while self.goes_on:
-                began = time.monotonic()
+                began, before = time.monotonic(), loop_cpu_s(pid)
                 await client.get(f"http://{address}/health")
-                delays_s.append(time.monotonic() - began)
+                self.delays_s.append(time.monotonic() - began)
+                self.delays_cpu_s.append(loop_cpu_s(pid) - before)
                 await asyncio.sleep(0.05)
 
 
+def loop_cpu_s(pid: int) -> float:
+    """CPU time of a process's first thread, in which its event loop runs."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
 async def run(seed: int, seconds: float) -> Fuzz:
-    """Half of the time for parsers, half for a cluster."""
-    fuzz = Fuzz(seed, time.monotonic() + seconds / 2)
+    """A quarter of the time for parsers, the rest for a cluster."""
+    fuzz = Fuzz(seed, time.monotonic() + seconds / 4)
     with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as folder:
         fuzz.parsers(Path(folder))
     print(f"parsers: {dict(fuzz.tried)}, {len(fuzz.broken)} broken promises", flush=True)
@@ -293,13 +366,13 @@ async def run(seed: int, seconds: float) -> Fuzz:
         records = {record.pid: record for record in cluster.membership.records.values()}
         fuzz._until = time.monotonic() + min(5.0, seconds / 20)
         sizes: dict[str, int] = {}
-        delays_s: list[float] = []
         for _ in range(2):  # once to warm up
             sizes = sizes or {}
             async with asyncio.TaskGroup() as group:
-                group.create_task(fuzz.health(cluster.http_addresses[0], delays_s))
+                group.create_task(fuzz.health(cluster.http_addresses[0], processes["router"].pid))
                 for _ in range(CALLERS):
                     group.create_task(fuzz.http(cluster.http_addresses[0]))
+                    group.create_task(fuzz.requests(cluster.http_addresses[0]))
                 group.create_task(fuzz.rpcs(cluster.address, RPCS["router"]))
                 for name, process in processes.items():
                     if name != "router":
@@ -310,7 +383,9 @@ async def run(seed: int, seconds: float) -> Fuzz:
                         group.create_task(fuzz.router_messages(record.address))
             if not sizes:
                 sizes = {name: p.memory_info().rss for name, p in processes.items()}
-                fuzz._until = time.monotonic() + seconds / 2
+                fuzz._until = time.monotonic() + seconds * 0.65
+        fuzz._until = time.monotonic() + seconds / 10
+        await fuzz.alone(cluster.http_addresses[0], processes["router"].pid)
         for name, process in processes.items():
             if not process.is_running() or cluster.processes[name].pid != process.pid:
                 fuzz.broken.append(f"{name} has ended: {cluster.processes[name].log_tail()}")
@@ -325,9 +400,12 @@ async def run(seed: int, seconds: float) -> Fuzz:
                     break
         await client.generate([1, 2, 3] * 20, max_tokens=4)
         await all_blocks_free(client)
-    worst = sorted(delays_s)
-    p99 = worst[int(len(worst) * 0.99)] * 1e3
-    print(f"/health of the router beside it: p99 {p99:.0f} ms, longest {worst[-1] * 1e3:.0f} ms")
+    for what, times in (("time", fuzz.delays_s), ("CPU time", fuzz.delays_cpu_s)):
+        p99, longest = (sorted(times)[int((len(times) - 1) * q)] * 1e3 for q in (0.99, 1))
+        print(f"/health beside it, {what}: p99 {p99:.0f} ms, longest {longest:.0f} ms")
+    stalls = sorted((max(times), name) for name, times in fuzz.stalls_s.items())[-5:]
+    longest = ", ".join(f"{name} {stall_s * 1e3:.0f} ms" for stall_s, name in reversed(stalls))
+    print(f"longest turns of its event loop, in CPU time: {longest}")
     return fuzz
 
 

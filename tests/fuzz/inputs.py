@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from typing import Any
 
 _WORDS = [
     *(b"null", b"true", b"-1", b"0", b"1e999", b"NaN", b"18446744073709551616", b"[]", b"{}"),
@@ -154,3 +156,122 @@ RECORDS = [
     b'"hostId":"h","state":"WORKER_STATE_READY","model":"m","blocksTotal":"9",'
     b'"kv":{"numLayers":2}}',
 ]
+RANKING = [
+    b'{"query":"q","documents":["a",{"text":"b"}],"top_n":1,"return_documents":false,'
+    b'"instruction":"i","truncate_prompt_tokens":4,"priority":-1}',
+]
+SCORES = [
+    b'{"text_1":"a","text_2":["b","c"],"use_activation":false,"request_id":"r"}',
+    b'{"queries":["a"],"documents":["b"]}',
+    b'{"data_1":"a","data_2":"b","instruction":"i"}',
+]
+POOLING = [
+    b'{"input":["a",""],"task":"embed","dimensions":4,"encoding_format":"base64","user":"u"}',
+    b'{"input":[[1,2],[3]],"task":"classify","add_special_tokens":false,"use_activation":true}',
+]
+TOKENIZE = [
+    b'{"prompt":"x","add_special_tokens":false,"return_token_strs":true}',
+    b'{"messages":[{"role":"user","content":"x"}],"continue_final_message":true,'
+    b'"add_generation_prompt":false,"chat_template_kwargs":{"a":1}}',
+]
+STORED = [
+    b'{"input":"x","max_output_tokens":2,"store":true,"previous_response_id":"resp_0"}',
+    b'{"input":"x","max_output_tokens":200,"background":true,"metadata":{"a":"b"}}',
+    b'{"input":[{"role":"user","content":"x"}],"max_output_tokens":2,"stream":true}',
+]
+_NEW_BATCH = (
+    b'{"input_file_id":"file-0","endpoint":"/v1/completions","completion_window":"24h",'
+    b'"metadata":{"a":"b"}}'
+)
+_OPTIONS = b'"max_tokens":2,"n":3,"top_k":2,"min_p":0.1,"stop":"x","logit_bias":{"5":1}'
+# By method and path, the bodies of well-formed requests. Ids of what was stored before replace
+# `resp_0`, `file-0` and `batch_0`.
+REQUESTS: dict[str, Sequence[bytes]] = {
+    "POST /v1/completions": COMPLETIONS,
+    "POST /v1/chat/completions": [*CHATS, CHATS[0].replace(b'"max_completion_tokens":4', _OPTIONS)],
+    "POST /v1/messages": MESSAGES,
+    "POST /v1/messages/count_tokens": MESSAGES,
+    "POST /v1/responses": [*RESPONSES, *STORED],
+    "POST /v1/responses/input_tokens": RESPONSES,
+    **dict.fromkeys(
+        ("GET /v1/responses/resp_0", "GET /v1/responses/resp_0/input_items?limit=2", "GET /metrics",
+         "DELETE /v1/responses/resp_0", "POST /v1/responses/resp_0/cancel", "GET /v1/files?limit=2",
+         "GET /v1/files/file-0/content", "DELETE /v1/files/file-0", "GET /v1/batches/batch_0",
+         "POST /v1/batches/batch_0/cancel", "GET /v1/batches?limit=2", "GET /openapi.json"),
+        (b"",),
+    ),
+    "POST /v1/rerank": RANKING,
+    "POST /score": SCORES,
+    "POST /classify": POOLING,
+    "POST /pooling": POOLING,
+    "POST /v1/embeddings": POOLING,
+    "POST /tokenize": TOKENIZE,
+    "POST /detokenize": [b'{"tokens":[1,2,3]}'],
+    "POST /v1/batches": [_NEW_BATCH],
+    "POST /v1/files": BATCHES,
+}  # fmt: skip
+
+
+def _large() -> dict[str, Sequence[bytes]]:
+    """Bodies that take a router as long as a caller can make them, by method and path."""
+    user = [{"role": "user", "content": "x"}]
+    names = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(900)}}
+    patterns = {f"^a{i}[a-z]*$": {"type": "string"} for i in range(8)}
+    schemas: list[Any] = [
+        names,
+        {**names, "patternProperties": patterns},
+        {"enum": [i + 0.5 for i in range(8000)]},
+        {"$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "null"}]}
+                   for i in range(900)} | {"d900": {}}, "$ref": "#/$defs/d0"},
+        {"type": "object", "properties": {f"x{i}": {"type": "object", "patternProperties": {
+            f"^{i}[a-z]*$": {}}, "properties": names["properties"]} for i in range(1)}},
+    ]  # fmt: skip
+    functions = [{"type": "function", "function": {"name": f"f{i}", "parameters": {
+        "type": "object", "properties": {f"p{j}": {"type": "string"} for j in range(12)}}}}
+        for i in range(128)]  # fmt: skip
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":' * 700}}]
+    completions: list[Any] = [
+        {"prompt": ["x"] * 1024, "max_tokens": 8},
+        {"prompt": ["x"] * 8, "n": 128, "max_tokens": 8},
+        {"prompt": ["x"] * 1000 + [[1]]},
+        {"prompt": [[1]] * 1023 + [[99999]], "max_tokens": 1},
+        {"prompt": "x", "bad_words": [f"{'w o r d ' * 31}{i}" for i in range(250)]},
+        {"prompt": "x", "guided_choice": [f"choice number {i}" for i in range(3000)]},
+        {"prompt": "x", "guided_regex": "(a|b|c)*" * 2000},
+        {"prompt": "x", "logit_bias": {str(i): 1 for i in range(300)}, "logprobs": 20},
+        {"prompt": [5] * 2040, "max_tokens": 1, "prompt_logprobs": 20},
+        {"prompt": "\U0001f600 e\u0301" * 800, "max_tokens": 1},
+        *({"prompt": "x", "structured_outputs": {"json": schema}} for schema in schemas),
+    ]
+    chats: list[Any] = [
+        {"messages": user * 1700},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1900}]},
+        {"messages": [*user, {"role": "assistant", "tool_calls": calls}, *user]},
+        {"messages": user, "tools": functions, "tool_choice": "required"},
+        {"messages": user, "chat_template_kwargs": {f"k{i}": [1, 2, 3] for i in range(900)}},
+    ]
+    tools = [[{"name": "f", "input_schema": schema}] for schema in schemas]
+    listed: dict[str, list[Any]] = {
+        "/v1/completions": completions,
+        "/v1/chat/completions": chats,
+        "/v1/messages": [{"max_tokens": 2, "messages": user, "tools": one} for one in tools],
+        "/v1/messages/count_tokens": [{"messages": user, "tools": one} for one in tools],
+        "/v1/responses": [
+            {"input": user * 1500},
+            {"input": "x", "max_output_tokens": 2, "tools": [
+                {"type": "function", **one["function"]} for one in functions]},
+        ],
+        "/v1/rerank": [{"query": "a", "documents": ["b"] * 2048}],
+        "/score": [{"text_1": "a", "text_2": ["b"] * 2048}],
+        "/pooling": [{"input": ["x"] * 2048}, {"input": [[1]] * 2048}],
+        "/v1/embeddings": [{"input": ["x"] * 2048, "encoding_format": "base64"}],
+        "/tokenize": [{"prompt": "a b " * 8000, "return_token_strs": True}],
+        "/detokenize": [{"tokens": [5] * 4096}, {"tokens": [5] * 200_000}],
+    }  # fmt: skip
+    return {
+        f"POST {path}": [json.dumps(body).encode() for body in bodies]
+        for path, bodies in listed.items()
+    }
+
+
+LARGE = _large()

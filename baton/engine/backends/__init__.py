@@ -20,8 +20,8 @@ from baton.engine.tensor_parallel import TensorParallelModel
 from baton.net.object_connection import ObjectConnection
 
 MULTIPLE = 16  # of head sizes and block sizes
-MAX_HEAD_SIZE = 256
-MAX_LATENT_SIZE = 640  # elements of a latent row that native attention takes
+MAX_HEAD_SIZE = 256  # that Triton's attention takes
+MAX_NATIVE_SIZE = 640  # elements of a head, or of a latent row, that native attention takes
 MAX_QUERIES = 128  # heads that share a KV head
 
 
@@ -30,9 +30,12 @@ def unsupported(config: ModelConfig, block_size: int, kernels: str) -> str:
     need = f"{kernels} kernels need a multiple of {MULTIPLE}"
     if config.latent is not None and kernels == "native":
         return "latent KV, which the native step has not"
-    if config.latent is None and (config.head_size % MULTIPLE or config.head_size > MAX_HEAD_SIZE):
-        return f"heads of {config.head_size} elements, and {need} up to {MAX_HEAD_SIZE}"
-    queries = config.num_heads // config.num_kv_heads
+    most = MAX_HEAD_SIZE if kernels == "Triton's" else MAX_NATIVE_SIZE
+    layers = [config.layer(index) for index in range(config.num_layers)]
+    for size in sorted({one.head_size for one in layers if one.latent is None}):
+        if size % MULTIPLE or size > most:
+            return f"heads of {size} elements, and {need} up to {most}"
+    queries = config.num_heads // min(one.num_kv_heads for one in layers)
     if config.latent is None and queries > MAX_QUERIES:
         return f"{queries} heads share a KV head, and {kernels} kernels take up to {MAX_QUERIES}"
     return f"blocks of {block_size} tokens, and {need}" if block_size % MULTIPLE else ""

@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 # Values of `layer_types`.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+CHUNKED = "chunked_attention"
 
-QkNorm = Literal["none", "head", "row"]
-"""Norms of queries and keys: over each head, or over all heads of a row."""
+QkNorm = Literal["none", "head", "row", "unit"]
+"""Norms of queries and keys: over each head; over all heads of a row; over each head of layers with
+rotary embedding, without a weight."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class ExpertNames:
     biased: bool = False
     stacked: StackedExperts | None = None  # if a layer's experts are stored in one tensor
     taken: str = "num_experts_per_tok"
+    scale: str = "routed_scaling_factor"
     normed: bool | None = None  # see `Routing`; None: as `norm_topk_prob` says
     sigmoid: bool = False  # see `Routing`
     group_top: int = 0  # see `Routing`; 0: there are no groups
@@ -53,6 +56,10 @@ class ExpertNames:
     shared: str = "shared_expert"  # the module of the expert that all tokens take
     shared_size: str = ""  # the key of its size, or of the number of experts that it stands for
     shared_gate: bool = False  # whether a gate weighs it
+    enabled: str = ""  # the key of config.json that says whether there are experts; empty: always
+    input_norm: str = ""  # experts, router and MLP have norms of their own, this one of experts
+    scales_inputs: bool = False  # see `ExpertsConfig`
+    share_scale: str = ""  # the tensor of a layer that multiplies shares; empty: none
 
 
 @dataclass(frozen=True)
@@ -75,11 +82,12 @@ class Architecture:
     defaults: values of keys that config.json may lack; most are keys of few architectures · biases:
     present, absent, or the key of config.json that says so · windows: which layers have sliding
     attention if config.json has no `layer_types`: "all"; "from" `max_window_layers` on;
-    "alternate", every other one before it; "unrotated", those without rotary embedding; n, all but
-    each n-th; "none" and "always" ignore `layer_types`; where `use_sliding_window` is a key and not
-    set, none · rotates: "sliding" if layers of full attention have no rotary embedding where others
-    have windows · delta_rule: projections of layers with linear attention: two by key head, or four
-    by part · models: well-known models, for the documentation.
+    "alternate", every other one before it; "unrotated", those without rotary embedding; "rotated",
+    those with it; n, all but each n-th; "none" and "always" ignore `layer_types`; where
+    `use_sliding_window` is a key and not set, none · rotates: "sliding" if layers of full attention
+    have no rotary embedding where others have windows · delta_rule: projections of layers with
+    linear attention: two by key head, or four by part · models: well-known models, for the
+    documentation.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -87,6 +95,9 @@ class Architecture:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: QkNorm = "none"
+    qk_norms: tuple[str, str] = ("q_norm", "k_norm")  # their modules
+    norms_rotated: bool = False  # they follow rotary embedding
+    ntk_alpha: bool = False  # `alpha` of dynamic rotary embedding stretches its base
     input_norm: str = "input_layernorm"  # before attention; empty: none
     attention_norm: str = ""  # of attention's output
     mlp_norm: str = "post_attention_layernorm"  # before the MLP
@@ -94,8 +105,13 @@ class Architecture:
     norm_plus_one: bool = False  # 1 is added to norms' weights
     norm_rounds_once: bool = False  # after the weight only, not also before it
     scaled_embedding: bool = False  # by the square root of the hidden size
+    layer_scale: bool = False  # a layer's output is multiplied by a number of the checkpoint
+    value_norm: bool = False  # values are normed, without a weight
     joined: tuple[str, ...] = ()  # fields stored as one tensor
-    windows: Literal["none", "always", "all", "from", "alternate", "unrotated"] | int = "none"
+    windows: Literal["none", "always", "all", "from", "alternate", "unrotated", "rotated"] | int = (
+        "none"
+    )
+    chunked: bool = False  # windows are `attention_chunk_size` long, and begin at a multiple of it
     rotates: Literal["all", "sliding"] = "all"
     interleaved_rope: bool = False  # rotated pairs are neighbours
     sinks: bool = False  # each head's softmax has a further score, whose value is 0
@@ -103,6 +119,8 @@ class Architecture:
     delta_rule: tuple[str, ...] = ()
     latent: bool = False  # attention is over latent KV (MLA)
     experts: ExpertNames | None = None  # if layers have a mixture of experts
+    mlp: str = "mlp"  # the module of MLPs, and the key of their size
+    mlp_size: str = "intermediate_size"
     models: str = ""
 
 
@@ -204,9 +222,51 @@ _GLM_DEFAULTS = {
 }
 _ATTENTION_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _ALL_BIASES: dict[str, Any] = {**_ATTENTION_BIASES, "mlp_bias": "mlp_bias"}
+_HUNYUAN: dict[str, Any] = {
+    **_ATTENTION_BIASES,
+    "qk_norm": "head",
+    "qk_norms": ("query_layernorm", "key_layernorm"),
+    "norms_rotated": True,
+    "ntk_alpha": True,
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(**_ALL_BIASES, models="Llama 2 and 3, SmolLM2"),
+    "Llama4ForCausalLM": Architecture(
+        {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+            "use_qk_norm": True,
+            "interleave_moe_layer_step": 1,
+            "num_experts_per_tok": 1,
+        },
+        **_ATTENTION_BIASES,
+        qk_norm="unit",
+        windows="rotated",
+        chunked=True,
+        interleaved_rope=True,
+        mlp="feed_forward",
+        mlp_size="intermediate_size_mlp",
+        experts=ExpertNames(
+            "num_local_experts",
+            "intermediate_size",
+            "feed_forward",
+            router="router",
+            stacked=StackedExperts(),
+            normed=False,
+            sigmoid=True,
+            scales_inputs=True,
+            shared_size="intermediate_size",
+        ),
+        models="Llama 4 (text)",
+    ),
     # transformers reads an absent window as 4096, and null as none.
     "MistralForCausalLM": Architecture({"sliding_window": 4096}, windows="all", models="Mistral"),
     "MinistralForCausalLM": Architecture(
@@ -257,6 +317,47 @@ ARCHITECTURES: dict[str, Architecture] = {
         qk_norm="head",
         windows=6,
         models="Gemma 3 (text)",
+    ),
+    "Gemma4ForCausalLM": Architecture(
+        {
+            **_GEMMA_DEFAULTS,
+            "sliding_window": 512,
+            "query_pre_attn_scalar": 1,  # scores are not scaled: queries and keys are normed
+            "final_logit_softcapping": None,
+            "rope_local_base_freq": None,
+            "partial_rotary_factor": 1.0,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1e6,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "global_head_dim": 512,
+            "num_global_key_value_heads": None,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262144,
+            "use_double_wide_mlp": False,
+        },
+        **{**_GEMMA, "norm_plus_one": False},
+        qk_norm="head",
+        value_norm=True,
+        layer_scale=True,
+        windows=6,
+        experts=ExpertNames(
+            module="",
+            router="router.proj",
+            taken="top_k_experts",
+            normed=True,
+            stacked=StackedExperts(transposed=False),
+            shared="mlp",
+            shared_size="intermediate_size",
+            enabled="enable_moe_block",
+            input_norm="pre_feedforward_layernorm_2",
+            share_scale="router.per_expert_scale",
+        ),
+        models="Gemma 4 (text)",
     ),
     "Phi3ForCausalLM": Architecture(
         {
@@ -570,6 +671,119 @@ ARCHITECTURES: dict[str, Architecture] = {
             correction="e_score_correction_bias",
         ),
     ),
+    "HunYuanDenseV1ForCausalLM": Architecture(
+        {"rms_norm_eps": 1e-5}, **_HUNYUAN, models="Hunyuan (dense)"
+    ),
+    "HunYuanMoEV1ForCausalLM": Architecture(
+        {"rms_norm_eps": 1e-5, "moe_topk": 1},
+        **_HUNYUAN,
+        experts=ExpertNames(
+            size="intermediate_size",
+            router="gate.wg",
+            taken="moe_topk",
+            normed=True,
+            float32_router=True,
+            shared="shared_mlp",
+            shared_size="intermediate_size",
+        ),
+        models="Hunyuan-A13B",
+    ),
+    "HYV3ForCausalLM": Architecture(
+        {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 11158840.0,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "router_scaling_factor": 2.826,
+            "mlp_layer_types": None,
+            "num_nextn_predict_layers": 0,
+        },
+        **_ALL_BIASES,
+        qk_norm="head",
+        experts=ExpertNames(
+            router="router.gate",
+            normed=True,
+            sigmoid=True,
+            scale="router_scaling_factor",
+            correction="expert_bias",
+            float32_router=True,
+            shared="shared_mlp",
+            shared_size="num_shared_experts",
+        ),
+        models="Hunyuan 3",
+    ),
+    "Dots1ForCausalLM": Architecture(
+        {
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 128,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+        },
+        **_ATTENTION_BIASES,
+        qk_norm="head",
+        windows="from",
+        experts=ExpertNames(**_CORRECTED),
+        models="dots.llm1",
+    ),
+    "SolarOpenForCausalLM": Architecture(
+        {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        },
+        qkv_bias="attention_bias",
+        mlp_size="moe_intermediate_size",  # all layers have experts
+        experts=ExpertNames(**_CORRECTED),
+        models="Solar Open",
+    ),
+    "ExaoneMoeForCausalLM": Architecture(
+        {
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "mlp_layer_types": None,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        qk_norm="head",
+        windows=4,
+        rotates="sliding",
+        experts=ExpertNames(
+            **{
+                **_CORRECTED,
+                "count": "num_experts",
+                "correction": "e_score_correction_bias",
+                "shared_size": "num_shared_experts",
+            }
+        ),
+        models="K-EXAONE",
+    ),
+    "Ernie4_5ForCausalLM": Architecture(
+        {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        },
+        interleaved_rope=True,
+        models="ERNIE 4.5",
+    ),
     "GraniteForCausalLM": Architecture(_GRANITE_DEFAULTS, **_ALL_BIASES, models="Granite"),
     "GraniteMoeForCausalLM": Architecture(
         {**_GRANITE_DEFAULTS, "norm_topk_prob": True, "num_experts_per_tok": 2},
@@ -597,11 +811,28 @@ WRAPPERS: dict[str, Wrapper] = {
         },
         models="Gemma 3",
     ),
+    "Gemma4ForConditionalGeneration": Wrapper(
+        {"gemma4_text": "Gemma4ForCausalLM"}, models="Gemma 4"
+    ),
+    "Gemma4UnifiedForConditionalGeneration": Wrapper(
+        {"gemma4_unified_text": "Gemma4ForCausalLM"},
+        {"hidden_size_per_layer_input": 0},
+        models="Gemma 4 (12B)",
+    ),
+    "Llama4ForConditionalGeneration": Wrapper(
+        {"llama4_text": "Llama4ForCausalLM"}, models="Llama 4"
+    ),
     "Mistral3ForConditionalGeneration": Wrapper(
         _MISTRAL, models="Mistral Small 3.1 and 3.2, Ministral 3"
     ),
     "LlavaForConditionalGeneration": Wrapper(
         {"llama": "LlamaForCausalLM", **_MISTRAL}, models="Pixtral"
+    ),
+    "SmolVLMForConditionalGeneration": Wrapper(
+        {"llama": "LlamaForCausalLM"}, {"rms_norm_eps": 1e-5}, models="SmolVLM"
+    ),
+    "Idefics3ForConditionalGeneration": Wrapper(
+        {"llama": "LlamaForCausalLM"}, {"rms_norm_eps": 1e-5}, models="Idefics 3"
     ),
     "Qwen2VLForConditionalGeneration": Wrapper(
         {"qwen2_vl_text": "Qwen2ForCausalLM"}, models="Qwen2-VL"
@@ -628,15 +859,15 @@ WRAPPERS: dict[str, Wrapper] = {
 }
 
 REFUSED: dict[str, str] = {
-    "Llama4ForConditionalGeneration": "attention by chunks, and input scaled by the router",
-    "Llama4ForCausalLM": "attention by chunks, and input scaled by the router",
-    "Gemma4ForConditionalGeneration": "heads of two sizes, and embeddings for each layer",
-    "Gemma4ForCausalLM": "heads of two sizes, and embeddings for each layer",
     "Gemma3nForConditionalGeneration": "embeddings for each layer, and alternating updates",
     "Gemma3nForCausalLM": "embeddings for each layer, and alternating updates",
     "Cohere2ForCausalLM": "layer norms, and attention beside the MLP",
     "ArceeForCausalLM": "an MLP without gate",
     "NanoChatForCausalLM": "an MLP without gate",
+    "ApertusForCausalLM": "an MLP without gate",
+    "PhimoeForCausalLM": "layer norms",
+    "Lfm2ForCausalLM": "short convolutions",
+    "Lfm2MoeForCausalLM": "short convolutions",
     "DeepseekV32ForCausalLM": "sparse attention, whose indexer stores keys beside latent KV",
     "GlmMoeDsaForCausalLM": "sparse attention, whose indexer stores keys beside latent KV",
     "DeepseekV4ForCausalLM": "sparse attention over compressed KV, and hyper-connections",

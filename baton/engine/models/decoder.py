@@ -18,22 +18,30 @@ from baton.engine.adapters import LoraAdapter
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.activation import Activation
-from baton.engine.kernels.torch.attention import Scoring, attend, place, softcapped, write_kv
+from baton.engine.kernels.torch.attention import (
+    Scoring,
+    attend,
+    place,
+    pool_of_layer,
+    softcapped,
+    write_kv,
+)
 from baton.engine.kernels.torch.delta_rule import States, rowwise
 from baton.engine.kernels.torch.lora import LoraMatrices
-from baton.engine.kernels.torch.moe_routing import route
 from baton.engine.kernels.torch.rows import Norm, RowOps, rms_norm, rotate
+from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.latent_attention import LatentAttention
+from baton.engine.models.layer_inputs import LayerInputs
 from baton.engine.models.linear_attention import LinearAttention
 from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.models.rope import rope_tables
+from baton.engine.models.rope import query_scales, rope_tables
 from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.models.weights import LayerWeights, ModelWeights, MoeWeights
+from baton.engine.models.weights import LayerWeights, ModelWeights
 from baton.engine.quantization.linear_weight import LinearWeight, ResidualStream
 
 
-class DecoderModel(LatentAttention):
+class DecoderModel(LatentAttention, MixtureOfExperts, LayerInputs):
     """Weights and the arithmetic on them; a step's only state is the KV pool.
 
     The operations are torch's; `baton.engine.backends` has subclasses with faster ones.
@@ -62,12 +70,17 @@ class DecoderModel(LatentAttention):
         self.dtype = dtype
         self._weights = weights
         tables, self._table_of = rope_tables(config)
-        # [ropes, 2, max_context, head_size]
-        self._tables = tables.to(device, tables_dtype or dtype)
+        self._tables = [table.to(device, tables_dtype or dtype) for table in tables]
         self._groups = config.layer_groups
         self.num_groups = len(self._groups.windows)
         self._scoring = [
-            Scoring(config.score_scale, window, config.attention_softcap, layer.sinks)
+            Scoring(
+                config.score_scale,
+                window,
+                config.attention_softcap,
+                layer.sinks,
+                config.arch.chunked,
+            )
             for window, layer in zip(config.windows, weights.layers, strict=True)
         ]
         self.hidden: Tensor | None = None
@@ -78,6 +91,7 @@ class DecoderModel(LatentAttention):
             self.expert_tokens = torch.zeros(counts, dtype=torch.int64, device=device)
             moe_layers = [index for index, has in enumerate(config.experts.layers) if has]
             self._tokens_of = dict(zip(moe_layers, self.expert_tokens, strict=True))
+        self._query_scales = query_scales(config, device)
         self._linear = self.linear_attention(config, weights.layers)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
@@ -124,10 +138,13 @@ class DecoderModel(LatentAttention):
         states: States | None = None,
     ) -> ResidualStream:  # fmt: skip
         """The residual stream after all layers. placed: as `_place` returned it."""
-        embedded = self._embed(token_ids)
+        embedded = self._embed(token_ids, self._weights.embedding)
         if self._embedding_scale != 1:
             embedded = embedded * self._embedding_scale
         hidden = ResidualStream(embedded, lora_slots=lora_slots)
+        if (token_inputs := self._weights.token_inputs) is not None:
+            looked_up = self._embed(token_ids, token_inputs.embedding)
+            inputs = self._token_inputs(token_inputs, looked_up, embedded)
         for index, layer in enumerate(self._weights.layers):
             if layer.delta is None:
                 self._add_attention(hidden, layer, placed, index, pool)
@@ -135,6 +152,10 @@ class DecoderModel(LatentAttention):
                 assert states is not None, "a model with states has them"
                 self._add_linear_attention(hidden, layer, states, index, pool)
             self._add_mlp(hidden, layer, placed, index)
+            if layer.layer_input is not None:
+                self._add_layer_input(hidden, layer.layer_input, inputs[:, index])
+            if layer.layer_scale is not None:
+                hidden.rows = hidden.read() * layer.layer_scale
         return hidden
 
     def _add_attention(
@@ -168,9 +189,9 @@ class DecoderModel(LatentAttention):
         slots = self._weights.lora
         return {} if slots is None or hidden.lora_slots is None else slots.layers[index]
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        """Rows of the embedding `[rows, hidden_size]`, of which each rank has a part."""
-        tokens, embedding = self._tokens, self._weights.embedding
+    def _embed(self, token_ids: Tensor, embedding: Tensor) -> Tensor:
+        """Rows of an embedding `[rows, size]`, of which each rank has a part."""
+        tokens = self._tokens
         if len(tokens) == self.config.vocab_size:
             return F.embedding(token_ids, embedding)
         elsewhere = (token_ids < tokens.start) | (token_ids >= tokens.stop)
@@ -184,6 +205,9 @@ class DecoderModel(LatentAttention):
         """Adds the output of the MLP, or of the experts that each row takes, to the stream."""
         if layer.experts is not None:
             normed = self._normed(hidden, layer.mlp_norm)
+            if layer.experts.input_norm is not None:
+                self._add_experts_beside_mlp(hidden, normed, layer, layer.experts, placed, index)
+                return
             mixed = self._experts(normed, layer, layer.experts, placed, index)
             self._add(hidden, mixed, layer.output_norm)
             return
@@ -194,56 +218,6 @@ class DecoderModel(LatentAttention):
         )
         norm = layer.output_norm
         self._add_product(hidden, inner, layer.down, layer.down_bias, norm, lora.get("down"))
-
-    def _shared_expert(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        """The output of the expert that all rows take."""
-        assert layer.gate_up is not None and layer.down is not None
-        inner = layer.gate_up.product(x, layer.gate_up_bias, act=self.config.activation)
-        out: Tensor = layer.down.product(inner, layer.down_bias)
-        return out
-
-    def _experts(
-        self, x: Tensor, layer: LayerWeights, experts: MoeWeights, placed: Any, index: int
-    ) -> Tensor:
-        """The weighted sum of the outputs of the experts that rows take."""
-        mixed = self._mix(x, experts, placed, self._tokens_of[index])
-        if layer.gate_up is None:
-            return mixed
-        shared = self._shared_expert(x, layer)
-        if experts.shared_gate is not None:
-            # Not contiguous: torch's last bits would depend on the number of rows.
-            gates = x.new_empty(len(x), 2)[:, :1].copy_(experts.shared_gate.apply(x))
-            shared = torch.sigmoid(gates) * shared
-        mixed += shared
-        return mixed
-
-    def _mix(self, x: Tensor, experts: MoeWeights, placed: Any, tokens: Tensor) -> Tensor:
-        """The outputs of each row's best experts times their shares, added in the row's own order.
-
-        Other ranks' experts add nothing here. tokens: int64 `[experts]`, counts of the rows that
-        took each expert, which are updated.
-        """
-        config, own = self.config.experts, self._own_experts
-        assert config is not None
-        logits = experts.router.apply(self._router_input(x), experts.router_bias)
-        shares, taken = route(logits, config.routing, experts.correction)
-        tokens += taken.flatten().bincount(minlength=len(tokens))
-        outputs = x.new_zeros(*taken.shape, x.shape[1])
-        for number in set(taken.unique().tolist()).intersection(own):
-            expert = experts.experts[number - own.start]
-            rows, slots = torch.where(taken == number)
-            act = self.config.activation
-            inner = expert.gate_up.product(x[rows], expert.gate_up_bias, act=act)
-            outputs[rows, slots] = expert.down.product(inner, expert.down_bias)
-        mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)
-        for at in range(1, taken.shape[1]):
-            mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)
-        return mixed
-
-    def _router_input(self, x: Tensor) -> Tensor:
-        """x in the type of the router's weight."""
-        names = self.config.arch.experts
-        return x.float() if names is not None and names.float32_router else x
 
     def _normed_product(
         self, hidden: ResidualStream, norm: Tensor | None, weight: LinearWeight,
@@ -317,7 +291,8 @@ class DecoderModel(LatentAttention):
     def _place(self, batch: StepBatch, pool: Tensor) -> Any:
         """Where a step's rows read and write KV, for all layers."""
         positions, attention = place(batch, pool.shape[4], self.num_groups)
-        return attention, self._tables[:, :, positions, None]
+        scales = None if self._query_scales is None else self._query_scales[positions]
+        return attention, [table[:, positions, None] for table in self._tables], scales
 
     def _attention(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
@@ -333,30 +308,52 @@ class DecoderModel(LatentAttention):
     ) -> Tensor:
         """Norms and rotates queries and keys, and writes K and V: `[rows, heads, head_size]`."""
         (attention, at), tables = self._in_pool(placed[0], index), placed[1]
-        q, k, v = self._split(qkv)
+        q, *kv = self._split(qkv, index)
         q_norm, k_norm = layer.q_norm, layer.k_norm
         if self.config.qk_norm == "row":
-            q, k = self._rows_normed(q, k, layer)
+            q, kv[0] = self._rows_normed(q, kv[0], layer)
             q_norm = k_norm = None
-        q, k = self._head_norm(q, q_norm), self._head_norm(k, k_norm)
         cos, sin = tables[self._table_of[index]]
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        write_kv(pool, at, attention.slots, k, self._by_head(v))
-        return q
+        queries = self._rotated(q, q_norm, index, cos, sin)
+        if self.config.ropes[index] is None and placed[2] is not None:
+            queries = (queries * placed[2][:, :, None]).to(q.dtype)
+        if kv:
+            k = self._rotated(kv[0], k_norm, index, cos, sin)
+            v = self._by_head(kv[1], index)
+            if self.config.arch.value_norm:
+                v = rms_norm(v, None, self.config.rms_eps)
+            pool, at = self._pool_of(pool, at, index)
+            write_kv(pool, at, attention.slots, k, v)
+        return queries
 
-    def _by_head(self, x: Tensor) -> Tensor:
-        return x.reshape(len(x), -1, self.config.head_size)
+    def _pool_of(self, pool: Tensor, at: int, index: int) -> tuple[Tensor, int]:
+        """The pool as a layer sees it, and its index there."""
+        if not self.config.layer_heads:
+            return pool, at
+        one = self.config.layer_heads[index]
+        return pool_of_layer(pool, at, one.num_kv_heads, one.head_size)
 
-    def _split(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values, each `[rows, heads * head_size]`."""
-        config = self.config
+    def _by_head(self, x: Tensor, index: int) -> Tensor:
+        return x.reshape(len(x), -1, self.config.layer(index).head_size)
+
+    def _split(self, qkv: Tensor, index: int) -> tuple[Tensor, ...]:
+        """Queries, keys and values, each `[rows, heads * head_size]`; queries alone, if the layer
+        reads another one's K and V."""
+        config = self.config.layer(index)
         q, kv = (heads * config.head_size for heads in (config.num_heads, config.num_kv_heads))
-        return torch.split(qkv, [q, kv, kv], dim=1)
+        return torch.split(qkv, [q] if config.only_reads(index) else [q, kv, kv], dim=1)
 
-    def _head_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Queries or keys `[rows, heads, head_size]`, each head normed."""
-        heads = self._by_head(x)
-        return heads if weight is None else rms_norm(heads, weight, self.config.rms_eps)
+    def _rotated(
+        self, x: Tensor, weight: Tensor | None, index: int, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Queries or keys `[rows, heads, head_size]`, each head rotated, and normed if it has a
+        norm."""
+        heads, last = self._by_head(x, index), self.config.arch.norms_rotated
+        if weight is None:
+            return rotate(heads, cos, sin)
+        if last:
+            return rms_norm(rotate(heads, cos, sin), weight, self.config.rms_eps)
+        return rotate(rms_norm(heads, weight, self.config.rms_eps), cos, sin)
 
     def _rows_normed(self, q: Tensor, k: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
         """Queries and keys, each normed over all heads of a row, other ranks' included."""
@@ -371,4 +368,5 @@ class DecoderModel(LatentAttention):
     def _attend(self, q: Tensor, placed: Any, index: int, pool: Tensor) -> Tensor:
         """Attention of all rows: `[rows, heads * head_size]`."""
         attention, at = self._in_pool(placed[0], index)
+        pool, at = self._pool_of(pool, at, index)
         return attend(q, pool, at, attention, self._scoring[index])

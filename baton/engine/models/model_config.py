@@ -22,6 +22,7 @@ from baton.engine.checkpoint.fields import (
     NOT_NEGATIVE,
     NUMBER,
     NUMBERS,
+    OBJECT,
     Check,
     Fields,
     one_of,
@@ -34,6 +35,7 @@ from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.kernels.routing import Routing
 from baton.engine.models.architectures import (
     ARCHITECTURES,
+    CHUNKED,
     ENCODERS,
     FULL,
     LINEAR,
@@ -83,6 +85,7 @@ class ExpertsConfig:
     layers: tuple[bool, ...]
     shared_size: int = 0
     mxfp4: bool = False
+    scales_inputs: bool = False  # shares multiply the inputs of experts, not their outputs
     stacked: bool = False  # whether the checkpoint has them together, whatever its architecture
 
     @property
@@ -129,10 +132,25 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class LayerHeads:
+    """What of a layer's attention may differ between layers.
+
+    head_size: also of queries · keys_as_values: values are projected as keys are · kv_layer: the
+    layer whose K and V this one reads, which may be an earlier one.
+    """
+
+    num_kv_heads: int
+    head_size: int
+    keys_as_values: bool
+    kv_layer: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer; sizes count elements, contexts and windows count tokens.
 
-    With latent attention, num_kv_heads is 1 and head_size that of a latent row.
+    With latent attention, num_kv_heads is 1 and head_size that of a latent row. Where layers differ
+    (`layer_heads`), they are those of the layers that store most, and `layer` has each one's.
 
     windows: for each layer, the number of tokens that a token attends to, itself included, or None
     for all of the longest context · ropes: the rotary embedding of each layer, or None · wrapper:
@@ -167,6 +185,10 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     delta_rule: DeltaRuleConfig | None = None
     latent: LatentConfig | None = None
+    layer_heads: tuple[LayerHeads, ...] = ()  # of each layer, where they differ
+    layer_input_size: int = 0  # of a token's embedding for each layer; 0: there are none
+    query_scaling: tuple[float, float] | None = None  # see `query_scales`
+    has_wide_mlps: bool = False  # twice as wide where a layer reads another one's K and V
     has_qk_norm: bool = True  # whether there are norms that the architecture may have
     predicting_layers: int = 0  # layers of the checkpoint that predict further tokens
     first_layer: int = 0  # number of its first layer in the checkpoint; see `predictor`
@@ -213,8 +235,14 @@ class ModelConfig:
         windows = _windows(fields, arch, rotated)
         if arch.rotates == "sliding" and any(windows):
             rotated = tuple(map(bool, windows))
-        rope_size = latent.rope_size if latent else head_size
-        rope, sliding_rope, max_context = parse_ropes(fields, arch, rope_size)
+        layer_heads = _layer_heads(fields, arch, windows, (num_heads, num_kv_heads, head_size))
+        sizes = [latent.rope_size if latent else head_size] * 2
+        for index, one in enumerate(layer_heads):
+            sizes[bool(windows[index])] = one.head_size
+            if one.num_kv_heads * one.head_size > num_kv_heads * head_size:
+                num_kv_heads, head_size = one.num_kv_heads, one.head_size
+        _check_layer_heads(fields, layer_heads, num_kv_heads, head_size)
+        rope, sliding_rope, max_context = parse_ropes(fields, arch, *sizes)
         layer_ropes = [sliding_rope if window else rope for window in windows]
         windows = tuple(one if one and one < max_context else None for one in windows)
         query_scalar = read_if_known("query_pre_attn_scalar", NUMBER, query_size)
@@ -230,7 +258,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            intermediate_size=fields.read("intermediate_size", COUNT),
+            intermediate_size=fields.read(arch.mlp_size, COUNT),
             rms_eps=float(fields.read("rms_norm_eps", NUMBER, 1e-6)),
             ropes=tuple(
                 rope if rotates else None
@@ -255,6 +283,10 @@ class ModelConfig:
             experts=experts,
             delta_rule=_delta_rule(fields, arch, num_layers, num_kv_heads),
             latent=latent,
+            layer_heads=layer_heads,
+            layer_input_size=_layer_input_size(fields, arch),
+            query_scaling=_query_scaling(fields, arch),
+            has_wide_mlps=read_if_known("use_double_wide_mlp", BOOLEAN, False),
             has_qk_norm=read_if_known("use_qk_norm", BOOLEAN, True),
             predicting_layers=_predicting_layers(fields, arch),
             quantization=None
@@ -267,19 +299,24 @@ class ModelConfig:
         )
 
     def check_settings(self, settings: EngineConfig) -> None:
-        """Raises ConfigError for options that a model with states cannot have."""
-        if self.delta_rule is None:
-            return
-        if settings.most_proposed:
+        """Raises ConfigError for options that the model cannot have."""
+        if self.delta_rule is not None and settings.most_proposed:
             option = "--speculative-model" if settings.speculative_model else "--speculate"
             raise ConfigError(
                 f"{option}: {self.architecture} has linear attention, whose states cannot go "
                 "back to before a rejected token; leave the option out"
             )
-        if settings.lora_slots:
+        unlike = "linear attention" if self.delta_rule is not None else "heads of several sizes"
+        if settings.lora_slots and (self.delta_rule is not None or self.layer_heads):
             raise ConfigError(
-                f"--max-loras: {self.architecture} has linear attention, which adapters are not "
+                f"--max-loras: {self.architecture} has {unlike}, which adapters are not "
                 "supported for; leave --lora and --max-loras out"
+            )
+        if settings.kv_dtype != "auto" and (self.latent is not None or self.layer_heads):
+            unlike = "latent KV" if self.latent is not None else unlike
+            raise ConfigError(
+                f"--kv-dtype {settings.kv_dtype}: {self.architecture} has {unlike}, whose rows are "
+                "not quantised: leave it out"
             )
 
     def draft(self, settings: EngineConfig) -> ModelConfig:
@@ -338,16 +375,35 @@ class ModelConfig:
     @cached_property
     def layer_groups(self) -> LayerGroups:
         """The groups of layers, each with a block table."""
-        if self.delta_rule is None:
-            return LayerGroups.from_windows(self.windows)
-        linear = self.delta_rule.layers
-        kept = [at for at in range(self.num_layers) if not linear[at]]
-        groups = LayerGroups.from_windows([self.windows[at] for at in kept])
+        linear = self.delta_rule.layers if self.delta_rule else (False,) * self.num_layers
+        kv_layers = [one.kv_layer for one in self.layer_heads] or range(self.num_layers)
+        kept = [at for at, kv in enumerate(kv_layers) if at == kv and not linear[at]]
+        groups = LayerGroups.from_windows(
+            [self.windows[at] for at in kept], [self.shared_by(at) for at in kept]
+        )
         places = dict(zip(kept, groups.places, strict=True))
         # Layers with linear attention have no KV, and no place.
-        return replace(
-            groups, places=tuple(places.get(at, (0, 0)) for at in range(self.num_layers))
+        return replace(groups, places=tuple(places.get(at, (0, 0)) for at in kv_layers))
+
+    def layer(self, index: int) -> ModelConfig:
+        """The configuration with the heads of one layer."""
+        return self._layers[index] if self.layer_heads else self
+
+    @cached_property
+    def _layers(self) -> tuple[ModelConfig, ...]:
+        return tuple(
+            replace(self, num_kv_heads=one.num_kv_heads, head_size=one.head_size)
+            for one in self.layer_heads
         )
+
+    def only_reads(self, index: int) -> bool:
+        """Whether a layer reads the K and V of another one, and stores none."""
+        return bool(self.layer_heads) and self.layer_heads[index].kv_layer != index
+
+    def shared_by(self, index: int) -> int:
+        """How many layers like this one store their KV in the place of one."""
+        one = self.layer(index)
+        return self.num_kv_heads * self.head_size // (one.num_kv_heads * one.head_size)
 
     @property
     def qk_norm(self) -> QkNorm:
@@ -380,7 +436,7 @@ class ModelConfig:
             return None
         rope = next((rope for rope in self.ropes if rope is not None), None)
         size = self.head_size if rope is None else rope.size or self.head_size
-        if size == self.head_size and not self.interleaved_rope:
+        if not self.interleaved_rope and (rope is None or rope.is_in_place(self.head_size)):
             return None
         first, second = range(size // 2), range(size // 2, size)
         if self.interleaved_rope:
@@ -443,7 +499,8 @@ def _without_mrope(values: dict[str, Any]) -> dict[str, Any]:
 def _check_unsupported(fields: Fields, arch: Architecture) -> None:
     """Raises CheckpointError for settings that the decoder does not implement."""
     fields.read("pretraining_tp", one_of(1), 1)
-    fields.read("use_bidirectional_attention", one_of(False), False)
+    # "vision": only that of images is.
+    fields.read("use_bidirectional_attention", one_of(False, "vision"), False)
     fields.read("is_causal", one_of(True), True)  # false in models made for embeddings
     fields.read("clip_qkv", Check(lambda value: value is None, "null"))
     fields.read("use_bias", one_of(False), False)
@@ -489,6 +546,74 @@ def _heads(fields: Fields, arch: Architecture, latent: LatentConfig | None) -> t
     return num_heads, num_kv_heads, head_size
 
 
+def _layer_heads(
+    fields: Fields, arch: Architecture, windows: tuple[int | None, ...], heads: tuple[int, int, int]
+) -> tuple[LayerHeads, ...]:
+    """The heads of each layer, where those of full attention may differ; else nothing.
+
+    heads: of query and KV heads of other layers, and their size.
+    """
+    if "global_head_dim" not in arch.defaults:
+        return ()
+    num_heads, num_kv_heads, head_size = heads
+    count, same = len(windows), fields.read("attention_k_eq_v", BOOLEAN, False)
+    own = count - fields.read("num_kv_shared_layers", whole(0, count - 1), 0)
+    global_heads = {"head_dim": fields.read("global_head_dim", COUNT)}
+    if same:
+        global_heads["num_key_value_heads"] = fields.values["num_global_key_value_heads"]
+    given = fields.read("per_layer_config", OBJECT, {})
+    found = list[LayerHeads]()
+    for index, window in enumerate(windows):
+        values = {} if window or given else global_heads
+        one = Fields(
+            fields.file, given.get(str(index), values), f"{fields.prefix}per_layer_config.{index}."
+        )
+        if unknown := one.values.keys() - {"head_dim", "num_key_value_heads"}:
+            key = min(unknown)
+            raise one.error(key, one.values[key], "head_dim and num_key_value_heads")
+        size = one.read("head_dim", COUNT, head_size)
+        kv_heads = one.read("num_key_value_heads", COUNT, num_kv_heads)
+        if num_heads % kv_heads or size % 2:
+            raise one.error("head_dim", size, f"an even size, and a divisor of {num_heads} heads")
+        alike = [at for at in range(min(own, index + 1)) if bool(windows[at]) == bool(window)]
+        if not alike:
+            supported = "a number that leaves a layer of each attention before those that share KV"
+            raise fields.error("num_kv_shared_layers", count - own, supported)
+        found.append(LayerHeads(kv_heads, size, same and not window, alike[-1]))
+    return tuple(found)
+
+
+def _check_layer_heads(
+    fields: Fields, layers: tuple[LayerHeads, ...], num_kv_heads: int, head_size: int
+) -> None:
+    """Raises CheckpointError for layers whose K and V do not fit in those of the largest."""
+    for one in layers:
+        shares, rest = divmod(num_kv_heads * head_size, one.num_kv_heads * one.head_size)
+        if rest or num_kv_heads % one.num_kv_heads or (shares > 1 and shares % 2):
+            raise fields.error(
+                "head_dim", one.head_size,
+                f"heads of layers whose KV is 1, 1/2, 1/4, 1/6 ... of the largest, {num_kv_heads} "
+                f"of {head_size} elements, and whose number divides theirs",
+            )  # fmt: skip
+
+
+def _query_scaling(fields: Fields, arch: Architecture) -> tuple[float, float] | None:
+    # Published configs have 4 for true.
+    if not fields.values.get("attn_temperature_tuning") or "floor_scale" not in arch.defaults:
+        return None
+    return fields.read("floor_scale", NUMBER), fields.read("attn_scale", NUMBER)
+
+
+def _layer_input_size(fields: Fields, arch: Architecture) -> int:
+    """Elements of a token's embedding for each layer; 0: there are none."""
+    if "hidden_size_per_layer_input" not in arch.defaults:
+        return 0
+    size: int = fields.read("hidden_size_per_layer_input", whole(0, MAX_SIZE))
+    if size:
+        fields.read("vocab_size_per_layer_input", one_of(fields.read("vocab_size", COUNT)))
+    return size
+
+
 def _activation(fields: Fields, arch: Architecture) -> Activation:
     key = "hidden_activation" if "hidden_activation" in arch.defaults else "hidden_act"
     activation = _ACTIVATIONS[fields.read(key, one_of(*_ACTIVATIONS), "silu")]
@@ -505,7 +630,7 @@ def _rotated(fields: Fields, arch: Architecture, num_layers: int) -> tuple[bool,
         return (True,) * num_layers
     interval = fields.read("no_rope_layer_interval", COUNT)
     given = fields.values["no_rope_layers"]
-    if given is None:
+    if not given:
         return tuple((index + 1) % interval != 0 for index in range(num_layers))
     if not isinstance(given, list) or len(given) != num_layers or not set(given) <= {0, 1}:
         raise fields.error("no_rope_layers", given, f"{num_layers} times 0 or 1")
@@ -519,21 +644,24 @@ def _windows(
     count, kind = len(rotated), arch.windows
     key = "use_sliding_window"
     is_on = key not in arch.defaults or fields.read(key, BOOLEAN, False)
-    window = None
-    if kind != "none" and is_on and fields.values.get("sliding_window") is not None:
-        window = fields.read("sliding_window", COUNT)
+    window, length = None, "attention_chunk_size" if arch.chunked else "sliding_window"
+    if kind != "none" and is_on and fields.values.get(length) is not None:
+        window = fields.read(length, COUNT)
+    windowed = CHUNKED if arch.chunked else SLIDING
     kinds = fields.values.get("layer_types")
     if kinds is not None and kind not in ("none", "always"):
-        known = (FULL, SLIDING) if window else (FULL,)
+        known = (FULL, windowed) if window else (FULL,)
         is_list = isinstance(kinds, list) and len(kinds) == count
         if not is_list or not all(name in known for name in kinds):
             raise fields.error("layer_types", kinds, f"{count} times {' or '.join(known)}")
-        slides = [name == SLIDING for name in kinds]
+        slides = [name == windowed for name in kinds]
     elif isinstance(kind, int):
         period = fields.read("sliding_window_pattern", COUNT, kind)
         slides = [(index + 1) % period != 0 for index in range(count)]
     elif kind == "unrotated":
         slides = [not rotates for rotates in rotated]
+    elif kind == "rotated":
+        slides = list(rotated)
     elif kind in ("from", "alternate"):
         first = fields.read("max_window_layers", whole(0, MAX_SIZE))
         slides = [index >= first for index in range(count)]
@@ -585,7 +713,7 @@ def _numbered(chosen: tuple[bool, ...]) -> tuple[int | None, ...]:
 
 def _experts(fields: Fields, arch: Architecture, num_layers: int) -> ExpertsConfig | None:
     names = arch.experts
-    if names is None:
+    if names is None or (names.enabled and not fields.read(names.enabled, BOOLEAN, False)):
         return None
     # transformers 5 writes one name of their number for all.
     given = [key for key in (names.count, "num_local_experts") if key in fields.values]
@@ -605,17 +733,21 @@ def _experts(fields: Fields, arch: Architecture, num_layers: int) -> ExpertsConf
         layers=tuple(_has_experts(fields, arch, index, num_layers) for index in range(num_layers)),
         shared_size=shared,
         mxfp4=stored is not None,
+        scales_inputs=names.scales_inputs,
     )
 
 
 def _routing(fields: Fields, names: ExpertNames, count: int) -> Routing:
+    taken = fields.values.get(names.taken)
+    if isinstance(taken, list) and taken and taken.count(taken[0]) == len(taken):  # of each layer
+        fields = fields._replace(values={**fields.values, names.taken: taken[0]})
     per_token = fields.read(names.taken, whole(1, min(count, MAX_PER_TOKEN)))
     check = BOOLEAN if names.normed is None else one_of(names.normed)
     routing = Routing(
         per_token,
         normed=fields.read("norm_topk_prob", check, bool(names.normed)),
         sigmoid=names.sigmoid,
-        scale=float(fields.read("routed_scaling_factor", NUMBER, 1.0)),
+        scale=float(fields.read(names.scale, NUMBER, 1.0)),
     )
     methods = ("noaux_tc",) if names.sigmoid else ("greedy", "group_limited_greedy")
     method = fields.read("topk_method", one_of(*methods), methods[-1])
@@ -643,15 +775,17 @@ def _predicting_layers(fields: Fields, arch: Architecture) -> int:
 
 def _has_experts(fields: Fields, arch: Architecture, index: int, num_layers: int) -> bool:
     """Whether a layer has experts, by the keys that the architecture has for it."""
+    if "interleave_moe_layer_step" in arch.defaults:
+        step = fields.read("interleave_moe_layer_step", COUNT)
+        chosen = fields.read("moe_layers", NUMBERS, [*range(step - 1, num_layers, step)])
+        return index in chosen
     if "decoder_sparse_step" in arch.defaults:
         step = fields.read("decoder_sparse_step", COUNT)
         return (index + 1) % step == 0 and index not in fields.read("mlp_only_layers", NUMBERS, [])
     if "first_k_dense_replace" in arch.defaults:
         return bool(index >= fields.read("first_k_dense_replace", whole(0, MAX_SIZE)))
     if "mlp_layer_types" in arch.defaults:
-        kinds = fields.values["mlp_layer_types"]
-        if kinds is None:
-            return index > 0
+        kinds = fields.values["mlp_layer_types"] or ["dense"] + ["sparse"] * (num_layers - 1)
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise fields.error("mlp_layer_types", kinds, f"{num_layers} times dense or sparse")
         return bool(kinds[index] == "sparse")

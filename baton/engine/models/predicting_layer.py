@@ -28,10 +28,10 @@ class PredictingLayer(DecoderModel):
 
     previous: Tensor | None = None
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def _embed(self, token_ids: Tensor, embedding: Tensor) -> Tensor:
         weights, eps = self._weights.predictor, self.config.rms_eps
         assert weights is not None, "the layer was loaded as one that predicts"
-        embedded = super()._embed(token_ids)
+        embedded = super()._embed(token_ids, embedding)
         previous = torch.zeros_like(embedded) if self.previous is None else self.previous
         parts = (embedded, weights.embedding_norm), (previous.contiguous(), weights.hidden_norm)
         normed = [self.ops.add_rms_norm(x, None, Norm(norm, eps))[0] for x, norm in parts]

@@ -1,7 +1,8 @@
 """Rotary position embeddings: their frequencies, and tables of cosines and sines.
 
 The frequencies are those of transformers' `modeling_rope_utils`: default, linear
-(https://arxiv.org/abs/2306.15595), llama3 (Llama 3.1's interpolation by wavelength), dynamic (NTK,
+(https://arxiv.org/abs/2306.15595), proportional (of a part of a head, by the size of all of it),
+llama3 (Llama 3.1's interpolation by wavelength), dynamic (NTK,
 for the longest context), yarn (https://arxiv.org/abs/2309.00071) and longrope
 (https://arxiv.org/abs/2402.13753).
 """
@@ -22,9 +23,10 @@ def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
     size, factor, theta = rope.size or head_size, rope.factor, rope.theta
     if rope.scaling == "dynamic":  # of `factor` times the context
         theta *= (factor * factor - (factor - 1)) ** (size / (size - 2))
-    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    of = head_size if rope.scaling == "proportional" else size
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / of
     frequencies = 1.0 / (theta**exponents)
-    if rope.scaling == "linear":
+    if rope.scaling in ("linear", "proportional"):
         return frequencies / factor
     if rope.scaling == "llama3":
         return _by_wavelength(rope, frequencies)
@@ -86,8 +88,20 @@ def rope_table(rope: Rope | None, head_size: int, max_context: int) -> Tensor:
     return torch.cat((table, table), dim=2)
 
 
-def rope_tables(config: ModelConfig) -> tuple[Tensor, list[int]]:
-    """The tables of distinct ropes `[ropes, 2, max_context, head_size]`, and each layer's index."""
-    distinct = list(dict.fromkeys(config.ropes))
-    tables = [rope_table(rope, config.rope_size, config.max_context) for rope in distinct]
-    return torch.stack(tables), [distinct.index(rope) for rope in config.ropes]
+def query_scales(config: ModelConfig, device: torch.device) -> Tensor | None:
+    """What multiplies the queries of each position in layers without rotary embedding, float32
+    `[max_context, 1]` (https://arxiv.org/abs/2501.19399); None if nothing does."""
+    if config.query_scaling is None:
+        return None
+    length, scale = config.query_scaling
+    positions = torch.arange(config.max_context, dtype=torch.float32, device=device)
+    return (torch.log1p(torch.floor((positions + 1) / length)) * scale + 1)[:, None]
+
+
+def rope_tables(config: ModelConfig) -> tuple[list[Tensor], list[int]]:
+    """The tables of distinct ropes, each `[2, max_context, head_size]`, and each layer's index."""
+    sizes = (config.layer(index).rope_size for index in range(config.num_layers))
+    ropes = list(zip(config.ropes, sizes, strict=True))
+    distinct = list(dict.fromkeys(ropes))
+    tables = [rope_table(*one, config.max_context) for one in distinct]
+    return tables, [distinct.index(one) for one in ropes]

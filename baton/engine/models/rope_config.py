@@ -48,7 +48,9 @@ class Rope:
     """
 
     theta: float
-    scaling: Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope"] = "none"
+    scaling: Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope", "proportional"] = (
+        "none"
+    )
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -61,8 +63,14 @@ class Rope:
     factors: tuple[float, ...] = ()
     latent_score_scale: float = 1.0  # multiplies scores of latent attention
 
+    def is_in_place(self, head_size: int) -> bool:
+        """Whether a head's rotated pairs are half of it apart, and not half of the rotated part."""
+        return self.scaling == "proportional" or (self.size or head_size) == head_size
 
-def parse_ropes(fields: Fields, arch: Architecture, head_size: int) -> tuple[Rope, Rope, int]:
+
+def parse_ropes(
+    fields: Fields, arch: Architecture, head_size: int, sliding_head_size: int
+) -> tuple[Rope, Rope, int]:
     """The ropes of full and of sliding attention, and the longest context, in tokens.
 
     `rope_scaling` (transformers 4) takes precedence over `rope_parameters` (transformers 5), which
@@ -83,7 +91,7 @@ def parse_ropes(fields: Fields, arch: Architecture, head_size: int) -> tuple[Rop
         )
     rope, context = _rope(fields, arch, full, theta, head_size)
     local = fields.read("rope_local_base_freq", NUMBER, theta)
-    return rope, _rope(fields, arch, sliding, local, head_size)[0], context
+    return rope, _rope(fields, arch, sliding, local, sliding_head_size)[0], context
 
 
 def _rope(
@@ -92,6 +100,8 @@ def _rope(
     """The rope that the object `inside` describes, and the longest context."""
     scaling = _QUERY_SCALING if _QUERY_SCALING in arch.defaults.get("rope_parameters", {}) else ""
     known = {*_KEYS, scaling, "max_position_embeddings"} if scaling else _KEYS
+    if arch.ntk_alpha:
+        known = {*_KEYS, "alpha"}
     for key in inside.values.keys() - known:
         inside.read(key, Check(lambda value: not value, "null, because it is not supported"))
     context = fields.read("max_position_embeddings", COUNT)
@@ -99,10 +109,12 @@ def _rope(
         float(inside.read("rope_theta", NUMBER, theta)),
         size=_rotated_size(fields, arch, inside, head_size),
     )
-    kinds = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
+    kinds = ("default", "linear", "llama3", "dynamic", "yarn", "longrope", "proportional")
     kind = inside.read("rope_type", one_of(*kinds), inside.values.get("type", "default"))
-    if kind == "default":
-        return rope, context
+    if kind == "dynamic" and (rope.size or head_size) == 2:
+        raise fields.error("head_dim", head_size, "more than two dimensions that are rotated")
+    if kind in ("default", "proportional") or (kind == "dynamic" and inside.values.get("alpha")):
+        return _of_own_context(rope, inside, kind, head_size), context
     # Without the original context, transformers takes the current one.
     key = "original_max_position_embeddings"
     original = int(fields.read(key, _CONTEXT, inside.read(key, _CONTEXT, context)))
@@ -113,8 +125,6 @@ def _rope(
         low, high = (float(inside.read(f"{end}_freq_factor", NUMBER)) for end in ("low", "high"))
         rope = replace(rope, low_freq_factor=low, high_freq_factor=high)
     elif kind == "dynamic":
-        if (rope.size or head_size) == 2:
-            raise fields.error("head_dim", head_size, "more than two dimensions that are rotated")
         # For the longest context, whatever a sequence's length: cached keys stay valid.
         context = int(context * factor)
     elif kind == "yarn":
@@ -127,6 +137,16 @@ def _rope(
         supported = f"one that makes a context of 1 to {MAX_SIZE} tokens"
         raise inside.error("factor", factor, supported)
     return rope, context
+
+
+def _of_own_context(rope: Rope, inside: Fields, kind: str, head_size: int) -> Rope:
+    """A rope that does not change the longest context."""
+    if kind == "proportional":
+        return replace(rope, scaling="proportional", factor=float(inside.read("factor", NUMBER, 1)))
+    if kind == "dynamic":
+        alpha, size = float(inside.read("alpha", NUMBER)), rope.size or head_size
+        return replace(rope, theta=rope.theta * alpha ** (size / (size - 2)))
+    return rope
 
 
 def _yarn(rope: Rope, inside: Fields) -> Rope:

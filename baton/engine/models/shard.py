@@ -67,6 +67,12 @@ class Shard:
                 f"--tp {ranks} does not divide the model's {config.num_kv_heads} KV heads, by "
                 "which the states of its linear attention are divided"
             )
+        for one in config.layer_heads:  # cut as those of the pool are
+            if one.num_kv_heads % ranks and one.num_kv_heads != config.num_kv_heads:
+                raise ConfigError(
+                    f"--tp {ranks} does not divide the {one.num_kv_heads} KV heads that some of "
+                    "the model's layers have"
+                )
         if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
             raise ConfigError(
                 f"--tp {ranks} neither divides the model's {config.num_kv_heads} KV heads nor is a "
@@ -94,7 +100,14 @@ class Shard:
             own = {"key_heads": shape.key_heads // ranks, "value_heads": shape.value_heads // ranks}
             delta = replace(delta, shape=replace(shape, **own))
         kv_heads = len(self.kv_heads(config))
-        return replace(config, num_heads=heads, num_kv_heads=kv_heads, delta_rule=delta)
+        layer_heads = tuple(
+            replace(one, num_kv_heads=len(self.kv_heads(config.layer(index))))
+            for index, one in enumerate(config.layer_heads)
+        )
+        return replace(
+            config, num_heads=heads, num_kv_heads=kv_heads, delta_rule=delta,
+            layer_heads=layer_heads,
+        )  # fmt: skip
 
     def weight(self, config: ModelConfig, field: str, weight: LinearWeight) -> LinearWeight:
         """This rank's part of the matrix of a field of `ModelWeights`."""
@@ -140,6 +153,8 @@ class Shard:
             case "qkv":
                 size, keys = config.head_size, self.kv_heads(config)
                 counts, own = [config.num_heads, *[config.num_kv_heads] * 2], [heads, keys, keys]
+                if outputs == config.num_heads * size:  # K and V are those of another layer
+                    own = own[:1]
                 if config.arch.gated_attention:
                     counts, own = [*counts, config.num_heads], [*own, heads]
                 parts = [

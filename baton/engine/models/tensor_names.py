@@ -34,14 +34,16 @@ from baton.gguf.file import SUFFIX
 STACKED = StackedExperts(transposed=None)  # as transformers names them
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 CLASSIFICATION_HEAD = "score.weight"
-_KEPT = (EMBEDDING, CLASSIFICATION_HEAD)  # not quantised
+LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
+_KEPT = (EMBEDDING, LAYER_EMBEDDING, CLASSIFICATION_HEAD)  # not quantised
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PART = re.compile(r"(.+)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _TEXT_PREFIX = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 _KV_SCALE = re.compile(r".+\.self_attn\.(?:[kv]_proj\.|attn\.)?[kv]_scale")  # of KV in fp8
+_KV_PART = re.compile(r"\.self_attn\.[kv]_(?:proj|norm)\.")  # not used where K and V are read only
 _NOT_TEXT = re.compile(
     r"(?:model\.)?(?:vis|audio|multi_modal_projector\.|mm_projector\.|embed_(?:vision|audio)\."
-    r"|image_newline$)"
+    r"|connector\.|image_newline$)"
 )
 
 
@@ -120,6 +122,7 @@ def final_norm(config: ModelConfig) -> Shapes:
 
 def layer_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
     """The parts that each field of a layer's `LayerWeights` is joined from, but absent fields."""
+    config = config.layer(index)
     hidden, head = config.hidden_size, config.head_size
     q, kv = config.num_heads * head, config.num_kv_heads * head
     layer = layer_name(config, index)
@@ -129,14 +132,20 @@ def layer_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
         if name := getattr(arch, field):
             tensors[field] = {f"{layer}.{name}.weight": (hidden,)}
     linear = config.delta_rule is not None and config.delta_rule.layers[index]
-    if config.qk_norm != "none" and not linear:
+    if config.qk_norm in ("head", "row") and not linear:
         sizes = (head, head) if config.qk_norm == "head" else (q, kv)
-        for name, size in zip("qk", sizes, strict=True):
-            tensors[f"{name}_norm"] = {f"{attention}.{name}_norm.weight": (size,)}
+        taken = 1 if config.only_reads(index) else 2
+        for field, name, size in zip("qk"[:taken], arch.qk_norms, sizes, strict=False):
+            tensors[f"{field}_norm"] = {f"{attention}.{name}.weight": (size,)}
     if arch.sinks and not linear:
         tensors["sinks"] = {f"{attention}.sinks": (config.num_heads,)}
     queries = 2 * q if arch.gated_attention else q  # each with its gate
     projections = {"self_attn.q_proj": queries, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    if config.layer_heads:
+        taken = 1 if config.only_reads(index) else 3 - config.layer_heads[index].keys_as_values
+        projections = dict(list(projections.items())[:taken])
+    if arch.layer_scale:
+        tensors["layer_scale"] = {f"{layer}.layer_scalar": (1,)}
     if (latent := config.latent) is not None:
         projections = {
             **(
@@ -191,16 +200,42 @@ def delta_rule_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
 
 def _mlp(config: ModelConfig, index: int) -> dict[str, tuple[dict[str, int], int, bool]]:
     """The matrices of a layer's MLP, or of the expert that all tokens take."""
-    hidden, inner, module = config.hidden_size, config.intermediate_size, "mlp"
+    hidden, inner, module = config.hidden_size, config.intermediate_size, config.arch.mlp
     names = config.arch.experts
     if names is not None and config.experts is not None and config.experts.layers[index]:
-        inner, module = config.experts.shared_size, f"{names.module}.{names.shared}"
+        inner, module = config.experts.shared_size, f"{names.module}.{names.shared}".lstrip(".")
     if not inner:
         return {}
+    if config.has_wide_mlps and config.only_reads(index):
+        inner *= 2
     gate_up = {f"{module}.{name}_proj": inner for name in ("gate", "up")}
     return {
         "gate_up": (gate_up, hidden, config.mlp_bias),
         "down": ({f"{module}.down_proj": hidden}, inner, config.mlp_bias),
+    }
+
+
+def layer_input_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
+    """The parts of a layer's `LayerInputWeights`; empty without."""
+    if not (size := config.layer_input_size):
+        return {}
+    layer, hidden = layer_name(config, index), config.hidden_size
+    return {
+        "input_gate": {f"{layer}.per_layer_input_gate.weight": (size, hidden)},
+        "input_up": {f"{layer}.per_layer_projection.weight": (hidden, size)},
+        "layer_input_norm": {f"{layer}.post_per_layer_input_norm.weight": (hidden,)},
+    }
+
+
+def token_input_tensors(config: ModelConfig) -> dict[str, Shapes]:
+    """The parts of `TokenInputWeights`; empty without."""
+    if not (size := config.layer_input_size):
+        return {}
+    outputs, hidden = config.num_layers * size, config.hidden_size
+    return {
+        "embedding": {LAYER_EMBEDDING: (config.vocab_size, outputs)},
+        "projection": {"model.per_layer_model_projection.weight": (outputs, hidden)},
+        "norm": {"model.per_layer_projection_norm.weight": (size,)},
     }
 
 
@@ -232,7 +267,8 @@ def expert_tensors(
     names, experts = config.arch.experts, config.experts
     if names is None or experts is None or not experts.layers[index]:
         return {}, []
-    module, hidden = f"{layer_name(config, index)}.{names.module}", config.hidden_size
+    layer, hidden = layer_name(config, index), config.hidden_size
+    module = f"{layer}.{names.module}".rstrip(".")
     router = f"{module}.{names.router}"
     shared: dict[str, Shapes] = {"router": {f"{router}.weight": (experts.count, hidden)}}
     if names.biased:
@@ -243,6 +279,14 @@ def expert_tensors(
         shared["correction"] = {f"{module}.{names.correction}": shape}
     if experts.shared_size and names.shared_gate:
         shared["shared_gate"] = {f"{module}.shared_expert_gate.weight": (1, hidden)}
+    if names.share_scale:
+        shared["share_scale"] = {f"{module}.{names.share_scale}": (experts.count,)}
+    if names.input_norm:
+        shared["input_norm"] = {f"{layer}.{names.input_norm}.weight": (hidden,)}
+        shared["router_norm"] = {f"{module}.router.scale": (hidden,)}
+        for field, norm in (("dense_norm", 1), ("expert_norm", 2)):
+            name = f"{layer}.{config.arch.output_norm}_{norm}.weight"
+            shared[field] = {name: (hidden,)}
     each: list[dict[str, Shapes]] = []
     for number in range(experts.count):
         prefix, tensors = f"{module}.experts.{number}", dict[str, Shapes]()
@@ -264,8 +308,10 @@ def _parts(config: ModelConfig) -> Iterator[Shapes]:
     for index in range(config.num_layers):
         shared, each = expert_tensors(config, index)
         delta, latent = delta_rule_tensors(config, index), latent_tensors(config, index)
-        for fields in (layer_tensors(config, index), latent, delta, shared, *each):
+        once = layer_tensors(config, index), layer_input_tensors(config, index)
+        for fields in (*once, latent, delta, shared, *each):
             yield from fields.values()
+    yield from token_input_tensors(config).values()
     yield from predictor_tensors(config).values()
     yield final_norm(config)
     if not config.tie_embeddings:
@@ -396,8 +442,11 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
             )
     unused = config.num_layers, config.num_layers + config.predicting_layers
     for name in sorted(stored.keys() - expected.keys()):
-        if (layer := _LAYER.match(name)) and unused[0] <= int(layer[1]) < unused[1]:
+        layer = _LAYER.match(name)
+        if layer and unused[0] <= int(layer[1]) < unused[1]:
             continue  # layers that predict further tokens
+        if layer and config.only_reads(int(layer[1])) and _KV_PART.search(name):
+            continue
         # Old exports saved rotary tables, and copies of a tied embedding.
         tied_copy = config.tie_embeddings and name == LM_HEAD
         # Of heads that predict further tokens, which are not used.

@@ -40,22 +40,26 @@ from baton.engine.models.tensor_names import (
     final_norm,
     is_float32,
     latent_tensors,
+    layer_input_tensors,
     layer_tensors,
     num_parameters,
     predictor_tensors,
     scheme_of,
     stacked_part,
     text_tensors,
+    token_input_tensors,
 )
 from baton.engine.models.weights import (
     DeltaRuleWeights,
     ExpertWeights,
     HeadWeights,
     LatentWeights,
+    LayerInputWeights,
     LayerWeights,
     ModelWeights,
     MoeWeights,
     PredictorWeights,
+    TokenInputWeights,
 )
 from baton.engine.quantization.config import GgufConfig, Shapes, weight_format
 from baton.engine.quantization.gguf import QUANTIZED, GgufTensors, join_weights, read_gguf
@@ -69,6 +73,7 @@ log = logging.getLogger(__name__)
 RANDOM_STD = 0.02
 _NOISE = (1 << 24) - 3  # numbers; prime, so that a matrix's rows differ
 _GIB = float(1 << 30)
+_SCALE = re.compile(r"(norm|norm_[12])\.weight$|(layer_scalar|router\.scale|expert_scale)$")
 _EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 Prepare = Callable[[LinearWeight, bool], LinearWeight]
@@ -311,7 +316,7 @@ def random_weights(
         shape = _joined_shape(shapes)
         name = next(iter(shapes))
         kind = torch.float32 if is_float32(config, name) else dtype
-        if name.endswith("norm.weight"):
+        if _SCALE.search(name):
             return torch.ones(shape, dtype=kind, device=device)
         if device.type == "cpu":  # rounded last: torch 2.11 makes other numbers for each type
             return torch.empty(shape).normal_(std=RANDOM_STD, generator=generator).to(kind)
@@ -337,12 +342,13 @@ def _assemble(
     """A rank's weights. skip: called in place of `make` for the tensors of other ranks' experts."""
     sizes, own_experts = (config.vocab_size, config.hidden_size), shard.experts(config)
 
-    def part(field: str, parts: Shapes, shard: Shard) -> Any:
+    def part(config: ModelConfig, field: str, parts: Shapes, shard: Shard) -> Any:
         if field == "correction":
             return make(parts).flatten()
         if any(len(shape) != 2 for shape in parts.values()):
             return shard.tensor(config, field, _arranged(config, field, make(parts)))
-        weight, rearranged = make_weight(parts), config.arch.gated_attention or config.head_order
+        weight = make_weight(parts)
+        rearranged = config.arch.gated_attention or config.head_order or config.layer_heads
         if (field == "qkv" and rearranged) or field in ("delta_in", "delta_gates"):
             rows = torch.arange(weight.shape[0])[:, None]
             weight = weight.take_outputs(_arranged(config, field, rows)[:, 0])
@@ -352,8 +358,10 @@ def _assemble(
         is_kept = field in ("router", "shared_gate", "kv_b")
         return weight if is_kept else prepare(weight, False)
 
-    def parts_of(tensors: dict[str, Shapes], shard: Shard = shard) -> dict[str, Any]:
-        return {field: part(field, parts, shard) for field, parts in tensors.items()}
+    def parts_of(
+        tensors: dict[str, Shapes], shard: Shard = shard, config: ModelConfig = config
+    ) -> dict[str, Any]:
+        return {field: part(config, field, parts, shard) for field, parts in tensors.items()}
 
     def latent(index: int) -> LatentWeights | None:
         if not (tensors := latent_tensors(config, index)):
@@ -367,7 +375,11 @@ def _assemble(
 
     def layer(index: int) -> LayerWeights:
         once, each = expert_tensors(config, index)
-        fields, experts, own = parts_of(layer_tensors(config, index)), None, list[ExpertWeights]()
+        fields = parts_of(layer_tensors(config, index), config=config.layer(index))
+        if config.qk_norm == "unit" and config.ropes[index] is not None:
+            one = torch.ones(config.head_size, dtype=embedding.dtype, device=embedding.device)
+            fields |= {"q_norm": one, "k_norm": one}
+        experts, own = None, list[ExpertWeights]()
         for number, tensors in enumerate(each):
             if number in own_experts:
                 own.append(
@@ -380,21 +392,33 @@ def _assemble(
             experts = MoeWeights(experts=tuple(own), **parts_of(once))
         delta = delta_rule_tensors(config, index)
         rule = DeltaRuleWeights(**parts_of(delta)) if delta else None
-        return LayerWeights(**fields, experts=experts, latent=latent(index), delta=rule)
+        inputs = parts_of(layer_input_tensors(config, index))
+        return LayerWeights(
+            **fields, experts=experts, latent=latent(index), delta=rule,
+            layer_input=LayerInputWeights(**inputs) if inputs else None,
+        )  # fmt: skip
 
     if shared is None:
         embedding = shard.tensor(config, "embedding", make({EMBEDDING: sizes}))
     layers = tuple(layer(index) for index in range(config.num_layers))
     norm = _arranged(config, "final_norm", make(final_norm(config)))
-    begin = parts_of(predictor_tensors(config))
-    predictor = PredictorWeights(**begin) if begin else None
+    predictor = _predictor(parts_of(predictor_tensors(config)))
     if shared is not None:
         return ModelWeights(shared.embedding, layers, norm, shared.lm_head, predictor=predictor)
+    token_inputs = None
+    if tensors := token_input_tensors(config):
+        table = shard.tensor(config, "embedding", make(tensors.pop("embedding")))
+        token_inputs = TokenInputWeights(embedding=table, **parts_of(tensors))
     lm_head: LinearWeight = DenseWeight(embedding)
     stored_head: Shapes = {EMBEDDING if config.tie_embeddings else LM_HEAD: sizes}
     if not config.tie_embeddings or scheme_of(config, stored_head):
         lm_head = shard.weight(config, "lm_head", make_weight(stored_head))
-    return ModelWeights(embedding, layers, norm, prepare(lm_head, True), predictor=predictor)
+    head = prepare(lm_head, True)
+    return ModelWeights(embedding, layers, norm, head, None, token_inputs, predictor)
+
+
+def _predictor(fields: dict[str, Any]) -> PredictorWeights | None:
+    return PredictorWeights(**fields) if fields else None
 
 
 def _arranged(config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
@@ -406,6 +430,12 @@ def _arranged(config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
             tensor = tensor + 1
     if field == "sinks":
         return tensor.float()
+    if field == "router_norm":
+        scaled: Tensor = tensor * float(config.hidden_size**-0.5)
+        return scaled
+    outputs = (config.num_heads + config.num_kv_heads) * config.head_size
+    if config.layer_heads and field.startswith("qkv") and len(tensor) == outputs:
+        tensor = torch.cat((tensor, tensor[config.num_heads * config.head_size :]))  # as values
     if config.delta_rule is not None and field in _DELTA_RULE_FIELDS:
         return _by_key_head(config, config.delta_rule.shape, field, tensor)
     if config.arch.gated_attention and field in ("qkv", "qkv_bias"):

@@ -27,7 +27,9 @@ class MoeWeights:
 
     router: `[experts, in]`, scores them · experts: this rank's · shared_gate: `[1, in]`, weighs
     the expert that all tokens take · correction: float32 `[experts]`, see
-    `baton.engine.kernels.torch.moe_routing.route`.
+    `baton.engine.kernels.torch.moe_routing.route` · share_scale: `[experts]`, multiplies shares ·
+    input_norm, router_norm: of the inputs of experts and router, where these are the stream, and
+    not what the MLP has; expert_norm, dense_norm: of the outputs of experts and MLP then.
     """
 
     router: LinearWeight
@@ -35,6 +37,11 @@ class MoeWeights:
     router_bias: Tensor | None = None
     shared_gate: LinearWeight | None = None
     correction: Tensor | None = None
+    share_scale: Tensor | None = None
+    input_norm: Tensor | None = None
+    router_norm: Tensor | None = None
+    expert_norm: Tensor | None = None
+    dense_norm: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -84,11 +91,32 @@ class DeltaRuleWeights:
     head_scale: Tensor
 
 
+@dataclass(frozen=True)
+class LayerInputWeights:
+    """What a layer makes of a token's embedding for it: a gate `[size, hidden_size]` multiplies it,
+    and `up`, `[hidden_size, size]`, and a norm follow."""
+
+    input_gate: LinearWeight
+    input_up: LinearWeight
+    layer_input_norm: Tensor
+
+
+@dataclass(frozen=True)
+class TokenInputWeights:
+    """Embeddings of tokens for each layer: `[vocab_size, layers * size]`, and a projection
+    `[layers * size, hidden_size]` of the usual embedding, which is normed and added."""
+
+    embedding: Tensor
+    projection: LinearWeight
+    norm: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """One decoder layer. Absent biases and norms are None; it has either `qkv` and `o` or `delta`.
 
-    Where attention is gated, the outputs of `qkv` end with the gate of each query head.
+    Where attention is gated, the outputs of `qkv` end with the gate of each query head; where the
+    layer reads another one's K and V, they are queries alone.
     """
 
     input_norm: Tensor | None = None
@@ -109,6 +137,8 @@ class LayerWeights:
     sinks: Tensor | None = None  # float32 `[heads]`
     delta: DeltaRuleWeights | None = None
     latent: LatentWeights | None = None
+    layer_input: LayerInputWeights | None = None
+    layer_scale: Tensor | None = None  # `[1]`, multiplies the stream behind the layer
 
 
 @dataclass(frozen=True)
@@ -128,8 +158,9 @@ class PredictorWeights:
 class ModelWeights:
     """A model's weights; a tied `lm_head` shares `embedding`'s tensor, unless it is quantised.
 
-    lora: the memory of adapters, if there may be any · predictor: of a layer that predicts further
-    tokens, whose embedding and output layer are the model's.
+    lora: the memory of adapters, if there may be any · token_inputs: embeddings for each layer ·
+    predictor: of a layer that predicts further tokens, whose embedding and output layer are the
+    model's.
     """
 
     embedding: Tensor
@@ -137,12 +168,14 @@ class ModelWeights:
     final_norm: Tensor
     lm_head: LinearWeight
     lora: LoraSlots | None = None
+    token_inputs: TokenInputWeights | None = None
     predictor: PredictorWeights | None = None
 
     @property
     def num_bytes(self) -> int:
         """Size of all that a step reads; of a tied embedding and output layer, the latter."""
-        return _num_bytes((self.layers, self.final_norm, self.lm_head, self.predictor))
+        read = self.token_inputs and (self.token_inputs.projection, self.token_inputs.norm)
+        return _num_bytes((self.layers, self.final_norm, self.lm_head, self.predictor, read))
 
 
 def _num_bytes(part: object) -> int:

@@ -69,12 +69,52 @@ _ROUTED: dict[str, Any] = {
     "n_routed_experts": 8,
     "first_k_dense_replace": 1,
 }
+_GEMMA4: dict[str, Any] = {
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 320,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+_LLAMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 80,
+    "interleave_moe_layer_step": 2,
+    "num_local_experts": 4,
+    "attention_chunk_size": 24,
+    "floor_scale": 16,
+}
 # Of architectures whose own defaults are too large for a test.
 SIZES: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {**_LATENT, **_ROUTED},
     "DeepseekV3ForCausalLM": {**_LATENT, **_ROUTED, "n_group": 4, "topk_group": 2},
     "Glm4MoeLiteForCausalLM": {**_LATENT, **_ROUTED},
     "Glm4MoeForCausalLM": {**_ROUTED, "use_qk_norm": True},
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": _GEMMA4,
+    "Gemma4UnifiedForConditionalGeneration": {"global_head_dim": 32, "attention_k_eq_v": True},
+    "Llama4ForCausalLM": _LLAMA4,
+    "Llama4ForConditionalGeneration": _LLAMA4,
+    "HunYuanMoEV1ForCausalLM": {"num_experts": 5, "moe_topk": 3},
+    "HYV3ForCausalLM": {
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "num_hidden_layers": 3,
+    },
+    "Dots1ForCausalLM": {**_ROUTED, "n_shared_experts": 1, "num_hidden_layers": 3},
+    "SolarOpenForCausalLM": _ROUTED,
+    "ExaoneMoeForCausalLM": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_hidden_layers": 4,
+    },
     "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48},
     "MiniMaxM2ForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 3},
 }
@@ -94,13 +134,16 @@ def make_model(architecture, seed=0, dtype=torch.float32, **overrides):
             values = {"rope_parameters": dict(MROPE), **values}  # which transformers changes
         tied = values.pop("tie_word_embeddings", False)
         values = {"text_config": values, "vision_config": VISION, "tie_word_embeddings": tied}
-    model = model_class(config_class(**values)).to(dtype)
+    model = model_class(config_class(**values))
+    if dtype != torch.float32:  # Llama 4's images have complex numbers
+        model = model.to(dtype)
     generator = torch.Generator().manual_seed(seed)
-    corrections = [one for one in model.named_buffers() if one[0].endswith("correction_bias")]
-    for name, parameter in [*model.named_parameters(), *corrections]:
+    drawn_too = ("correction_bias", "layer_scalar")
+    buffers = [one for one in model.named_buffers() if one[0].endswith(drawn_too)]
+    for name, parameter in [*model.named_parameters(), *buffers]:
         # Norms and biases too, so that a test sees when one is left out.
         drawn = torch.randn(parameter.shape, generator=generator)
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "layer_scalar")):
             # transformers starts those that are stored less 1 at 0.
             drawn = parameter.data.mean().round() + 0.2 * drawn
         elif name.endswith("gate_up_proj_bias"):  # gpt-oss limits what it makes of them

@@ -10,6 +10,7 @@ from baton.engine.kernels.torch.attention import (
     Scoring,
     attend,
     padded_keys,
+    pool_of_layer,
     write_kv,
 )
 from baton.engine.kernels.torch.row_quantization import FP8, pack_rows, unpack_rows
@@ -115,3 +116,28 @@ def test_a_query_gives_the_same_bits_in_any_chunk_part_or_group(length, monkeypa
         groups.append(result(batch, slice(7)))
     assert torch.equal(groups[0], groups[1])
     assert torch.equal(groups[0], groups[2])
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_size", "shared_by"), [(2, 32, 1), (2, 16, 2), (4, 4, 4), (1, 16, 4)]
+)
+def test_a_share_of_heads_is_in_the_same_share_of_a_block_whatever_their_size(
+    kv_heads, head_size, shared_by
+):
+    """So ranks of unlike numbers exchange the KV of layers with other heads, too."""
+    pool = torch.arange(3 * 2 * 2 * 4 * 8 * 16).reshape(3, 2, 2, 4, 8, 16)
+    written = torch.zeros_like(pool)
+    for layer in range(2 * shared_by):
+        seen, at = pool_of_layer(pool, layer, kv_heads, head_size)
+        assert seen.shape[2:] == (2, kv_heads, 8, head_size)
+        to, _ = pool_of_layer(written, layer, kv_heads, head_size)
+        for head in range(kv_heads):
+            of_pool = range(head * 4 // kv_heads, (head + 1) * 4 // kv_heads)
+            places = pool[:, :, :, of_pool.start : of_pool.stop]
+            assert torch.isin(seen[:, at, :, head], places).all()
+        blocks = torch.arange(3)
+        for offset in range(8):
+            write_kv(
+                to, at, blocks * 8 + offset, seen[:, at, 0, :, offset], seen[:, at, 1, :, offset]
+            )
+    assert torch.equal(written, pool), "layers fill the pool and do not overlap"

@@ -499,6 +499,44 @@ FLAT = {
 }  # fmt: skip
 
 
+# Published sizes: those of E2B, 26B-A4B and 31B, which have 1, 8 and 16 KV heads.
+GEMMA4 = {
+    "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 6, "head_dim": 256,
+    "global_head_dim": 512, "hidden_size_per_layer_input": 8, "max_position_embeddings": 131072,
+    "vocab_size": 262144, "sliding_window": 512,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pool", "groups", "storing"),
+    [
+        # 12 and 3 layers of 35 store: the pool's heads are those of full attention.
+        ({"num_hidden_layers": 35, "num_kv_shared_layers": 20, "num_key_value_heads": 1,
+          "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7}, (1, 512), (3, 3), 15),
+        ({"num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8,
+          "layer_types": GEMMA4["layer_types"] * 5, "attention_k_eq_v": True,
+          "num_global_key_value_heads": 2}, (8, 256), (5, 6), 30),
+        ({"num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16,
+          "layer_types": GEMMA4["layer_types"] * 10, "attention_k_eq_v": True,
+          "num_global_key_value_heads": 4}, (16, 256), (5, 11), 60),
+    ],
+)  # fmt: skip
+def test_heads_of_two_sizes_share_blocks(tmp_path, sizes, pool, groups, storing):
+    write_wrapper(tmp_path, "Gemma4ForConditionalGeneration", {**GEMMA4, **sizes})
+    config = ModelConfig.load(tmp_path)
+    assert (config.num_kv_heads, config.head_size) == pool
+    found = config.layer_groups
+    assert (found.size, len(found.windows)) == groups
+    stored = {at for at in range(config.num_layers) if not config.only_reads(at)}
+    taken = [found.places[at] for at in stored]
+    assert len(set(taken)) == len(stored) == storing
+    for at in set(range(config.num_layers)) - stored:
+        source = config.layer_heads[at].kv_layer
+        assert found.places[at] == found.places[source]
+        assert config.windows[at] == config.windows[source]
+
+
 def test_a_multimodal_config_without_a_text_part_has_its_keys_outside(tmp_path):
     """So have Qwen2-VL's of transformers 4."""
     values = {**FLAT, "architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}}
@@ -516,8 +554,18 @@ def test_a_multimodal_config_without_a_text_part_has_its_keys_outside(tmp_path):
         ("Gemma3ForConditionalGeneration", {"hidden_size": 0}, ["text_config.hidden_size is 0"]),
         ("Gemma3ForConditionalGeneration", {"use_bidirectional_attention": True},
          ["text_config.use_bidirectional_attention"]),
-        ("Llama4ForConditionalGeneration", {}, ["architectures", "it needs attention by chunks"]),
-        ("Gemma4ForConditionalGeneration", {}, ["architectures", "it needs heads of two sizes"]),
+        ("Gemma3nForConditionalGeneration", {}, ["architectures", "it needs embeddings for each"]),
+        ("Gemma4ForConditionalGeneration", {"model_type": "gemma4_text", **GEMMA4, "head_dim": 96},
+         ["text_config.head_dim is 96", "1/2", "2 of 512"]),
+        ("Gemma4ForConditionalGeneration",
+         {"model_type": "gemma4_text", **GEMMA4, "num_kv_shared_layers": 5},
+         ["text_config.num_kv_shared_layers is 5", "a layer of each attention"]),
+        ("Gemma4ForConditionalGeneration",
+         {"model_type": "gemma4_text", **GEMMA4, "per_layer_config": {"5": {"hidden_size": 2}}},
+         ["text_config.per_layer_config.5.hidden_size is 2", "head_dim and num_key_value_heads"]),
+        ("Gemma4ForConditionalGeneration",
+         {"model_type": "gemma4_text", **GEMMA4, "vocab_size_per_layer_input": 7},
+         ["text_config.vocab_size_per_layer_input is 7"]),
     ],
 )  # fmt: skip
 def test_what_a_multimodal_model_s_text_part_lacks_is_named(tmp_path, architecture, text, named):

@@ -59,6 +59,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {"hidden_size": 92, "intermediate_size": 103, "vocab_size": 301},
     ),
+    "llama4": ("Llama4ForCausalLM", {}),
+    "llama4 of several experts, without norms": (
+        "Llama4ForCausalLM",
+        {
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 3],
+            "use_qk_norm": False,
+            "no_rope_layers": [0, 1, 1, 1],
+            "attention_chunk_size": 17,
+        },
+    ),
     "mistral window": ("MistralForCausalLM", {"sliding_window": 24}),
     "mistral no window": ("MistralForCausalLM", {"sliding_window": None}),
     "qwen2": ("Qwen2ForCausalLM", {}),
@@ -106,6 +117,35 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
+        },
+    ),
+    "gemma4": ("Gemma4ForCausalLM", {"sliding_window": 20, "final_logit_softcapping": 30.0}),
+    "gemma4 of large sizes": (
+        "Gemma4ForCausalLM",
+        {
+            "sliding_window": 20,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "gemma4, four full layers in the place of one": (
+        "Gemma4ForCausalLM",
+        {
+            "sliding_window": 20,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 16,
+            "attention_k_eq_v": True,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", *["full_attention"] * 3],
+            "num_kv_shared_layers": 0,
         },
     ),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": 24}),
@@ -194,8 +234,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 5, "num_experts_per_tok": 3, "residual_multiplier": 0.22},
     ),
     "gemma3 of images": ("Gemma3ForConditionalGeneration", {**GEMMA, "sliding_window": 20}),
+    "gemma4 of images": (
+        "Gemma4ForConditionalGeneration",
+        {"sliding_window": 20, "use_bidirectional_attention": "vision"},
+    ),
+    "gemma4 unified": (
+        "Gemma4UnifiedForConditionalGeneration",
+        {"sliding_window": 20, "num_key_value_heads": 4, "num_global_key_value_heads": 2},
+    ),
+    "llama4 of images": ("Llama4ForConditionalGeneration", {}),
     "mistral of images": ("Mistral3ForConditionalGeneration", {"sliding_window": None}),
     "pixtral": ("LlavaForConditionalGeneration", {}),
+    "smolvlm": ("SmolVLMForConditionalGeneration", {}),
+    "idefics3": ("Idefics3ForConditionalGeneration", {}),
     "qwen2-vl": ("Qwen2VLForConditionalGeneration", {}),
     "qwen2.5-vl": ("Qwen2_5_VLForConditionalGeneration", {}),
     "qwen3-vl": (
@@ -245,6 +296,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2ForCausalLM",
         {"rope_parameters": {**PARTIAL, "partial_rotary_factor": 0.5}},
     ),
+    "hunyuan": ("HunYuanDenseV1ForCausalLM", {}),
+    "hunyuan of a stretched base": (
+        "HunYuanDenseV1ForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "alpha": 50.0,
+                "factor": 1.0,
+                "rope_theta": 10000.0,
+            }
+        },
+    ),
+    "hunyuan moe": ("HunYuanMoEV1ForCausalLM", {"attention_bias": True}),
+    "hunyuan 3": ("HYV3ForCausalLM", {}),
+    "dots1": ("Dots1ForCausalLM", {"max_window_layers": 1, "sliding_window": 20}),
+    "solar open": ("SolarOpenForCausalLM", {"attention_bias": True}),
+    "exaone moe": ("ExaoneMoeForCausalLM", {"sliding_window": 20}),
+    "ernie": ("Ernie4_5ForCausalLM", {}),
     "granite": (
         "GraniteForCausalLM",
         {

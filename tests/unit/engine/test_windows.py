@@ -93,6 +93,10 @@ def test_layers_form_groups_of_one_size_with_little_padding():
     assert groups(32, 0) == (32, 1, 0) and groups(0, 32) == (32, 0, 1)
     assert groups(12, 12) == (12, 1, 1)  # gpt-oss
     assert groups(5, 29) == (5, 1, 6) and groups(4, 22) == (4, 1, 6)  # Gemma 3
+    # Two layers of full attention have the place of one.
+    found = LayerGroups.from_windows([128] * 50 + [None] * 10, [1] * 50 + [2] * 10)
+    assert (found.size, found.windows.count(0), found.windows.count(128)) == (5, 1, 10)
+    assert {at for group, at in found.places[50:]} == set(range(10))
     assert groups(8, 24) == (8, 1, 3) and groups(13, 12) == (13, 1, 1)
 
 

@@ -1,10 +1,13 @@
 """Tools and reasoning over HTTP, in OpenAI's shapes; the workers' model says what a test writes."""
 
 import json
+import threading
 
 import pytest
 
+from baton.text import Tokenizer
 from baton.v1 import common_pb2
+from router.admission.chat import ChatFormats
 
 from .conftest import CALLS
 
@@ -228,3 +231,23 @@ async def test_reasoning_is_between_the_tokens_that_the_template_shows(says, beg
     message = answer["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "body"),
+    [
+        (Tokenizer, "bad_words", {"bad_words": ["x" * 200] * 100}),
+        (ChatFormats, "restrict", {"response_format": {"type": "json_object"}}),
+    ],
+)
+async def test_what_takes_long_is_not_done_on_the_event_loop(says, monkeypatch, owner, name, body):
+    work, threads = getattr(owner, name), []
+
+    def noted(*args):
+        threads.append(threading.current_thread())
+        return work(*args)
+
+    monkeypatch.setattr(owner, name, noted)
+    gateway = await says("{}")
+    assert (await gateway.chat(ignore_eos=False, max_tokens=5, **body)).status_code == 200
+    assert threads and threading.main_thread() not in threads

@@ -8,20 +8,24 @@ import json
 import mmap
 import re
 import struct
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
-from baton.errors import BatonError
+from baton.errors import BatonError, InvalidRequest
+from baton.gateway import generation
 from baton.gateway.chat import ChatOutput
 from baton.gateway.completions import parse_completion
 from baton.gateway.generation import run_choices
 from baton.gateway.parsed_request import ParsedRequest
+from baton.net.http_server import Connection
 from baton.v1 import common_pb2, inference_pb2
 from router.generation_service import Caller
 from router.request import RequestState
-from tests.unit.router.scripted_workers import LENGTH, first_token, started
+from tests.unit.router.scripted_workers import LENGTH, first_token, seen, started
 
 from .conftest import PROMPT
 
@@ -62,8 +66,27 @@ async def test_an_answered_request_is_freed_without_a_garbage_collection(gateway
         await gateway.complete(n=2)
         await gateway.events("/v1/chat/completions")
         assert (await gateway.complete(prompt=[])).status_code == 400
-        await gateway.idle()
-        assert kept() <= before
+        for prompt in ([999], [[1], [2], [999]]):  # the last is refused while others run
+            assert (await gateway.complete(prompt=prompt)).status_code == 400
+        call, go_on = await gateway.begun_with_three_choices()
+        call.cancel()
+        await seen(lambda: kept() <= before)
+        go_on.set()
+    finally:
+        gc.enable()
+
+
+async def test_a_closed_connection_is_freed_without_a_garbage_collection(gateway):
+    def kept():
+        return {id(one) for one in gc.get_objects() if type(one) is Connection}
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = kept()
+        async with httpx.AsyncClient(base_url=gateway.url) as client:
+            assert (await client.get("/health")).status_code == 200
+        await seen(lambda: kept() <= before)
     finally:
         gc.enable()
 
@@ -120,15 +143,15 @@ async def test_usage_can_be_told_with_each_chunk(gateway):
     told = {"include_usage": True, "continuous_usage_stats": True}
     asked = {"prompt": ["ab", "c"], "n": 2, "stream_options": told}
     *chunks, last = await gateway.events(**asked)
-    seen = dict.fromkeys(range(4), 0)
+    counts = dict.fromkeys(range(4), 0)
     for chunk in chunks:
         (choice,) = chunk["choices"]
-        seen[choice["index"]] += 1
-        prompt, output = (2, 2, 1, 1)[choice["index"]], seen[choice["index"]]
+        counts[choice["index"]] += 1
+        prompt, output = (2, 2, 1, 1)[choice["index"]], counts[choice["index"]]
         assert chunk["usage"] == {
             "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
         }  # fmt: skip
-    assert set(seen.values()) == {5}
+    assert set(counts.values()) == {5}
     assert last["usage"]["completion_tokens"] == 20 and not last["choices"]
     told["include_usage"] = False
     refused = await gateway.complete(**{**asked, "stream": True})
@@ -415,25 +438,70 @@ async def test_prompts_that_come_together_share_what_is_the_same(gateway, more):
     assert resident_bytes() - before < 32 << 20
 
 
-async def test_others_have_a_turn_of_the_loop_between_two_choices(gateway):
-    loop, turn, entered = asyncio.get_running_loop(), 0, []
+@contextlib.contextmanager
+def turns_of_the_loop():
+    """Gives a function that returns the number of the event loop's turn."""
+    loop, turn = asyncio.get_running_loop(), 0
 
     def count():
         nonlocal turn, handle
         turn += 1
         handle = loop.call_soon(count)
 
+    handle = loop.call_soon(count)
+    yield lambda: turn
+    handle.cancel()
+
+
+async def test_others_have_a_turn_of_the_loop_between_two_choices(gateway):
+    entered = []
+
     async def generate(request, caller, sink, choices, number, target):
-        entered.append(turn)
+        entered.append(turn())
         sink.start(inference_pb2.Started())
 
-    handle = loop.call_soon(count)
     parsed = parse_completion(json.dumps({"prompt": ["a"] * 20, "max_tokens": 1}).encode())
     service = SimpleNamespace(limits=gateway.service.limits, generate=generate)
     sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
-    await run_choices(service, parsed, Caller(), [sink] * 20, None)
-    handle.cancel()
+    with turns_of_the_loop() as turn:
+        await run_choices(service, parsed, Caller(), [sink] * 20, None)
     assert len(set(entered)) == 20, entered
+
+
+async def test_requests_that_come_together_are_admitted_in_several_turns(gateway, monkeypatch):
+    entered = Counter()
+
+    async def admit(*args):
+        entered[turn()] += 1
+        raise InvalidRequest("enough")
+
+    monkeypatch.setattr(gateway.admission, "admit", admit)
+    request = inference_pb2.GenerateRequest(text="a")
+    with turns_of_the_loop() as turn:
+        calls = [gateway.service.generate(request, Caller(), None) for _ in range(40)]
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert entered.total() == 40 and max(entered.values()) <= 8, entered
+
+
+@pytest.mark.parametrize("n", [1, 20])
+async def test_few_choices_of_a_request_run_at_a_time(gateway, monkeypatch, n):
+    monkeypatch.setattr(generation, "_MAX_AT_ONCE", 4)
+    running, most = 0, 0
+
+    async def generate(request, caller, sink, choices, number, target):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        sink.start(inference_pb2.Started())
+        await asyncio.sleep(0.01)
+        running -= 1
+
+    body = {"prompt": ["a"] * (20 // n), "n": n, "max_tokens": 1}
+    service = SimpleNamespace(limits=gateway.service.limits, generate=generate)
+    sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
+    parsed = parse_completion(json.dumps(body).encode())
+    await run_choices(service, parsed, Caller(), [sink] * 20, None)
+    assert most == 4
 
 
 def resident_bytes():

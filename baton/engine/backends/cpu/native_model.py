@@ -41,6 +41,12 @@ _HUGE_PAGE = 2 << 20  # where a workspace begins; elsewhere prompts take up to a
 
 def lacking(config: ModelConfig) -> str:
     """What of a model one native call cannot compute; empty if it can."""
+    if config.layer_heads:
+        return "heads of several sizes"
+    if config.query_scaling is not None:
+        return "queries scaled by position"
+    if config.experts is not None and config.experts.scales_inputs:
+        return "experts whose inputs are scaled"
     return "linear attention" if config.delta_rule is not None else ""
 
 
@@ -102,7 +108,7 @@ class NativeModel(NativeOps):
 
     def _c_model(self, weights: ModelWeights) -> Model:
         config, experts, own = self.config, self.config.experts, self._own_experts
-        assert all(tensor.is_contiguous() for tensor in (weights.embedding, self._tables))
+        assert all(tensor.is_contiguous() for tensor in (weights.embedding, *self._tables))
         counted = iter(() if self.expert_tokens is None else self.expert_tokens)
         none: list[dict[str, LoraMatrices]] = [{} for _ in weights.layers]
         lora = weights.lora.layers if weights.lora else none

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.backends import MAX_LATENT_SIZE, MAX_QUERIES, MULTIPLE
+from baton.engine.backends import MAX_NATIVE_SIZE, MAX_QUERIES, MULTIPLE
 from baton.engine.backends.cpu.linear_attention import NativeLinearAttention, spans_of
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.interface import AttentionShape, Pool
 from baton.engine.kernels.native.rows import NATIVE_ROW_OPS, c_norm
-from baton.engine.kernels.torch.rows import Norm
+from baton.engine.kernels.torch.attention import positions_of
+from baton.engine.kernels.torch.rows import Norm, rms_norm
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
@@ -59,7 +60,10 @@ class NativeOps(DecoderModel):
         if not self._attends:
             spans = self._spans(batch) if self._attends_latent(pool) else None
             return *super()._place(batch, pool), spans
-        return self._spans(batch), self._pool(pool)
+        scales = None
+        if self._query_scales is not None:
+            scales = self._query_scales[positions_of(batch)[0]]
+        return self._spans(batch), self._pool(pool), scales
 
     def _spans(self, batch: StepBatch) -> Any:
         """The rows of each sequence."""
@@ -71,11 +75,19 @@ class NativeOps(DecoderModel):
         """Returns `qkv`, with its queries normed and rotated."""
         if not self._attends:
             return super()._rope_and_write(qkv, placed, index, layer, pool)
+        if self._query_scales is not None and self.config.ropes[index] is None:
+            q = self._split(qkv, index)[0]
+            q *= placed[2]
         if self._norms_in_torch:
-            q, k, _ = self._split(qkv)
+            q, k, _ = self._split(qkv, index)
             for x, normed in zip((q, k), self._rows_normed(q, k, layer), strict=True):
                 x.copy_(normed)
-        spans, paged = placed
+        if self.config.arch.value_norm and not self.config.only_reads(index):
+            v = self._split(qkv, index)[2]
+            heads = rms_norm(self._by_head(v, index), None, self.config.rms_eps)
+            v.copy_(heads.flatten(1))
+        spans, paged = placed[:2]
+        paged = self._paged(paged, index)
         shape, threads = self._shapes[index], torch.get_num_threads()
         self._native.baton_rotate(threads, qkv.data_ptr(), spans, len(spans), shape, paged)
         return qkv
@@ -83,11 +95,12 @@ class NativeOps(DecoderModel):
     def _attend(self, q: Tensor, placed: Any, index: int, pool: Tensor) -> Tensor:
         if not self._attends:
             return super()._attend(q, placed, index, pool)
-        spans, paged = placed
-        out = q.new_empty(len(q), self.config.num_heads * self.config.head_size)
+        spans, paged = placed[:2]
+        config = self.config.layer(index)
+        out = q.new_empty(len(q), config.num_heads * config.head_size)
         self._native.baton_attend(
-            torch.get_num_threads(), q.data_ptr(), spans, len(spans), self._shapes[index], paged,
-            out.data_ptr(),
+            torch.get_num_threads(), q.data_ptr(), spans, len(spans), self._shapes[index],
+            self._paged(paged, index), out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -95,14 +108,14 @@ class NativeOps(DecoderModel):
         """Whether the pool's rows are latent, and of a size that native attention supports."""
         parts, _, block_size, row_size = pool.shape[2:]
         aligned = not (block_size % MULTIPLE or row_size % MULTIPLE)
-        fits = row_size <= MAX_LATENT_SIZE and self.config.num_heads <= MAX_QUERIES
+        fits = row_size <= MAX_NATIVE_SIZE and self.config.num_heads <= MAX_QUERIES
         return parts == 1 and aligned and fits
 
     def _attend_latent(
         self, q: Tensor, q_end: Tensor, row: Tensor, norm: Norm, placed: Any, index: int,
         pool: Tensor,
     ) -> Tensor:  # fmt: skip
-        spans = placed[2]
+        spans = placed[3]
         if spans is None:
             return super()._attend_latent(q, q_end, row, norm, placed, index, pool)
         queries = self._write_latent(q, q_end, row, norm, placed, index, pool)
@@ -129,7 +142,18 @@ class NativeOps(DecoderModel):
             *(cos.data_ptr(), sin.data_ptr(), *(c_norm(norm, self.dtype) for norm in norms)),
             config.qk_norm == "row",
             None if layer.sinks is None else layer.sinks.data_ptr(),
-            group,
+            *(group, config.arch.norms_rotated, config.arch.chunked, config.only_reads(index)),
+        )
+
+    def _paged(self, paged: Pool, index: int) -> Pool:
+        """The pool as a layer sees it."""
+        if not self.config.layer_heads:
+            return paged
+        one, shared_by = self.config.layer_heads[index], self.config.shared_by(index)
+        heads = (one.num_kv_heads, 0, one.num_kv_heads)
+        return Pool(
+            *(paged.data, paged.layers * shared_by, *heads, paged.block_size, one.head_size),
+            *(paged.int8, paged.groups, 0, shared_by),
         )
 
     def _pool(self, pool: Tensor) -> Pool:

@@ -264,6 +264,13 @@ def refused(config: ModelConfig, block_size: int, capability: Capability) -> str
         )
     if config.delta_rule is not None:
         return NO_STATES
+    lacking = {
+        "heads of several sizes": bool(config.layer_heads),
+        "norms of rotated queries and keys": config.arch.norms_rotated,
+        "attention by chunks": config.arch.chunked,
+    }
+    if found := [what for what, has in lacking.items() if has]:
+        return f"{found[0]}, which Triton's kernels do not have"
     return unsupported(config, block_size, "Triton's")
 
 

@@ -244,7 +244,7 @@ class GpuModel(DecoderModel):
         it."""
         config, ((rows, _), at) = self.config, self._in_pool(placed.groups, index)
         if config.qk_norm == "row":  # the kernels norm heads
-            q, k, v = self._split(qkv)
+            q, k, v = self._split(qkv, index)
             qkv = torch.cat([*self._rows_normed(q, k, layer), v], dim=1)
         if placed.tiles is None:
             return qkv

@@ -35,7 +35,8 @@ class Pool(Structure):
 
     _fields_ = _fields(
         ("data", c_void_p),
-        ("layers all_heads first_head kv_heads block_size head_size int8 groups latent", c_int32),
+        ("layers all_heads first_head kv_heads block_size head_size int8 groups", c_int32),
+        ("latent shared_by", c_int32),
     )
 
 
@@ -55,7 +56,7 @@ class AttentionShape(Structure):
         ("q_norm k_norm", Norm),
         ("row_norms", c_int32),
         ("sinks", c_void_p),
-        ("group", c_int32),
+        ("group norms_rotated chunked only_reads", c_int32),
     )
 
 

@@ -77,12 +77,12 @@ def padded_keys(keys: int) -> int:
 
 def write_kv(pool: Tensor, layer: int, slots: Tensor, *kv: Tensor) -> None:
     """Writes each row's parts, `[rows, kv_heads, head_size]` each, to its slot of a layer."""
-    _, num_layers, parts, kv_heads, block_size, row_size = pool.shape
-    rows = _storage(pool).view(-1, block_size, row_size)
+    kv_heads, block_size = pool.shape[3:5]
+    rows, (of_block, of_layer, of_part, of_head) = _rows(pool)
     blocks, offsets = slots // block_size, slots % block_size
-    heads = torch.arange(kv_heads, device=pool.device)
+    heads = torch.arange(kv_heads, device=pool.device) * of_head
     for part, values in enumerate(kv):
-        first_head = ((blocks * num_layers + layer) * parts + part) * kv_heads
+        first_head = blocks * of_block + layer * of_layer + part * of_part
         at = first_head[:, None] + heads, offsets[:, None]
         if is_quantized(pool.dtype):
             pieces = zip(split_rows(rows), quantized_bytes(values, pool.dtype), strict=True)
@@ -90,6 +90,35 @@ def write_kv(pool: Tensor, layer: int, slots: Tensor, *kv: Tensor) -> None:
             pieces = zip((rows,), (values,), strict=True)
         for places, written in pieces:
             places[at] = written
+
+
+def pool_of_layer(pool: Tensor, layer: int, kv_heads: int, head_size: int) -> tuple[Tensor, int]:
+    """The pool as a layer with these heads sees it, and the layer's index there.
+
+    Such a layer's K and V are as large as the K or V of a layer of the pool's own shape, or a part
+    of it: then several layers share its place, and each head's parts of them are neighbours. So a
+    share of all heads is in the same share of a block, whatever a layer's heads.
+    """
+    blocks, layers, parts, heads, block_size, size = pool.shape
+    if (kv_heads, head_size) == (heads, size):
+        return pool, layer
+    shared_by = heads * size // (kv_heads * head_size)
+    if shared_by == 1:
+        return pool.view(blocks, layers, parts, kv_heads, block_size, head_size), layer
+    places = (layers * parts, kv_heads, shared_by // 2, 2, block_size, head_size)
+    place, at = divmod(layer, shared_by // 2)
+    seen = pool.view(blocks, *places)[:, place, :, at]
+    return seen.transpose(1, 2)[:, None], 0
+
+
+def _rows(pool: Tensor) -> tuple[Tensor, list[int]]:
+    """The rows of a pool `[rows, block_size, row_size]`, of which each is a block of one head, and
+    how many lie between neighbours of its first four axes."""
+    pool = _storage(pool)
+    size = pool.shape[4] * pool.shape[5]
+    strides = [stride // size for stride in pool.stride()[:4]]
+    count = 1 + sum((n - 1) * by for n, by in zip(pool.shape, strides, strict=False))
+    return pool.as_strided((count, *pool.shape[4:]), (size, *pool.stride()[4:])), strides
 
 
 def _storage(rows: Tensor) -> Tensor:
@@ -103,13 +132,15 @@ class Scoring:
 
     scale: of products of queries and keys · window: number of tokens that a row attends to, itself
     included; None: all · softcap: see `softcapped` · sinks: float32 `[heads]`, a further score of
-    each head's softmax, whose value is 0.
+    each head's softmax, whose value is 0 · chunked: a row attends to tokens from the last multiple
+    of the window on.
     """
 
     scale: float
     window: int | None = None
     softcap: float = 0.0
     sinks: Tensor | None = None
+    chunked: bool = False
 
 
 def softcapped(x: Tensor, cap: float) -> Tensor:
@@ -144,7 +175,7 @@ def _attend_decode(
     parts = []
     for queries, some, visible_tokens in groups:
         k, v = _gather(pool, layer, some, q)
-        visible = _visible(visible_tokens[:, None] - 1, k.shape[2], scoring.window)
+        visible = _visible(visible_tokens[:, None] - 1, k.shape[2], scoring)
         parts.append(_weigh(queries[:, :, None], k, v, visible, scoring).squeeze(2))
     return torch.cat(parts)
 
@@ -158,14 +189,14 @@ def _attend_segment(
     positions = torch.arange(segment.context, segment.context + len(q), device=q.device)
     queries = q.transpose(0, 1)[None]
     if not (is_exact(q) or scoring.softcap or scoring.sinks is not None):
-        visible = _visible(positions, keys, scoring.window)
+        visible = _visible(positions, keys, scoring)
         out = F.scaled_dot_product_attention(
             queries, k, v, attn_mask=visible, scale=scoring.scale, enable_gqa=True
         )
         return out[0].transpose(0, 1)
     step = max(MIN_QUERIES, SCORES_AT_ONCE // (q.shape[1] * keys))
     parts = [
-        _weigh(some, k, v, _visible(at[None], keys, scoring.window), scoring)
+        _weigh(some, k, v, _visible(at[None], keys, scoring), scoring)
         for some, at in zip(queries.split(step, dim=2), positions.split(step), strict=True)
     ]
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
@@ -178,33 +209,35 @@ def _gather(pool: Tensor, layer: int, block_tables: Tensor, q: Tensor) -> tuple[
 
     block_tables: `[sequences, blocks]`. Keys are padded with block 0 where `is_exact`.
     """
-    _, num_layers, parts, kv_heads, block_size, row_size = pool.shape
+    parts, kv_heads, block_size, row_size = pool.shape[2:]
     keys = block_tables.shape[1] * block_size
     if is_exact(q):
         keys = padded_keys(keys)
         block_tables = F.pad(block_tables, (0, -(-keys // block_size) - block_tables.shape[1]))
     # A pool row is a head's K or V of a block, so that copying rows needs no transposition.
-    heads = torch.arange(kv_heads, device=pool.device)[:, None]
-    rows = (block_tables[:, None] * num_layers + layer) * parts * kv_heads + heads
-    flat = _storage(pool).view(-1, block_size * row_size)
+    held_rows, (of_block, of_layer, of_part, of_head) = _rows(pool)
+    heads = torch.arange(kv_heads, device=pool.device)[:, None] * of_head
+    rows = block_tables[:, None] * of_block + layer * of_layer + heads
+    flat = held_rows.flatten(1)
     shape = (*rows.shape, block_size, row_size)
     gathered = []
     for part in range(parts):
-        held = flat.index_select(0, (rows + part * kv_heads).view(-1)).view(shape)
+        held = flat.index_select(0, (rows + part * of_part).view(-1)).view(shape)
         if is_quantized(pool.dtype):
             held = unpack_rows(held.view(pool.dtype), q.dtype)
         gathered.append(held.flatten(2, 3)[:, :, :keys])
     return gathered[0], gathered[-1]
 
 
-def _visible(positions: Tensor, keys: int, window: int | None) -> Tensor:
+def _visible(positions: Tensor, keys: int, scoring: Scoring) -> Tensor:
     """Which of the first `keys` tokens are visible at `positions`: bool `[..., keys]`."""
     #  0 ....... position - window | position - window + 1 ........ position | position + 1 ...
     #  too old                     | visible, `window` tokens                | not yet there
     key = torch.arange(keys, device=positions.device)
     visible = key <= positions[..., None]
-    if window is not None:
-        visible &= key > positions[..., None] - window
+    if (window := scoring.window) is not None:
+        oldest = positions // window * window if scoring.chunked else positions - window + 1
+        visible &= key >= oldest[..., None]
     return visible
 
 
@@ -250,18 +283,24 @@ def place(
     context_lens, query_lens, tables = (
         x.long() for x in (batch.context_lens, batch.query_lens, batch.block_tables)
     )
+    positions, owner = positions_of(batch)
+    lens = query_lens.cumsum(0) - query_lens, query_lens, context_lens
+    return positions, [
+        _place_group(positions, owner, *lens, tables[:, group::num_groups], batch, block_size)
+        for group in range(num_groups)
+    ]
+
+
+def positions_of(batch: StepBatch) -> tuple[Tensor, Tensor]:
+    """The positions of a batch's rows, and their sequences, int64 `[rows]` each."""
+    context_lens, query_lens = batch.context_lens.long(), batch.query_lens.long()
     rows = torch.arange(len(batch.token_ids), device=query_lens.device)
     sequences = torch.arange(len(query_lens), device=query_lens.device)
     owner = sequences.repeat_interleave(query_lens, output_size=len(rows))
     #  row:       0 1 2 | 3 4 5 6    query_lens 3, 4: sequences begin at rows 0, 3
     #  position:  5 6 7 | 0 1 2 3    context_lens 5, 0
     begins = query_lens.cumsum(0) - query_lens
-    positions = rows - (begins - context_lens)[owner]
-    lens = begins, query_lens, context_lens
-    return positions, [
-        _place_group(positions, owner, *lens, tables[:, group::num_groups], batch, block_size)
-        for group in range(num_groups)
-    ]
+    return rows - (begins - context_lens)[owner], owner
 
 
 def _place_group(

@@ -36,6 +36,11 @@ class RowOps:
         stream = x if residual is None else residual + x
         return rms_norm(stream, *norm), stream
 
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """The norm of rows that are not added to a stream. weight: of a layer that has the norm."""
+        assert weight is not None, "the layer has this norm"
+        return self.add_rms_norm(x, None, Norm(weight, eps))[0]
+
     def act_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
         """The gated half of `[rows, 2 * size]`; see `act_mul`."""
         return act_mul(gate_up, act)
@@ -45,8 +50,10 @@ class RowOps:
         add_lora(y, x, slots, lora)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, mean_square: Tensor | None = None) -> Tensor:
-    """x `[..., size]` scaled to unit mean square, in float32, times weight `[size]`.
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, mean_square: Tensor | None = None
+) -> Tensor:
+    """x `[..., size]` scaled to unit mean square, in float32, times weight `[size]`, if any.
 
     Rounded to x's type before the multiplication with a weight of that type, and after it with a
     float32 weight. mean_square: `[..., 1]`, where x is a part of the normed row.
@@ -55,7 +62,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, mean_square: Tensor | None =
     if mean_square is None:
         mean_square = wide.pow(2).mean(-1, keepdim=True)
     wide = wide * torch.rsqrt(mean_square + eps)
-    return (weight * wide.to(weight.dtype)).to(x.dtype)
+    return (wide if weight is None else weight * wide.to(weight.dtype)).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

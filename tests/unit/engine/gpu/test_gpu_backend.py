@@ -120,7 +120,7 @@ def test_what_settings_build(checkpoint, overlap, speculate):
     assert engine._overlap == (overlap and not speculate)
     runner = loaded.runner
     assert isinstance(runner, GpuRunner)
-    assert runner.model._tables.shape[2] == 32  # not the checkpoint's own context
+    assert runner.model._tables[0].shape[1] == 32  # not the checkpoint's own context
     assert isinstance(runner.model._weights.layers[0].qkv, Int8Weight)
     assert runner.pool.dtype == torch.float8_e4m3fn
     assert runner.pool.shape[-1] == 16 + 4

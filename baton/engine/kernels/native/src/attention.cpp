@@ -109,7 +109,7 @@ class PieceAttention {
     void run(const Piece& piece, const Piece& next, const Activation* qkv, Activation* out) {
         first_ = piece.span->context + piece.first;
         count_ = piece.count;
-        const size_t kv_heads = pool_.latent ? 0 : 2 * pool_.kv_heads;
+        const size_t kv_heads = pool_.latent || shape_.only_reads ? 0 : 2 * pool_.kv_heads;
         const size_t stride = (shape_.heads + kv_heads) * size_;
         const size_t out_stride = size_t(shape_.heads) * size_;
         const size_t row = piece.span->first_row + piece.first;
@@ -155,9 +155,19 @@ class PieceAttention {
 
     // Where the first tile begins that is visible to a piece.
     int first_tile(const Piece& piece) const {
-        const int position = piece.span->context + piece.first;
-        const int oldest = shape_.window ? std::max(0, position - shape_.window + 1) : 0;
+        const int oldest = std::max(0, oldest_key(piece.span->context + piece.first));
         return oldest / TILE_KEYS * TILE_KEYS;
+    }
+
+    // The first key that is visible to a position; negative if its window is longer than its sequence.
+    int oldest_key(int position) const {
+        if (!shape_.window) return 0;
+        return shape_.chunked ? position / shape_.window * shape_.window : position - shape_.window + 1;
+    }
+
+    // The first position to which a key and all before it are not visible.
+    int end_of(int key) const {
+        return shape_.chunked ? (key / shape_.window + 1) * shape_.window : key + shape_.window;
     }
 
     void visit_tiles(const Piece& piece, int kv_head, const Piece& next, int next_head) {
@@ -172,7 +182,7 @@ class PieceAttention {
             if (packed) tile_.pack();
             // Skips queries to which no key of the tile is visible.
             const int from = std::max(first_, key);
-            const int to = shape_.window ? std::min(end, key + TILE_KEYS - 1 + shape_.window) : end;
+            const int to = shape_.window ? std::min(end, end_of(key + TILE_KEYS - 1)) : end;
             const int begin = (from - first_) * group_, last = (to - first_) * group_;
             if (packed)
                 in_parts<TILE_ROWS>(begin, last, [&](auto rows, int query) {
@@ -193,8 +203,8 @@ class PieceAttention {
         float corrections[LANES];
         Visible visible[ROWS];
         for (int i = 0; i < ROWS; i++) {
-            const int last = first_ + (query + i) / group_ - key;
-            visible[i] = Visible{shape_.window ? last - shape_.window + 1 : 0, last};
+            const int position = first_ + (query + i) / group_;
+            visible[i] = Visible{shape_.window ? oldest_key(position) - key : 0, position - key};
         }
         const Factor* queries = queries_ + query * size_;
         float* sums = sums_ + query * size_;

@@ -142,6 +142,10 @@ constexpr int MAX_QUERIES = 128;  // query heads that share a KV head
 // [first_head, first_head + kv_heads) are used. A head of a block is [block_size][head_size] elements of
 // the compute type, or of int8 followed by float scales [block_size].
 //
+// Where layers have heads of several sizes, `layers` and `all_heads` are those of this size, of which
+// `shared_by` layers have their K and V, [all_heads][shared_by][block_size][head_size], in each K or V of
+// the largest size.
+//
 // A latent pool is [blocks][layers][block_size][head_size]: its rows are K and V of all query heads, of
 // which there are kv_heads groups.
 struct Pool {
@@ -151,6 +155,7 @@ struct Pool {
     int32_t int8;                   // 1: rows are int8 and have scales
     int32_t groups;                 // of layers: a block table has an entry of each in turn
     int32_t latent;                 // 1: rows are K and V of all query heads
+    int32_t shared_by;              // layers of these heads in the place of one; even, or at most 1
 };
 
 // Rows of one sequence: [first_row, first_row + count) of the batch, at positions
@@ -164,13 +169,16 @@ struct Span {
 
 struct AttentionShape {
     int32_t heads, layer;
-    int32_t window;          // tokens that a row attends to, its own included; 0: all
+    int32_t window;          // most tokens that a row attends to, its own included; 0: all
     float scale, cap, eps;   // scale and softcap (or 0) of scores; eps of q_norm and k_norm
     const float *cos, *sin;  // [max_context][head_size]
     Norm q_norm, k_norm;     // over each head, or over all heads of a row
     int32_t row_norms;       // 1: over all heads of a row
     const float* sinks;      // [heads], a further score of each softmax with a value of 0; or null
     int32_t group;           // `layer` is the index in this group
+    int32_t norms_rotated;   // 1: q_norm and k_norm are of rotated heads
+    int32_t chunked;         // 1: the window of a position begins at a multiple of its length
+    int32_t only_reads;      // 1: qkv has queries alone, and K and V are those of another layer
 };
 
 // qkv [rows][(heads + 2 * kv_heads) * head_size] -> out [rows][2], mean squares of q and k divided by the
@@ -227,10 +235,7 @@ struct PagedRows {
           stride(pool.head_size * (pool.int8 ? sizeof(int8_t) : sizeof(Activation))) {
         const size_t head_bytes = (stride + (pool.int8 ? sizeof(float) : 0)) * block_size;
         block_bytes = head_bytes * pool.all_heads * (pool.latent ? 1 : 2) * pool.layers;
-        const size_t head = pool.latent ? shape.layer
-                                        : (size_t(shape.layer) * 2 + part) * pool.all_heads +
-                                              pool.first_head + kv_head;
-        begin = (char*)pool.data + head * head_bytes;
+        begin = (char*)pool.data + index_of(pool, shape.layer, kv_head, part) * head_bytes;
     }
 
     // The row of a position that the table has a block for.
@@ -242,6 +247,14 @@ struct PagedRows {
     }
 
    private:
+    // The index of a head's rows among those of a block.
+    static size_t index_of(const Pool& pool, int layer, int kv_head, Part part) {
+        const int head = pool.first_head + kv_head, layers = pool.shared_by / 2;
+        if (pool.latent) return layer;
+        if (pool.shared_by < 2) return (size_t(layer) * 2 + part) * pool.all_heads + head;
+        return (size_t(layer / layers) * pool.all_heads + head) * pool.shared_by + layer % layers * 2 + part;
+    }
+
     char* block_of(int position) const {
         return begin + size_t(table[position / block_size * groups]) * block_bytes;
     }

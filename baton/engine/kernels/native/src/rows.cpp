@@ -73,15 +73,20 @@ void norm_heads(Activation* heads, int count, int size, Norm norm, const Attenti
 // Norms, rotates and stores one row, `heads` [q of all heads, k, v], at a position of its sequence.
 void rotate_row(Activation* heads, int position, const int32_t* table, const AttentionShape& shape,
                 const Pool& pool, const float* mean_squares) {
-    const int size = pool.head_size, rotated = shape.heads + pool.kv_heads;
+    const int size = pool.head_size, kv_heads = shape.only_reads ? 0 : pool.kv_heads;
+    const int rotated = shape.heads + kv_heads;
     const float* cos = shape.cos + size_t(position) * size;
     const float* sin = shape.sin + size_t(position) * size;
-    norm_heads(heads, shape.heads, size, shape.q_norm, shape, mean_squares);
-    norm_heads(heads + shape.heads * size, pool.kv_heads, size, shape.k_norm, shape,
-               mean_squares ? mean_squares + 1 : nullptr);
+    const auto normalise_heads = [&] {
+        norm_heads(heads, shape.heads, size, shape.q_norm, shape, mean_squares);
+        norm_heads(heads + shape.heads * size, kv_heads, size, shape.k_norm, shape,
+                   mean_squares ? mean_squares + 1 : nullptr);
+    };
+    if (!shape.norms_rotated) normalise_heads();
     for (int i = 0; i < rotated; i++) rotate(heads + i * size, cos, sin, size);
+    if (shape.norms_rotated) normalise_heads();
     const Activation* kv[] = {heads + shape.heads * size, heads + rotated * size};
-    for (int i = 0; i < pool.kv_heads; i++)
+    for (int i = 0; i < kv_heads; i++)
         for (Part part : {KEYS, VALUES}) {
             const PagedRows rows(pool, shape, i, part, table);
             const Activation* head = kv[part] + i * size;
@@ -178,7 +183,7 @@ void mean_squares(Team& team, const Activation* qkv, int rows, const AttentionSh
 
 void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_spans,
                       const AttentionShape& shape, const Pool& pool, const float* mean_squares) {
-    const size_t stride = size_t(shape.heads + 2 * pool.kv_heads) * pool.head_size;
+    const size_t stride = size_t(shape.heads + (shape.only_reads ? 0 : 2 * pool.kv_heads)) * pool.head_size;
     Pieces pieces(spans, num_spans, ROWS_AT_ONCE, 1, 1);
     team.share(pieces.count(), [&](int i) {
         const Piece piece = pieces.at(i);
