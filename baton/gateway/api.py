@@ -584,7 +584,7 @@ class Detokenized(Struct):
 
 
 class ModelCard(Struct):
-    """A served model."""
+    """A served model, in OpenAI's and Anthropic's fields."""
 
     id: str
     max_model_len: Count
@@ -593,13 +593,28 @@ class ModelCard(Struct):
     created: int = 0
     owned_by: str = "baton"
     parent: str | None = None
+    type: Literal["model"] = "model"
+    display_name: str = ""
+    created_at: str = "1970-01-01T00:00:00Z"  # Anthropic's value for models without a date
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: Count = 0
+
+    def __post_init__(self) -> None:
+        self.display_name, self.max_input_tokens = self.id, self.max_model_len
 
 
 class ModelList(Struct):
-    """The served models."""
+    """The served models; the last three fields are of Anthropic's pages."""
 
     data: list[ModelCard]
     object: Literal["list"] = "list"
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.data:
+            self.first_id, self.last_id = self.data[0].id, self.data[-1].id
 
 
 class Status(Struct):

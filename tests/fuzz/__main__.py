@@ -65,7 +65,7 @@ MAX_PARSE_S = 1.0
 MAX_STALL_S = 0.05  # CPU time
 CALLERS = 8
 _FINE = (503, 504, 529)  # of the statuses from 500 on
-_ID = re.compile(rb'"id":\s*"((resp_|file-|batch_)\w+)"')
+_ID = re.compile(rb'"id":\s*"((resp_|conv_|file-|batch_)\w+)"')
 GROWTH = 64 << 20  # bytes that a process may grow by, beside a third
 SAMPLING = common_pb2.SamplingParams(max_tokens=3, temperature=0.5, seed=1, top_k=3)
 SEQUENCE = common_pb2.SequenceSpec(

@@ -177,7 +177,13 @@ TOKENIZE = [
 STORED = [
     b'{"input":"x","max_output_tokens":2,"store":true,"previous_response_id":"resp_0"}',
     b'{"input":"x","max_output_tokens":200,"background":true,"metadata":{"a":"b"}}',
-    b'{"input":[{"role":"user","content":"x"}],"max_output_tokens":2,"stream":true}',
+    b'{"input":[{"role":"user","content":"x"},{"type":"item_reference","id":"msg_0"},{"type":'
+    b'"custom_tool_call","call_id":"1","name":"c","input":"i"},{"type":"custom_tool_call_output",'
+    b'"call_id":"1","output":"o"}],"max_output_tokens":2,"stream":true,"conversation":"conv_0"}',
+]
+ITEMS = [
+    b'{"items":[{"type":"message","role":"user","content":"x"},{"type":"function_call","call_id":'
+    b'"1","name":"f","arguments":"{}"}],"metadata":{"a":"b"}}',
 ]
 _NEW_BATCH = (
     b'{"input_file_id":"file-0","endpoint":"/v1/completions","completion_window":"24h",'
@@ -185,19 +191,27 @@ _NEW_BATCH = (
 )
 _OPTIONS = b'"max_tokens":2,"n":3,"top_k":2,"min_p":0.1,"stop":"x","logit_bias":{"5":1}'
 # By method and path, the bodies of well-formed requests. Ids of what was stored before replace
-# `resp_0`, `file-0` and `batch_0`.
+# `resp_0`, `conv_0`, `file-0` and `batch_0`.
 REQUESTS: dict[str, Sequence[bytes]] = {
     "POST /v1/completions": COMPLETIONS,
     "POST /v1/chat/completions": [*CHATS, CHATS[0].replace(b'"max_completion_tokens":4', _OPTIONS)],
+    "POST /v1/completions/render": COMPLETIONS,
+    "POST /v1/chat/completions/render": CHATS,
     "POST /v1/messages": MESSAGES,
     "POST /v1/messages/count_tokens": MESSAGES,
     "POST /v1/responses": [*RESPONSES, *STORED],
     "POST /v1/responses/input_tokens": RESPONSES,
+    "POST /v1/conversations": ITEMS,
+    "POST /v1/conversations/conv_0": ITEMS,
+    "POST /v1/conversations/conv_0/items": ITEMS,
     **dict.fromkeys(
-        ("GET /v1/responses/resp_0", "GET /v1/responses/resp_0/input_items?limit=2", "GET /metrics",
-         "DELETE /v1/responses/resp_0", "POST /v1/responses/resp_0/cancel", "GET /v1/files?limit=2",
+        ("GET /v1/conversations/conv_0/items?limit=2", "DELETE /v1/conversations/conv_0",
+         "GET /v1/responses/resp_0", "GET /v1/responses/resp_0?stream=true",
+         "GET /v1/responses/resp_0/input_items?limit=2", "DELETE /v1/responses/resp_0",
+         "POST /v1/responses/resp_0/cancel", "GET /v1/files?limit=2",
          "GET /v1/files/file-0/content", "DELETE /v1/files/file-0", "GET /v1/batches/batch_0",
-         "POST /v1/batches/batch_0/cancel", "GET /v1/batches?limit=2", "GET /openapi.json"),
+         "POST /v1/batches/batch_0/cancel", "GET /v1/batches?limit=2", "GET /metrics",
+         "GET /openapi.json"),
         (b"",),
     ),
     "POST /v1/rerank": RANKING,

@@ -61,7 +61,7 @@ async def test_every_endpoint_has_requests_that_are_answered(address, monkeypatc
     await fuzz.requests(address)
     assert fuzz.broken == []
     assert set(fuzz.tried) == set(inputs.REQUESTS)
-    tried = {re.sub(r"(resp_|file-|batch_)0", "{id}", name) for name in inputs.REQUESTS}
+    tried = {re.sub(r"(resp_|conv_|file-|batch_)0", "{id}", name) for name in inputs.REQUESTS}
     posted = {f"POST {path}" for path, methods in routes.ALL_ROUTES.items() if "POST" in methods}
     rest = {name for name in posted - tried if "lora" not in name}
     assert rest == {"POST /rerank", "POST /v2/rerank", "POST /v1/score", "POST /ping"}

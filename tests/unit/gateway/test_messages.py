@@ -371,3 +371,10 @@ async def test_an_overload_is_529(gateway_of, client_of):
         await waiting
     assert (full.value.status_code, full.value.type) == (529, "overloaded_error")
     assert full.value.response.headers["retry-after"]
+
+
+async def test_models_are_listed_for_anthropics_client(gateway, client_of):
+    async with client_of(gateway) as client:
+        (model,) = [one async for one in client.models.list()]
+        assert model == await client.models.retrieve("tiny")
+    assert (model.id, model.display_name, model.max_input_tokens) == ("tiny", "tiny", 32)

@@ -42,8 +42,11 @@ async def test_what_can_be_read(gateway):
         return (await gateway.client.get(path)).json()
 
     model = {"id": "tiny", "object": "model", "created": 0, "owned_by": "baton",
-             "max_model_len": 32, "root": "tiny", "parent": None}  # fmt: skip
-    assert await read("/v1/models") == {"object": "list", "data": [model]}
+             "max_model_len": 32, "root": "tiny", "parent": None, "type": "model",
+             "display_name": "tiny", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",
+             "max_input_tokens": 32}  # fmt: skip
+    page = {"object": "list", "has_more": False, "first_id": "tiny", "last_id": "tiny"}
+    assert await read("/v1/models") == {**page, "data": [model]}
     assert await read("/v1/models/tiny") == model
     assert await read("/health") == {"status": "ok"}
     assert await read("/ready") == {"status": "ready"}

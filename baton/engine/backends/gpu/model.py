@@ -164,7 +164,10 @@ class GpuModel(DecoderModel):
     ) -> list[tuple[SlotMapping, Tensor]]:  # fmt: skip
         """As `_PlacedRows.groups`."""
         count = self.num_groups
-        tables = [block_tables[:, group::count].contiguous() for group in range(count)]
+        tables = [block_tables]
+        if count > 1:  # `contiguous` would leave a single entry the stride of the whole table
+            parts = (block_tables[:, group::count] for group in range(count))
+            tables = [part.clone(memory_format=torch.contiguous_format) for part in parts]
         return [
             (map_slots(context_lens, query_lens, table, num_rows, pool.shape[4]), table)
             for table in tables
