@@ -66,7 +66,7 @@ SIMILAR = {
     "--pipeline-parallel-size": "there is no pipeline parallelism: use --tp",
     "--enforce-eager": "do you mean --no-graphs?",
     "--num-speculative-tokens": "do you mean --speculate TOKENS?",
-    "--speculative-config": "do you mean --speculate TOKENS or --speculative-model DIR?",
+    "--speculative-config": "do you mean --speculate TOKENS or --speculative-model DIR|mtp?",
     "--enable-lora": "do you mean --max-loras N?",
     "--lora-modules": "do you mean --lora NAME=DIR?",
     "--allowed-origins": "do you mean --cors-origins?",

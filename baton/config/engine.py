@@ -21,6 +21,7 @@ KERNELS = ("auto", "native", "torch", "triton")
 CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, without --kv-cache or --kv-blocks
 MAX_TP = 64
 DRAFT_TOKENS = 4  # most proposed by a draft model in a step, without --speculate
+MTP = "mtp"  # in place of a draft model: the model's own layer that predicts further tokens
 MAX_LORAS, MAX_LORA_RANK = 1024, 512
 
 
@@ -238,10 +239,11 @@ class EngineConfig(CacheConfig):
     )
     speculative_model: str = option(
         "",
-        "--speculative-model DIR",
+        "--speculative-model DIR|mtp",
         "small model with the same vocabulary that proposes tokens instead of n-grams, for "
-        "decode and mixed workers on CPUs: a Hugging Face model directory or GGUF file (default: "
-        "none)",
+        "decode and mixed workers on CPUs: a Hugging Face model directory or GGUF file, or mtp for "
+        "the multi-token prediction layer of --model's own checkpoint, as those of DeepSeek-V3 and "
+        "GLM-4.5 to 4.7 have (default: none)",
     )
     gpu_memory: float = option(
         0.9,
@@ -276,6 +278,11 @@ class EngineConfig(CacheConfig):
         """Most tokens that are proposed for a sequence in a step; 0 without speculation."""
         return self.speculate or (DRAFT_TOKENS if self.speculative_model else 0)
 
+    @property
+    def is_mtp(self) -> bool:
+        """Whether the model's own layer for further tokens proposes them."""
+        return self.speculative_model == MTP
+
     def check_draft_device(self, device: str) -> None:
         """Raises ConfigError if a draft model is asked for on a GPU. device: as of --device."""
         if self.speculative_model and device.startswith("cuda"):
@@ -292,7 +299,8 @@ class EngineConfig(CacheConfig):
         """
         quantization = "none" if is_quantized else self.quantization
         return dataclasses.replace(
-            self, model=self.speculative_model, random_weights=False, speculative_model="",
+            self, model=self.model if self.is_mtp else self.speculative_model,
+            random_weights=self.is_mtp and self.random_weights, speculative_model="",
             speculate=0, tp=1, expert_parallel=False, lora=(), max_loras=0,
             quantization=quantization,
         )  # fmt: skip

@@ -87,6 +87,7 @@ class BatchBuilder:
         self._block_size = block_size
         self._num_groups = num_groups
         self._device = device
+        self.keeps_hidden = False  # whether every step writes `StepModel.hidden`
         self._last: _DecodeBatch | None = None
 
     def build(self, step: ScheduledStep) -> StepBatch:
@@ -100,7 +101,7 @@ class BatchBuilder:
         if self._device.type != "cpu" or not only_decodes:  # a GPU's have an input batch
             return self.new_batch(scheduled)
         if self._last is None or not self._last.continues(scheduled):
-            self._last = _DecodeBatch(scheduled, self._num_groups)
+            self._last = _DecodeBatch(scheduled, self._num_groups, self.keeps_hidden)
         return self._last.batch(scheduled)
 
     def new_batch(self, scheduled: list[ScheduledSequence]) -> StepBatch:
@@ -131,7 +132,8 @@ class BatchBuilder:
             block_tables=self._tensor(block_tables),
             logit_rows=self._tensor(np.array(logit_rows, np.int32)),
             num_decodes=num_decodes,
-            wants_hidden=any(item.sequence.params.is_pooled for item in scheduled),
+            wants_hidden=self.keeps_hidden
+            or any(one.sequence.params.is_pooled for one in scheduled),
             lora_slots=None if (slots := lora_slots(scheduled)) is None else self._tensor(slots),
             state_tables=None if (of := state_tables(scheduled)) is None else self._tensor(of),
         )
@@ -170,7 +172,9 @@ def _decodes(item: ScheduledSequence) -> bool:
 class _DecodeBatch:
     """A decode batch on a CPU, whose tensors are written again for each step."""
 
-    def __init__(self, scheduled: list[ScheduledSequence], num_groups: int) -> None:
+    def __init__(
+        self, scheduled: list[ScheduledSequence], num_groups: int, wants_hidden: bool
+    ) -> None:
         count = len(scheduled)
         self._sequences = [item.sequence for item in scheduled]
         self._blocks = [sequence.block_ids for sequence in self._sequences]
@@ -188,7 +192,7 @@ class _DecodeBatch:
         tables = torch.from_numpy(self._tables)
         slots, states = lora_slots(scheduled), state_tables(scheduled)
         self._batch = StepBatch(
-            *(token_ids, context_lens, query_lens, tables, logit_rows, count),
+            *(token_ids, context_lens, query_lens, tables, logit_rows, count, wants_hidden),
             lora_slots=None if slots is None else torch.from_numpy(slots),
             state_tables=None if states is None else torch.from_numpy(states),
         )

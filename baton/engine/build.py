@@ -39,8 +39,9 @@ from baton.engine.kv_cache import Allocate, KvLayout, plan_layout
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
 from baton.engine.models.weight_loader import random_seed
+from baton.engine.mtp import MtpProposer
 from baton.engine.rank_executor import RemoteRanks
-from baton.engine.runner import StepRunner
+from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
@@ -133,8 +134,16 @@ class Loaded:
         settings, tokens = self.settings, (self.settings.most_proposed, self.max_context)
         if self.draft is not None:
             chunk = ChunkBudget(settings.chunk_tokens, CATCH_UP_SHARE * self.chunk_s, MIN_CATCH_UP)
+            if settings.is_mtp:
+                return self._mtp_proposer(MtpProposer(*tokens, self.draft, chunk))
             return DraftProposer(*tokens, self.draft, chunk, settings.prefix_cache)
         return NgramProposer(*tokens) if settings.speculate else None
+
+    def _mtp_proposer(self, proposer: MtpProposer) -> MtpProposer:
+        """Gives the proposer the hidden states of all steps."""
+        assert isinstance(self.runner, Runner), "the model is on a CPU"
+        self.runner.keep_hidden(proposer.take_hidden)
+        return proposer
 
 
 def load(

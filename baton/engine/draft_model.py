@@ -19,13 +19,16 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import abstractmethod
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
+from typing import Generic, Self, TypeVar
 
 import torch
 
 from baton.config import EngineConfig, model_path
 from baton.engine.backends import Backend
+from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.block_manager import BlockManager
 from baton.engine.chunk_budget import ChunkBudget
@@ -81,7 +84,7 @@ def load_draft(
     settings: EngineConfig, backend: Backend, config: ModelConfig, layout: KvLayout,
     dtype: torch.dtype, max_context: int, sampler: Sampler,
 ) -> DraftModel:  # fmt: skip
-    """Loads the draft model that `settings` name.
+    """Loads the draft model, or the predicting layer, that `settings` name.
 
     backend, config, layout, max_context, sampler: of the model that it drafts for. Raises
     CheckpointError, ConfigError.
@@ -90,8 +93,11 @@ def load_draft(
     longest = min(max_context, draft.max_context)
     limited = replace(draft, max_context=longest)
     own = draft_layout(settings, limited, layout, dtype)
-    loader = type(backend)(settings.of_draft(draft.quantization is not None))
-    model = loader.shard_model(model_path(settings.speculative_model), limited, dtype)
+    of_draft = settings.of_draft(draft.quantization is not None)
+    loader = type(backend)(of_draft)
+    if isinstance(loader, CpuBackend) and isinstance(backend, CpuBackend):
+        loader.whole = backend.whole
+    model = loader.shard_model(model_path(of_draft.model), limited, dtype)
     log.info(
         "draft model: %d KV blocks (%.0f MiB), contexts of up to %d tokens",
         own.num_blocks, own.num_bytes / 2**20, longest,
@@ -100,7 +106,7 @@ def load_draft(
 
 
 @dataclass(eq=False)
-class _DraftSequence(Sequence):
+class DraftSequence(Sequence):
     """A sequence on the draft model: the known tokens of another, then those proposed for it.
 
     known: number of known tokens at the last step · num_kept: computed tokens that its prefix cache
@@ -116,7 +122,7 @@ class _DraftSequence(Sequence):
     broken: bool = False  # its logits were not finite
 
     @classmethod
-    def from_sequence(cls, sequence: Sequence, rate: AcceptanceRate) -> _DraftSequence:
+    def from_sequence(cls, sequence: Sequence, rate: AcceptanceRate) -> Self:
         return cls(
             sequence.seq_id, [], sequence.prompt_tokens,
             replace(sequence.params, logprobs=None, prompt_logprobs=None),
@@ -143,12 +149,17 @@ class _DraftSequence(Sequence):
         return SampleRow(self.params, self.tokens, self.prompt_tokens, proposed, *of_sequence)
 
 
-class DraftProposer(Proposer):
-    """Proposes what a draft model samples."""
+D = TypeVar("D", bound=DraftSequence)
+
+
+class ModelProposer(Proposer, Generic[D]):
+    """Proposes what a model samples; sequence_type: what it knows of a sequence."""
+
+    sequence_type: type[D]
 
     def __init__(
         self, most: int, max_context: int, draft: DraftModel, chunk: ChunkBudget,
-        prefix_cache: bool = True,
+        prefix_cache: bool,
     ) -> None:  # fmt: skip
         """chunk: of the draft model's tokens in a step."""
         super().__init__(most, max_context)
@@ -160,7 +171,7 @@ class DraftProposer(Proposer):
         self._costs = RowCost()
         self._draft_s: dict[int, float] = {}  # of a step of the draft model, by its rows
         self._last_draft_s = 0.0
-        self._drafts: dict[Sequence, _DraftSequence] = {}
+        self._drafts: dict[Sequence, D] = {}
         self._rate = AcceptanceRate()  # of all sequences, with which new ones begin
         self._steps = 0
         self._failed = False
@@ -182,7 +193,7 @@ class DraftProposer(Proposer):
             for sequence, limit in zip(sequences, limits, strict=True)
         ]
         try:
-            self._compute([draft for draft in drafts if draft.wanted])
+            self._compute(drafts)
         except Exception:  # sequences go on without proposals
             log.exception("the draft model failed: it proposes nothing from now on")
             self._failed = True
@@ -214,40 +225,43 @@ class DraftProposer(Proposer):
 
     def _count(self, sequence: Sequence, limit: int, price: float) -> int:
         """The number of tokens to propose for a sequence."""
-        draft = self._drafts.get(sequence)
-        if draft is None:
-            rate = AcceptanceRate(self._rate.value)
-            draft = self._drafts[sequence] = _DraftSequence.from_sequence(sequence, rate)
+        draft = self._draft_of(sequence)
         if draft.broken or limit < 1:
             return 0
         return worthwhile(draft.rate.value, price, limit) or int(draft.probes)
 
-    def _follow(self, sequence: Sequence, count: int) -> _DraftSequence:
+    def _draft_of(self, sequence: Sequence) -> D:
+        """What is known of a sequence, from now on."""
+        draft = self._drafts.get(sequence)
+        if draft is None:
+            rate = AcceptanceRate(self._rate.value)
+            draft = self._drafts[sequence] = self.sequence_type.from_sequence(sequence, rate)
+        return draft
+
+    def _follow(self, sequence: Sequence, count: int) -> D:
         """The draft of a sequence, with `count` tokens to propose if there are blocks for them."""
         draft = self._drafts[sequence]
         draft.follow(sequence.tokens)
-        draft.num_kept = min(draft.num_kept, draft.num_computed)
-        self._kv.cache_blocks(draft, draft.num_kept, draft.num_computed)
-        draft.num_kept = draft.num_computed
+        self._keep(draft)
         draft.wanted = count if count and self._kv.reserve(draft, count) else 0
         return draft
 
-    def _compute(self, drafts: list[_DraftSequence]) -> None:
-        """Computes known tokens as far as the budget allows, then proposes token after token."""
-        budget, rows = self._kv.chunk.tokens, list[tuple[_DraftSequence, int]]()
-        for draft in drafts:
-            count = draft.num_pending
-            if count > _READY_TOKENS:
-                count = min(count, budget)
-                budget -= count
-            if count:
-                rows.append((draft, count))
+    def _keep(self, draft: D) -> None:
+        """Keeps what was computed of known tokens for other sequences."""
+
+    def _compute(self, drafts: list[D]) -> None:
+        """Computes known tokens, then proposes token after token."""
+        rows = self._known_rows(drafts)
         while rows:
             self._run(sorted(rows, key=lambda pair: pair[1] > 1))
             left = (draft for draft in drafts if 0 < len(draft.proposed) < draft.wanted)
             rows = [(draft, 1) for draft in left]
 
-    def _run(self, rows: list[tuple[_DraftSequence, int]]) -> None:
+    @abstractmethod
+    def _known_rows(self, drafts: list[D]) -> list[tuple[D, int]]:
+        """The number of known tokens to compute of each draft."""
+
+    def _run(self, rows: list[tuple[D, int]]) -> None:
         """Computes the next rows of each sequence, and samples where all tokens are computed.
 
         Sequences with one row come first.
@@ -256,7 +270,7 @@ class DraftProposer(Proposer):
         step = ScheduledStep(
             [ScheduledSequence(one, one.num_computed, count) for one, count in rows]
         )
-        logits = self._draft.model.step(self._batches.build(step), self._draft.pool)
+        logits = self._logits(step, rows)
         for draft, count in rows:
             draft.num_computed += count
         sampling = [draft for draft, _ in rows if not draft.num_pending]
@@ -270,17 +284,21 @@ class DraftProposer(Proposer):
                 draft.probes = False
         self._record(step, time.perf_counter() - began)
 
+    def _logits(self, step: ScheduledStep, rows: list[tuple[D, int]]) -> torch.Tensor:
+        """Runs a step of the draft model: logits of the sequences that sample."""
+        return self._draft.model.step(self._batches.build(step), self._draft.pool)
+
     def _record(self, step: ScheduledStep, seconds: float) -> None:
         """Records the duration of a step of the draft model."""
         self._draft.seconds += seconds
         self._kv.chunk.record_step(step, seconds)
-        if not step.has_chunks:
+        if all(one.count <= self._most + 1 for one in step.sequences):
             rows = len(step.sequences)
             mean = self._draft_s.get(rows, seconds)
             self._last_draft_s = mean + _RECENT * (seconds - mean)
             self._draft_s[rows] = self._last_draft_s
 
-    def _give_up(self, draft: _DraftSequence) -> None:
+    def _give_up(self, draft: D) -> None:
         """Proposes nothing any more for a sequence, and zeroes its KV, which may not be finite."""
         log.warning("the draft model's logits for sequence %s are not finite", draft.seq_id)
         private = self.blocks.uncache(held(draft.block_ids))
@@ -296,6 +314,29 @@ class DraftProposer(Proposer):
                 del self._drafts[sequence]
             if sequence.dropped or not sequence.block_ids:
                 self._kv.free(draft)
+
+
+class DraftProposer(ModelProposer[DraftSequence]):
+    """Proposes what a draft model samples."""
+
+    sequence_type = DraftSequence
+
+    def _keep(self, draft: DraftSequence) -> None:
+        draft.num_kept = min(draft.num_kept, draft.num_computed)
+        self._kv.cache_blocks(draft, draft.num_kept, draft.num_computed)
+        draft.num_kept = draft.num_computed
+
+    def _known_rows(self, drafts: list[DraftSequence]) -> list[tuple[DraftSequence, int]]:
+        """As far as the budget allows."""
+        budget, rows = self._kv.chunk.tokens, list[tuple[DraftSequence, int]]()
+        for draft in drafts:
+            count = draft.num_pending if draft.wanted else 0
+            if count > _READY_TOKENS:
+                count = min(count, budget)
+                budget -= count
+            if count:
+                rows.append((draft, count))
+        return rows
 
 
 def warm_up(draft: DraftModel) -> None:

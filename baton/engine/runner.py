@@ -194,6 +194,11 @@ class Runner(StepRunner):
         self.expert_tokens = model.expert_tokens
         self.num_groups = model.num_groups
         self._batches = BatchBuilder(pool.shape[4], pool.device, self.num_groups)
+        self._take_hidden: Callable[[ScheduledStep, torch.Tensor], None] | None = None
+
+    def keep_hidden(self, take: Callable[[ScheduledStep, torch.Tensor], None]) -> None:
+        """Passes each step to `take`, with `StepModel.hidden`."""
+        self._take_hidden, self._batches.keeps_hidden = take, True
 
     def run(self, step: ScheduledStep) -> dict[str, SampledTokens]:
         launch = self.launch(step)
@@ -204,6 +209,8 @@ class Runner(StepRunner):
         launch = Launch(step)
         logits = self.model.step(self._batches.build(step), self.pool)
         launch.output = self._sample(step, logits)
+        if self._take_hidden is not None and self.model.hidden is not None:
+            self._take_hidden(step, self.model.hidden)
         self.wait_for_writes()
         return launch
 
@@ -215,7 +222,9 @@ class Runner(StepRunner):
 
     def _sample(self, step: ScheduledStep, logits: torch.Tensor) -> StepOutput:
         """Samples, after hidden states are pooled and log-probabilities of prompts computed."""
-        scheduled, hidden = step.sequences, self.model.hidden
+        scheduled = step.sequences
+        is_pooled = any(item.sequence.params.is_pooled for item in scheduled)
+        hidden = self.model.hidden if is_pooled else None
         sampling = [item for item in scheduled if item.samples]
         rows = [row for item in sampling for row in sample_rows(item)]
         if hidden is None and len(rows) == len(scheduled) == len(logits) and not step.has_chunks:

@@ -26,8 +26,7 @@ def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
     config.check_settings(settings)
     weight_format(settings, config.quantization)
     if not (settings.random_weights or settings.simulate):
-        stored = text_tensors(path, config)[0]
-        check_tensors(path, as_stored(config, stored), stored)
+        _check_stored(settings, config)
     if settings.speculative_model:
         _check_draft(settings, config)
     if worker:
@@ -39,10 +38,21 @@ def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
     load_tokenizer(path)
 
 
+def _check_stored(settings: EngineConfig, config: ModelConfig) -> None:
+    """Checks that the checkpoint has the tensors that a config implies."""
+    path = model_path(settings.model)
+    stored = text_tensors(path, config)[0]
+    check_tensors(path, as_stored(config, stored), stored)
+
+
 def _check_draft(settings: EngineConfig, config: ModelConfig) -> None:
     """Checks the draft model's files, and that its token ids mean the same texts."""
     settings.check_draft_device(settings.device)
     draft = config.draft(settings)
+    if settings.is_mtp:
+        if not settings.random_weights:
+            _check_stored(settings, draft)
+        return
     check_model(settings.of_draft(draft.quantization is not None), worker=True)
     if not has_same_tokens(model_path(settings.speculative_model), model_path(settings.model)):
         raise ConfigError(

@@ -26,7 +26,7 @@ from baton.engine.draft_model import draft_layout
 from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
-from baton.engine.models.tensor_names import EMBEDDING, num_parameters, text_tensors
+from baton.engine.models.tensor_names import EMBEDDING, LM_HEAD, num_parameters, text_tensors
 from baton.engine.models.weight_loader import random_weights
 from baton.engine.quantization.config import GgufConfig, weight_format
 from baton.engine.quantization.linear_weight import DenseWeight
@@ -119,11 +119,14 @@ def _draft(
     """Bytes of the draft model, and what to say of them. layout: of the other model's KV."""
     draft = config.draft(settings)
     own = settings.of_draft(draft.quantization is not None)
-    weights = weight_bytes(own, draft, dtype, False)
     kv = draft_layout(settings, draft, layout, dtype)
+    shares = settings.is_mtp and settings.tp == 1  # the embedding and output layer of the model
+    weights = weight_bytes(own, draft, dtype, False, shares)
+    draft = replace(draft, vocab_size=1) if shares else draft
+    name = "multi-token prediction layer" if settings.is_mtp else draft.architecture
     return weights + kv.num_bytes, ok(
         "draft model",
-        f"{draft.architecture}, {num_parameters(draft) / 1e6:,.1f} M parameters: "
+        f"{name}, {num_parameters(draft) / 1e6:,.1f} M parameters: "
         f"{weights / _GIB:.2f} GiB of weights and {kv.num_bytes / _GIB:.2f} GiB of KV",
     )
 
@@ -177,9 +180,13 @@ def _host_memory(
 
 
 def weight_bytes(
-    settings: EngineConfig, config: ModelConfig, dtype: torch.dtype, on_gpu: bool
-) -> int:
-    """Bytes of a worker's weights; an experts' router counts as part of the experts."""
+    settings: EngineConfig, config: ModelConfig, dtype: torch.dtype, on_gpu: bool,
+    shares: bool = False,
+) -> int:  # fmt: skip
+    """Bytes of a worker's weights; an experts' router counts as part of the experts.
+
+    shares: whether embedding and output layer are another model's.
+    """
     if isinstance(config.quantization, GgufConfig):
         if on_gpu:  # which has no products of these formats
             return num_parameters(config) * dtype.itemsize
@@ -195,7 +202,9 @@ def weight_bytes(
             # Scales in 8 bits become float32.
             one.num_bytes * (4 if name.endswith(_SCALES) and ELEMENT_BYTES[one.dtype] == 1 else 1)
             for name, one in text_tensors(model_path(settings.model), config)[0].items()
+            if not (shares and name in (EMBEDDING, LM_HEAD))
         )
+    config = replace(config, vocab_size=1) if shares else config
     if on_gpu:
         from baton.engine.backends.gpu.linear import prepare  # noqa: PLC0415 - imports triton
 

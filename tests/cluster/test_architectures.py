@@ -13,7 +13,7 @@ import torch
 
 from baton.config import DEMO_MODEL
 from tests.cluster.oracle import ENGINE
-from tests.unit.engine.checkpoints import load_reference, make_checkpoint
+from tests.unit.engine.checkpoints import add_predicting_layer, load_reference, make_checkpoint
 from tests.unit.engine.gguf_files import write_gguf
 from tests.unit.engine.quantized_checkpoints import make_quantized
 from tests.unit.engine.test_gguf import MIXED, SIZES
@@ -105,6 +105,26 @@ async def test_windows_with_other_ranks_in_decode_one_of_which_is_killed(
     ranks = {"prefill": ["--tp", "2"], "decode": ["--tp", "1"]}
     cluster, client = await clusters(alone=True, engine=engine, decode=2, extra_args=ranks)
     await Killing(cluster, client, 64).check(reference)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_multi_token_prediction_changes_no_token(ranks, tmp_path, clusters):
+    """After handoffs, and when a worker dies in the middle of streams."""
+    make_checkpoint(tmp_path, "DeepseekV3ForCausalLM", tokenizer=True, num_nextn_predict_layers=1)
+    add_predicting_layer(tmp_path, mixed=0.1)
+    engine = replace(
+        ENGINE, model=str(tmp_path), kv_cache_bytes=0, kv_blocks=256, speculative_model="mtp",
+        tp_backend="gloo",
+    )  # fmt: skip
+    extra = {"decode": ["--tp", str(ranks)]}
+    cluster, client = await clusters(alone=True, engine=engine, decode=2, extra_args=extra)
+    largest = 0
+    async with client.stream(PROMPTS[0], max_tokens=NEW_TOKENS, temperature=0.0) as stream:
+        async for delta in stream:
+            largest = max(largest, len(delta.token_ids))
+    assert stream.completion.route.prefill != stream.completion.route.decode
+    assert largest > 1
+    await Killing(cluster, client, NEW_TOKENS).check(load_reference(tmp_path))
 
 
 async def test_latent_kv_is_handed_over_between_halves_of_unlike_tensor_parallelism(

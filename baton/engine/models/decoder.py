@@ -105,10 +105,9 @@ class DecoderModel(LatentAttention, MixtureOfExperts, LayerInputs):
             return hidden.rows.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         if num_logits < num_rows:
             hidden = hidden.select(batch.logit_rows)
-        if not batch.wants_hidden:
-            return self._logits(hidden).float()
-        self.hidden = self._normed(hidden, self._weights.final_norm)
-        return self._gather_logits(self._weights.lm_head.apply(self.hidden)).float()
+        if batch.wants_hidden:
+            self.hidden = self._normed(hidden, self._weights.final_norm)
+        return self._logits(hidden).float()
 
     def state_blocks(self, pool: Tensor) -> int:
         """See `StepModel`."""

@@ -190,7 +190,8 @@ class ModelConfig:
     query_scaling: tuple[float, float] | None = None  # see `query_scales`
     has_wide_mlps: bool = False  # twice as wide where a layer reads another one's K and V
     has_qk_norm: bool = True  # whether there are norms that the architecture may have
-    predicting_layers: int = 0  # layers of the checkpoint that predict further tokens; not used
+    predicting_layers: int = 0  # layers of the checkpoint that predict further tokens
+    first_layer: int = 0  # number of its first layer in the checkpoint; see `predictor`
     quantization: QuantizationConfig | None = None
     wrapper: str = ""
     interleaved_rope: bool = False  # rotated pairs are neighbours in the checkpoint's q and k
@@ -287,7 +288,7 @@ class ModelConfig:
             query_scaling=_query_scaling(fields, arch),
             has_wide_mlps=read_if_known("use_double_wide_mlp", BOOLEAN, False),
             has_qk_norm=read_if_known("use_qk_norm", BOOLEAN, True),
-            predicting_layers=read_if_known("num_nextn_predict_layers", whole(0, MAX_LAYERS), 0),
+            predicting_layers=_predicting_layers(fields, arch),
             quantization=None
             if experts is not None and experts.mxfp4
             else parse_quantization_config(whole_model),
@@ -326,6 +327,8 @@ class ModelConfig:
         option, reason = f"--speculative-model {settings.speculative_model}", ""
         if settings.simulate:
             raise ConfigError(f"{option}: --simulate computes nothing; leave one of them out")
+        if settings.is_mtp:
+            return self.predictor
         try:
             draft = ModelConfig.load(model_path(settings.speculative_model))
         except ConfigError as error:
@@ -343,6 +346,26 @@ class ModelConfig:
         if reason:
             raise ConfigError(f"{option}: {reason}")
         return draft
+
+    @property
+    def predictor(self) -> ModelConfig:
+        """The config of the layer that predicts further tokens, as a model of one layer.
+
+        Where the checkpoint has several, the first. Raises ConfigError where it has none.
+        """
+        if not self.predicting_layers:
+            raise ConfigError(
+                f"--speculative-model mtp: config.json of {self.architecture} names no layer for "
+                "multi-token prediction (num_nextn_predict_layers): give the directory of a draft "
+                "model, or leave the option out"
+            )
+        experts = self.experts
+        if experts is not None:
+            experts = replace(experts, layers=experts.layers[-1:])
+        return replace(
+            self, num_layers=1, first_layer=self.num_layers, predicting_layers=0,
+            ropes=self.ropes[-1:], windows=self.windows[-1:], experts=experts,
+        )  # fmt: skip
 
     @property
     def arch(self) -> Architecture:
@@ -738,6 +761,16 @@ def _routing(fields: Fields, names: ExpertNames, count: int) -> Routing:
     if taken * (count // groups) < per_token:
         raise fields.error("topk_group", taken, f"groups of {per_token} experts together")
     return replace(routing, groups=groups, taken_groups=taken, group_top=names.group_top)
+
+
+def _predicting_layers(fields: Fields, arch: Architecture) -> int:
+    """Layers behind the others that predict further tokens; transformers 5 names them anew."""
+    if "num_nextn_predict_layers" not in arch.defaults:
+        return 0
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if found := fields.read(key, whole(0, MAX_LAYERS), 0):
+            return int(found)
+    return 0
 
 
 def _has_experts(fields: Fields, arch: Architecture, index: int, num_layers: int) -> bool:

@@ -35,6 +35,7 @@ STACKED = StackedExperts(transposed=None)  # as transformers names them
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 CLASSIFICATION_HEAD = "score.weight"
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
+_KEPT = (EMBEDDING, LAYER_EMBEDDING, CLASSIFICATION_HEAD)  # not quantised
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _PART = re.compile(r"(.+)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _TEXT_PREFIX = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
@@ -96,12 +97,36 @@ class StackedPart(NamedTuple):
         }
 
 
+def layer_name(config: ModelConfig, index: int) -> str:
+    """The module of a layer in the checkpoint."""
+    return f"model.layers.{config.first_layer + index}"
+
+
+def predictor_tensors(config: ModelConfig) -> dict[str, Shapes]:
+    """The parts of `PredictorWeights`; empty but for a layer that predicts further tokens."""
+    if not config.first_layer:
+        return {}
+    layer, size = layer_name(config, 0), config.hidden_size
+    return {
+        "embedding_norm": {f"{layer}.enorm.weight": (size,)},
+        "hidden_norm": {f"{layer}.hnorm.weight": (size,)},
+        "projection": {f"{layer}.eh_proj.weight": (size, 2 * size)},
+    }
+
+
+def final_norm(config: ModelConfig) -> Shapes:
+    """The norm before the output layer."""
+    name = f"{layer_name(config, 0)}.shared_head.norm.weight" if config.first_layer else FINAL_NORM
+    return {name: (config.hidden_size,)}
+
+
 def layer_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
     """The parts that each field of a layer's `LayerWeights` is joined from, but absent fields."""
     config = config.layer(index)
     hidden, head = config.hidden_size, config.head_size
     q, kv = config.num_heads * head, config.num_kv_heads * head
-    layer, attention = f"model.layers.{index}", f"model.layers.{index}.self_attn"
+    layer = layer_name(config, index)
+    attention = f"{layer}.self_attn"
     arch, tensors = config.arch, dict[str, Shapes]()
     for field in ("input_norm", "attention_norm", "mlp_norm", "output_norm"):
         if name := getattr(arch, field):
@@ -154,7 +179,7 @@ def delta_rule_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
     if config.delta_rule is None or not config.delta_rule.layers[index]:
         return {}
     delta, hidden = config.delta_rule.shape, config.hidden_size
-    module, names = f"model.layers.{index}.linear_attn", config.arch.delta_rule
+    module, names = f"{layer_name(config, index)}.linear_attn", config.arch.delta_rule
     values, heads = delta.value_heads * delta.value_size, delta.value_heads
     channels = delta.key_heads * delta.head_channels
     sizes = {"qkvz": channels + values, "qkv": channels, "z": values} | {
@@ -194,7 +219,7 @@ def layer_input_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
     """The parts of a layer's `LayerInputWeights`; empty without."""
     if not (size := config.layer_input_size):
         return {}
-    layer, hidden = f"model.layers.{index}", config.hidden_size
+    layer, hidden = layer_name(config, index), config.hidden_size
     return {
         "input_gate": {f"{layer}.per_layer_input_gate.weight": (size, hidden)},
         "input_up": {f"{layer}.per_layer_projection.weight": (hidden, size)},
@@ -218,7 +243,7 @@ def latent_tensors(config: ModelConfig, index: int) -> dict[str, Shapes]:
     """The parts of a layer's `LatentWeights`; `kv_b` is what its projections are cut from."""
     if (latent := config.latent) is None:
         return {}
-    attention, heads = f"model.layers.{index}.self_attn", config.num_heads
+    attention, heads = f"{layer_name(config, index)}.self_attn", config.num_heads
     tensors: dict[str, Shapes] = {
         "kv_a_norm": {f"{attention}.kv_a_layernorm.weight": (latent.kv_rank,)},
         "kv_b": {
@@ -242,7 +267,7 @@ def expert_tensors(
     names, experts = config.arch.experts, config.experts
     if names is None or experts is None or not experts.layers[index]:
         return {}, []
-    layer, hidden = f"model.layers.{index}", config.hidden_size
+    layer, hidden = layer_name(config, index), config.hidden_size
     module = f"{layer}.{names.module}".rstrip(".")
     router = f"{module}.{names.router}"
     shared: dict[str, Shapes] = {"router": {f"{router}.weight": (experts.count, hidden)}}
@@ -287,7 +312,8 @@ def _parts(config: ModelConfig) -> Iterator[Shapes]:
         for fields in (*once, latent, delta, shared, *each):
             yield from fields.values()
     yield from token_input_tensors(config).values()
-    yield {FINAL_NORM: (config.hidden_size,)}
+    yield from predictor_tensors(config).values()
+    yield final_norm(config)
     if not config.tie_embeddings:
         yield {LM_HEAD: (config.vocab_size, config.hidden_size)}
     if config.num_labels:
@@ -333,7 +359,7 @@ def scheme_of(config: ModelConfig, parts: Shapes) -> QuantizationConfig | None:
     Raises CheckpointError if its parts differ, unless it is a GGUF file.
     """
     is_gguf = isinstance(config.quantization, GgufConfig)
-    is_kept = any(name in parts for name in (EMBEDDING, LAYER_EMBEDDING, CLASSIFICATION_HEAD))
+    is_kept = any(name in _KEPT or name.endswith(".eh_proj.weight") for name in parts)
     if config.quantization is None or (is_kept and not is_gguf):
         return None
     modules = [name.removesuffix(".weight") for name, shape in parts.items() if len(shape) == 2]
@@ -366,7 +392,8 @@ def num_parameters(config: ModelConfig) -> int:
 def text_tensors(path: Path, config: ModelConfig) -> tuple[dict[str, StoredTensor], int, int]:
     """The tensors of the text model in a directory, by the names that this package uses.
 
-    Also the number and bytes of those of a multimodal model's other parts. Raises CheckpointError.
+    Of a layer that predicts further tokens those, without its copies of what the model has. Also
+    the number and bytes of those of a multimodal model's other parts. Raises CheckpointError.
     """
     text, others = stored_tensors(path, config.tie_embeddings), list[StoredTensor]()
     if config.wrapper:
@@ -374,6 +401,15 @@ def text_tensors(path: Path, config: ModelConfig) -> tuple[dict[str, StoredTenso
         text = {_text_name(name): one for name, one in text.items() if not _NOT_TEXT.match(name)}
     if (quantization := config.quantization) is not None:
         text = {quantization.canonical(name): one for name, one in text.items()}
+    if config.first_layer:
+        own = f"{layer_name(config, 0)}."
+        copies = f"{own}embed_tokens.", f"{own}shared_head.head."
+        text = {
+            name: one
+            for name, one in text.items()
+            if name in (EMBEDDING, LM_HEAD)
+            or (name.startswith(own) and not name.startswith(copies))
+        }
     return text, len(others), sum(tensor.num_bytes for tensor in others)
 
 

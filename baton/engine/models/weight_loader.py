@@ -30,7 +30,6 @@ from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.tensor_names import (
     CLASSIFICATION_HEAD,
     EMBEDDING,
-    FINAL_NORM,
     LM_HEAD,
     StackedPart,
     as_stored,
@@ -38,11 +37,13 @@ from baton.engine.models.tensor_names import (
     checkpoint_tensors,
     delta_rule_tensors,
     expert_tensors,
+    final_norm,
     is_float32,
     latent_tensors,
     layer_input_tensors,
     layer_tensors,
     num_parameters,
+    predictor_tensors,
     scheme_of,
     stacked_part,
     text_tensors,
@@ -57,6 +58,7 @@ from baton.engine.models.weights import (
     LayerWeights,
     ModelWeights,
     MoeWeights,
+    PredictorWeights,
     TokenInputWeights,
 )
 from baton.engine.quantization.config import GgufConfig, Shapes, weight_format
@@ -95,10 +97,12 @@ def load_weights(
     device: torch.device,
     prepare: Prepare = _as_read,
     shard: Shard = WHOLE,
+    shared: ModelWeights | None = None,
 ) -> ModelWeights:
     """The weights in a model directory, converted to dtype and moved to device.
 
-    prepare: applied to every weight but routers; embedding, norms and biases stay as they are.
+    prepare: applied to every weight but routers; embedding, norms and biases stay as they are ·
+    shared: of the model whose embedding and output layer are taken instead of read.
 
     Raises CheckpointError naming the file and the tensor when a file is missing, broken, truncated
     or pickled, or when a tensor is missing, unknown or of another shape than the config implies.
@@ -127,7 +131,8 @@ def load_weights(
             for file in {tensor.file for tensor in stored.values()}
         }
         reader = _Reader(config, stored, files, dtype, device, shard)
-        return _assemble(config, reader.tensor, reader.weight, lambda shapes: None, prepare, shard)
+        make = reader.tensor, reader.weight, lambda shapes: None
+        return _assemble(config, *make, prepare, shard, shared)
 
 
 def load_classification_head(path: Path, config: ModelConfig) -> Tensor | None:
@@ -295,6 +300,7 @@ def random_weights(
     seed: int,
     prepare: Prepare = _as_read,
     shard: Shard = WHOLE,
+    shared: ModelWeights | None = None,
 ) -> ModelWeights:
     """Seeded random weights, equal on every machine: for benchmarks that need no real model.
 
@@ -320,7 +326,8 @@ def random_weights(
         return result
 
     # Other ranks' experts are made, too: the numbers that follow must be equal on all ranks.
-    return _assemble(config, make, lambda shapes: DenseWeight(make(shapes)), make, prepare, shard)
+    made = make, lambda shapes: DenseWeight(make(shapes)), make
+    return _assemble(config, *made, prepare, shard, shared)
 
 
 def _assemble(
@@ -330,6 +337,7 @@ def _assemble(
     skip: Callable[[Shapes], object],
     prepare: Prepare,
     shard: Shard,
+    shared: ModelWeights | None,
 ) -> ModelWeights:
     """A rank's weights. skip: called in place of `make` for the tensors of other ranks' experts."""
     sizes, own_experts = (config.vocab_size, config.hidden_size), shard.experts(config)
@@ -390,9 +398,13 @@ def _assemble(
             layer_input=LayerInputWeights(**inputs) if inputs else None,
         )  # fmt: skip
 
-    embedding = shard.tensor(config, "embedding", make({EMBEDDING: sizes}))
+    if shared is None:
+        embedding = shard.tensor(config, "embedding", make({EMBEDDING: sizes}))
     layers = tuple(layer(index) for index in range(config.num_layers))
-    norm = _arranged(config, "final_norm", make({FINAL_NORM: sizes[1:]}))
+    norm = _arranged(config, "final_norm", make(final_norm(config)))
+    predictor = _predictor(parts_of(predictor_tensors(config)))
+    if shared is not None:
+        return ModelWeights(shared.embedding, layers, norm, shared.lm_head, predictor=predictor)
     token_inputs = None
     if tensors := token_input_tensors(config):
         table = shard.tensor(config, "embedding", make(tensors.pop("embedding")))
@@ -402,7 +414,11 @@ def _assemble(
     if not config.tie_embeddings or scheme_of(config, stored_head):
         lm_head = shard.weight(config, "lm_head", make_weight(stored_head))
     head = prepare(lm_head, True)
-    return ModelWeights(embedding, layers, norm, head, token_inputs=token_inputs)
+    return ModelWeights(embedding, layers, norm, head, None, token_inputs, predictor)
+
+
+def _predictor(fields: dict[str, Any]) -> PredictorWeights | None:
+    return PredictorWeights(**fields) if fields else None
 
 
 def _arranged(config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
@@ -511,17 +527,19 @@ def load_or_make_weights(
     kernels: str,
     prepare: Prepare = _as_read,
     shard: Shard = WHOLE,
+    shared: ModelWeights | None = None,
 ) -> ModelWeights:
     """The weights of the model at `path`, or random ones if the settings say so.
 
-    kernels: their name, for the log. Raises CheckpointError, and ConfigError.
+    kernels: their name, for the log · shared: as of `load_weights`. Raises CheckpointError, and
+    ConfigError.
     """
     started, held = time.monotonic(), weight_format(settings, config.quantization)
     seed = random_seed(settings, device)
     if seed is not None:
-        weights = random_weights(config, dtype, device, seed, prepare, shard)
+        weights = random_weights(config, dtype, device, seed, prepare, shard, shared)
     else:
-        weights = load_weights(path, config, dtype, device, prepare, shard)
+        weights = load_weights(path, config, dtype, device, prepare, shard, shared)
     log.info(
         "loaded %s: %.1f M parameters, %.2f GiB a step, %s%s on %s, %s kernels, %.1f s",
         path.name,

@@ -142,10 +142,25 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
+class PredictorWeights:
+    """What a layer that predicts further tokens begins with.
+
+    projection: `[hidden_size, 2 * hidden_size]`, of a token's normed embedding and the normed
+    hidden state of the token before it.
+    """
+
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    projection: LinearWeight
+
+
+@dataclass(frozen=True)
 class ModelWeights:
     """A model's weights; a tied `lm_head` shares `embedding`'s tensor, unless it is quantised.
 
-    lora: the memory of adapters, if there may be any · token_inputs: embeddings for each layer.
+    lora: the memory of adapters, if there may be any · token_inputs: embeddings for each layer ·
+    predictor: of a layer that predicts further tokens, whose embedding and output layer are the
+    model's.
     """
 
     embedding: Tensor
@@ -154,12 +169,13 @@ class ModelWeights:
     lm_head: LinearWeight
     lora: LoraSlots | None = None
     token_inputs: TokenInputWeights | None = None
+    predictor: PredictorWeights | None = None
 
     @property
     def num_bytes(self) -> int:
         """Size of all that a step reads; of a tied embedding and output layer, the latter."""
         read = self.token_inputs and (self.token_inputs.projection, self.token_inputs.norm)
-        return _num_bytes((self.layers, self.final_norm, self.lm_head, read))
+        return _num_bytes((self.layers, self.final_norm, self.lm_head, self.predictor, read))
 
 
 def _num_bytes(part: object) -> int:

@@ -1,9 +1,11 @@
 """Small random Hugging Face checkpoints for tests, written by transformers itself."""
 
+import json
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
@@ -195,3 +197,37 @@ def byte_tokenizer():
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return tokenizer
+
+
+def add_predicting_layer(directory, seed=5, mixed=None):
+    """Adds a layer for multi-token prediction to a checkpoint whose config names one.
+
+    It is random, or with `mixed` often right: attention and MLPs of all layers are scaled by it, so
+    that a token follows mostly from the one before, in the model and in the layer.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    last, own = (f"model.layers.{config['num_hidden_layers'] - at}." for at in (1, 0))
+    tensors, size = load_file(file := directory / "model.safetensors"), config["hidden_size"]
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape):
+        return torch.randn(shape, generator=generator)
+
+    if mixed is not None:
+        for name in (name for name in tensors if ".o_proj." in name or ".down_proj." in name):
+            tensors[name] *= mixed
+        tensors["lm_head.weight"] *= 4  # so that sampled tokens are often the likeliest
+    for name in [name for name in tensors if name.startswith(last)]:
+        tensor = tensors[name]
+        changed = tensor * (1 + 0.2 * noise(*tensor.shape))
+        tensors[name.replace(last, own)] = changed.to(tensor.dtype)
+    begin = {"eh_proj": noise(size, 2 * size) / (2 * size) ** 0.5}
+    begin |= {name: 1 + 0.2 * noise(size) for name in ("enorm", "hnorm", "shared_head.norm")}
+    if mixed is not None:
+        begin = {"eh_proj": torch.eye(size, 2 * size), "enorm": torch.ones(size)} | {
+            "hnorm": begin["hnorm"], "shared_head.norm": tensors["model.norm.weight"].clone()
+        }  # fmt: skip
+    tensors |= {f"{own}{name}.weight": tensor for name, tensor in begin.items()}
+    for name, copied in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        tensors[f"{own}{name}.weight"] = tensors[f"{copied}.weight"].clone()
+    save_file(tensors, file, {"format": "pt"})

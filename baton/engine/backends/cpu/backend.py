@@ -22,8 +22,10 @@ from baton.engine.kernels.native import library
 from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.predicting_layer import PredictingLayer
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.weight_loader import load_or_make_weights
+from baton.engine.models.weights import ModelWeights
 from baton.engine.quantization.config import weight_format
 from baton.engine.quantization.linear_weight import LinearWeight
 from baton.engine.quantization.methods import quantize_weight
@@ -37,10 +39,15 @@ log = logging.getLogger(__name__)
 
 
 class CpuBackend(Backend):
-    """Native kernels where they can be had, else torch's; or the time of a model, simulated."""
+    """Native kernels where they can be had, else torch's; or the time of a model, simulated.
+
+    whole: weights of the model that was loaded, which a layer that predicts further tokens shares;
+    None where ranks have parts of them.
+    """
 
     device = torch.device("cpu")
     kv_bytes = CPU_KV_CACHE_BYTES
+    whole: ModelWeights | None = None
 
     def __init__(self, settings: EngineConfig) -> None:
         """Raises ConfigError for settings that no CPU computes."""
@@ -96,15 +103,20 @@ class CpuBackend(Backend):
 
         prepared = partial(prepare_weight, quantization=settings.quantization, native=native)
         kernels = "native" if native else "torch"
+        shared = self.whole if config.first_layer else None
         weights = load_or_make_weights(
-            settings, path, config, dtype, self.device, kernels, prepared, shard
+            settings, path, config, dtype, self.device, kernels, prepared, shard, shared
         )
+        self.whole = weights if shard.count == 1 else None
         group = exchange if isinstance(exchange, GroupCollectives) else SINGLE_RANK
         if not native:
-            return DecoderModel(config, weights, dtype, self.device, shard=shard, ranks=group)
+            kind = PredictingLayer if config.first_layer else DecoderModel
+            return kind(config, weights, dtype, self.device, shard=shard, ranks=group)
         reason = unsupported(config, settings.block_size, "native")
         if reason:
             log.info("native products, norms and gates, but attention by torch: %s", reason)
+        if config.first_layer:
+            return NativePredictingLayer(config, weights, dtype, not reason)
         if reason or lacking(config) or isinstance(exchange, GroupCollectives):
             return NativeOps(config, weights, dtype, not reason, shard, group)
         return NativeModel(config, weights, dtype, shard, exchange)
@@ -123,6 +135,10 @@ class CpuBackend(Backend):
         if self.settings.kernels == "native":
             library.require(dtype)
         return self.settings.kernels != "torch" and library.load(dtype) is not None
+
+
+class NativePredictingLayer(PredictingLayer, NativeOps):
+    """By native kernels."""
 
 
 def prepare_weight(
