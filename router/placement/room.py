@@ -32,10 +32,10 @@ class NoRoom(Overloaded):
 def has_room(snapshot: Snapshot, demand: Demand, full: Set[str] = frozenset()) -> bool:
     """Whether `pick` may find a pair, without the costs; true if workers are missing."""
     missing = snapshot.why_unserved(demand.decodes)
-    return bool(missing) or any_has_room(costs_of(snapshot, demand), full)
+    return bool(missing) or _any_has_room(costs_of(snapshot, demand), full)
 
 
-def any_has_room(costs: Costs, refused: Set[str]) -> bool:
+def _any_has_room(costs: Costs, refused: Set[str]) -> bool:
     """Whether any worker serves the request alone, or some take its prompt and its sequence."""
     if with_room_alone(costs, refused).any():
         return True

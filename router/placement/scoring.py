@@ -24,7 +24,6 @@ from router.placement.cost_model import HANDOFF_S, Costs, Estimate, costs_of
 from router.placement.room import (
     RETRY_AFTER_S,
     NoRoom,
-    any_has_room,
     serving_alone,
     with_room_alone,
 )
@@ -149,8 +148,6 @@ def _best(
     costs: Costs, failed: frozenset[str], full: frozenset[str], need_room: bool = True
 ) -> Pair | None:
     snapshot, demand = costs.snapshot, costs.demand
-    if need_room and not any_has_room(costs, full):
-        return None
     if snapshot.num_usable and demand.decodes:
         rank = _best_rank(costs, failed, full, need_room)
         if rank is not None:
