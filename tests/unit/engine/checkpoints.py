@@ -113,7 +113,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "n_group": 4,
         "topk_group": 2,
-        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48},
     "MiniMaxM2ForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 3},
