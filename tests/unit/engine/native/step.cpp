@@ -11,7 +11,7 @@ using namespace baton;
 
 namespace {
 
-enum Form { DENSE, INT8, INT4 };
+enum class Form { DENSE, INT8, INT4, Q4_K, Q6_K };
 constexpr int HIDDEN = 128, HEADS = 6, KV_HEADS = 2, HEAD = 32, INNER = 192, VOCAB = 201;
 constexpr int LAYERS = 2, CONTEXT = 256, BLOCK = 16, WIDTH = 10, EXPERTS = 5;
 std::deque<std::vector<char>> kept;
@@ -54,9 +54,9 @@ Linear weight(int in, int out, Form form, bool bias = false) {
     const size_t columns = (out + PANEL - 1) / PANEL * PANEL;
     const float wide = 2.0f / std::sqrt(float(in));
     if (bias) made.bias = activations(out, 0, 1);
-    if (form == DENSE) {
+    if (form == Form::DENSE) {
         made.packed = activations(columns * in, 0, wide);
-    } else if (form == INT8) {
+    } else if (form == Form::INT8) {
         auto* values = room<int8_t>(columns * in);
         auto* offsets = room<int32_t>(columns);
         std::fill(offsets, offsets + columns, 0);
@@ -65,6 +65,21 @@ Linear weight(int in, int out, Form form, bool bias = false) {
             offsets[i / (PANEL * in) * PANEL + i / 4 % PANEL] += 128 * values[i];
         }
         made.packed = values, made.offsets = offsets, made.scales = scales(columns, wide / 127);
+    } else if (form == Form::Q4_K || form == Form::Q6_K) {
+        const int bits = form == Form::Q4_K ? 4 : 6;
+        auto* words = room<uint32_t>(columns * in * bits / 32);
+        for (size_t i = 0; i < columns * in * bits / 32; i++) words[i] = random_bits() ^ random_bits() << 16;
+        made.packed = words, made.format = bits == 4 ? BITS4 : BITS6;
+        made.group = bits == 4 ? 32 : 16, made.block = 64, made.offset = bits == 4 ? 0 : 32;
+        const auto bytes = [&](int lowest) {
+            auto* numbers = room<int8_t>(columns * in / made.group);
+            for (size_t i = 0; i < columns * in / made.group; i++)
+                numbers[i] = int8_t(lowest + int(random_bits() % 64));
+            return numbers;
+        };
+        made.scales = bytes(0), made.units = scales(columns * in / made.block, wide / (1 << bits) / 32);
+        if (bits == 4)
+            made.minimums = bytes(-64), made.minimum_units = scales(columns * in / made.block, wide / 64);
     } else {
         auto* words = room<uint32_t>(columns * in / 8);
         for (size_t i = 0; i < columns * in / 8; i++) words[i] = random_bits() ^ random_bits() << 16;
@@ -85,12 +100,12 @@ Layer layer(Form form, int index, int window, float cap, const float* tables, bo
     made.qkv = weight(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD, form, true);
     made.o = weight(HEADS * HEAD, HIDDEN, form);
     made.attention = {HEADS, index, window, 0.2f, cap, 1e-6f, tables, tables + CONTEXT * HEAD,
-                      norm(HEAD), norm(HEAD), 0, nullptr};
+                      norm(HEAD), norm(HEAD), 0, nullptr, 0, 0, 0, 0};
     if (experts) {
         auto* each = room<Expert>(EXPERTS);
         for (int i = 0; i < EXPERTS; i++)
             each[i] = {weight(HIDDEN, 2 * INNER, form), weight(INNER, HIDDEN, form)};
-        made.experts = each, made.router = weight(HIDDEN, EXPERTS, DENSE);
+        made.experts = each, made.router = weight(HIDDEN, EXPERTS, Form::DENSE);
         made.expert_tokens = room<int64_t>(EXPERTS);
     } else {
         made.gate_up = weight(HIDDEN, 2 * INNER, form), made.down = weight(INNER, HIDDEN, form);
@@ -112,7 +127,7 @@ void run(Form form, bool int8_kv, float cap, bool experts) {
     model.lm_head = weight(HIDDEN, VOCAB, form), model.num_layers = LAYERS, model.hidden = HIDDEN;
     model.heads = HEADS, model.kv_heads = KV_HEADS, model.head_size = HEAD;
     model.num_experts = experts ? EXPERTS : 0, model.own_experts = model.num_experts;
-    model.per_token = 2, model.normed = 1;
+    model.routing.per_token = 2, model.routing.normed = 1, model.routing.scale = 1;
     model.activation = cap != 0 ? GELU_TANH : SILU, model.eps = 1e-6f;
     model.logit_scale = model.embedding_scale = model.residual_scale = 1;
 
@@ -130,7 +145,7 @@ void run(Form form, bool int8_kv, float cap, bool experts) {
         float logits[2 * VOCAB];
         const Step step{token_ids.data(), context_lens, query_lens, block_tables, logit_rows.data(),
                         nullptr, logits, nullptr, nullptr, room<char>(baton_workspace(&model, rows)),
-                        {pool, LAYERS, KV_HEADS, 0, KV_HEADS, BLOCK, HEAD, int8_kv, 1}, rows, 2,
+                        {pool, LAYERS, KV_HEADS, 0, KV_HEADS, BLOCK, HEAD, int8_kv, 1, 0, 1}, rows, 2,
                         WIDTH, 2};
         baton_step(2, &model, &step);
         for (float score : logits) std::printf("%a\n", score);
@@ -141,8 +156,10 @@ void run(Form form, bool int8_kv, float cap, bool experts) {
 }  // namespace
 
 int main() {
-    run(DENSE, false, 0, false);
-    run(DENSE, false, 5, true);
-    run(INT8, true, 0, false);
-    run(INT4, true, 0, false);
+    run(Form::DENSE, false, 0, false);
+    run(Form::DENSE, false, 5, true);
+    run(Form::INT8, true, 0, false);
+    run(Form::INT4, true, 0, false);
+    run(Form::Q4_K, false, 0, false);
+    run(Form::Q6_K, false, 0, true);
 }
