@@ -84,7 +84,7 @@ class GpuCopier:
 
     @contextmanager
     def transfer(self, digest: Digest) -> Iterator[None]:
-        assert isinstance(digest, WordDigest), "bytes on a GPU are not digested on the host"
+        assert isinstance(digest, WordDigest), "GPU pools are checksummed on the GPU"
         self._digest, self._num_bytes = digest, 0
         with self._queued():
             try:

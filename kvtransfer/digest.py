@@ -61,7 +61,7 @@ class WordDigest(Digest):
         self.include(int(word_sum(data, self.num_words)), data.numel())
 
     def add(self, data: memoryview) -> None:
-        raise AssertionError("bytes on a GPU are not digested on the host")
+        raise AssertionError("GPU pools are checksummed on the GPU")
 
     def include(self, part: int, num_bytes: int) -> None:
         """Adds the next `num_bytes`, whose sum from position `num_words` on is `part`."""

@@ -1,1 +1,4 @@
-"""The prefill worker: runs prompts in chunks, sends their KV blocks, returns first tokens."""
+"""The prefill worker: runs prompts in chunks, sends their KV blocks, returns first tokens.
+
+The size of chunks is decided by `baton.engine.chunk_budget`.
+"""

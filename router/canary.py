@@ -50,7 +50,7 @@ _TESTS = 3
 _MIN_VALUES = 20  # of each version, for the rank test's normal approximation
 _MAX_VALUES = 2000  # the latest ones that are kept
 _LOOK_S = 0.5
-# What the caller alone is to blame for.
+# Errors of the caller, which are not counted.
 _CALLER_ERRORS = (InvalidRequest, ModelNotFound, Unauthenticated, LimitReached)
 
 STEPPED, PROMOTED, ROLLED_BACK = CANARY_DECISIONS
@@ -92,7 +92,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a canary, and why."""
+    """A decision on a canary, and its reason."""
 
     kind: str  # STEPPED, PROMOTED or ROLLED_BACK
     reason: str

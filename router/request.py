@@ -22,7 +22,7 @@ from baton.errors import Overloaded
 from baton.generation.sampling_params import Reasoning, SamplingParams
 from baton.text.detokenizer import TokenPieces
 from baton.text.scoring import Scoring
-from baton.text.tool_formats import ToolFormat, ToolSchemas
+from baton.text.tool_parsers import ToolFormat, ToolSchemas
 from baton.v1 import common_pb2, prefill_pb2
 
 # How the prompt's KV reached the worker that decoded; values of a metric's label.

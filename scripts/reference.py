@@ -32,7 +32,7 @@ from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS, Architect
 from baton.engine.models.model_config import ModelConfig
 from baton.gateway import api, messages, responses
 from baton.telemetry.metrics import table
-from baton.text.tool_formats import FORMATS
+from baton.text.tool_parsers import FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -16,7 +16,7 @@ class StepSize(Protocol):
 
 class ChunkBudget:
     """How many prompt tokens a step may compute: about as many as take `seconds`, or `alone_s` in a
-    step that no running sequence waits for.
+    step without decoding sequences.
 
     max_tokens: upper limit, which memory is planned for · min_tokens: lower limit, also used before
     anything is measured; fewer tokens would take as long. The rate is tokens over seconds, both

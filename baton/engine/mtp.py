@@ -1,11 +1,11 @@
-"""Multi-token prediction as proposer: a layer of the model's own checkpoint guesses further tokens.
+"""Multi-token prediction as proposer: a layer of the model's own checkpoint proposes tokens.
 
-It computes each token once the model has computed the token before it, whose hidden state it
-begins with; the logits are those of the token after. Proposed tokens have the hidden states of the
-layer itself, until the model's are known and replace them:
+It computes each token after the model has computed the token before it, whose hidden state is part
+of its input; the logits are those of the token after. For proposed tokens the input is the layer's
+own hidden states, until the model's are known and replace them:
 
     tokens      t5 t6 t7 | p8 p9       t7 is the last known token, p8 and p9 are proposed
-    begins with h4 h5 h6 | g7 g8       h of the model, g of the layer
+    input       h4 h5 h6 | g7 g8       h of the model, g of the layer
 
 Its KV has a pool of its own and follows from hidden states, not from tokens: nothing of it is
 handed over or cached, and it begins with the first token that the model samples on this engine:
@@ -23,7 +23,7 @@ import torch
 
 from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.draft_model import MIN_CATCH_UP, DraftModel, DraftSequence, ModelProposer
-from baton.engine.models.predicting_layer import PredictingLayer
+from baton.engine.models.mtp_layer import MtpLayer
 from baton.engine.sampling.sampler import SampleRow
 from baton.engine.scheduler import ScheduledStep
 from baton.engine.sequence import Sequence
@@ -101,7 +101,7 @@ class MtpProposer(ModelProposer[PredictedSequence]):
     sequence_type = PredictedSequence
 
     def __init__(self, most: int, max_context: int, draft: DraftModel, chunk: ChunkBudget) -> None:
-        """draft: whose model is a `PredictingLayer`."""
+        """draft: whose model is a `MtpLayer`."""
         super().__init__(most, max_context, draft, chunk, prefix_cache=False)
         self._batches.keeps_hidden = True
 
@@ -130,7 +130,7 @@ class MtpProposer(ModelProposer[PredictedSequence]):
         self, step: ScheduledStep, rows: list[tuple[PredictedSequence, int]]
     ) -> torch.Tensor:
         model = self._draft.model
-        assert isinstance(model, PredictingLayer)
+        assert isinstance(model, MtpLayer)
         model.previous = torch.cat([draft.previous(count) for draft, count in rows])
         logits = super()._logits(step, rows)
         if model.hidden is not None:

@@ -1,7 +1,7 @@
 """Blocks of models with states (linear attention), and checkpoints of states in the prefix cache.
 
-There a prefix is of use only with the state after it, which the tokens behind it change in place. A
-checkpoint is a copy of that state, in blocks of its own, cached with the hash of the prefix's last
+There a cached prefix is usable only with the state at its end, which later tokens change in place.
+A checkpoint is a copy of that state, in its own blocks, cached with the hash of the prefix's last
 block. KV is cached only as far as a checkpoint follows it, and evicted with the last one that does:
 checkpoints are evicted in LRU order, and with each the KV that led to it alone.
 
@@ -81,7 +81,7 @@ class StateBlockManager(BlockManager):
         return blocks
 
     def checkpointed(self, hashes: list[int]) -> int:
-        """How many of the leading blocks of these hashes the deepest checkpoint follows."""
+        """The length, in blocks, of the longest prefix of these hashes that has a checkpoint."""
         for count in range(len(hashes), 0, -1):
             if hashes[count - 1] in self._checkpoints:
                 self._checkpoints.move_to_end(hashes[count - 1])
@@ -142,7 +142,7 @@ class StateBlockManager(BlockManager):
         self._children[parent] += len(self._entries) - num_entries
 
     def uncache(self, blocks: Iterable[int]) -> list[int]:
-        """As of `BlockManager`, with what then leads to no checkpoint."""
+        """As `BlockManager.uncache`, and evicts KV that no longer leads to a checkpoint."""
         parents = [entry.parent for block in blocks if (entry := self._entries.get(block))]
         private = super().uncache(blocks)
         for parent in parents:

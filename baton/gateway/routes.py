@@ -67,7 +67,7 @@ from baton.gateway.openapi import (
     Routes,
     document,
 )
-from baton.gateway.ranking import (
+from baton.gateway.rerank import (
     Classifications,
     ClassifyRequest,
     Ranking,

@@ -11,7 +11,7 @@ from typing import Any
 
 from baton.checkpoint_files import MAX_JSON_BYTES, parse_json, read_bytes
 from baton.errors import CheckpointError, quoted
-from baton.gguf.file import SUFFIX, GgufFile
+from baton.gguf.reader import SUFFIX, GgufFile
 
 FILE = "generation_config.json"
 DEFAULTS: Mapping[str, Any] = {"temperature": 1.0}

@@ -26,7 +26,7 @@ from baton.checkpoint_files import MAX_TOKENIZER_BYTES, read_bytes
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.generation.json_schema import JSON_OPTIONS, LIMITS, parts, prepare_schema
 from baton.generation.sampling_params import Reasoning, ReasoningTracker, StructuredOutput
-from baton.gguf.file import SUFFIX
+from baton.gguf.reader import SUFFIX
 from baton.gguf.tokenizer import tokenizer_json
 
 T = TypeVar("T")

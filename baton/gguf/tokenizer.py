@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import CheckpointError
-from baton.gguf.file import GgufFile
+from baton.gguf.reader import GgufFile
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # kinds of tokens
 _SPACE = "\u2581"  # SentencePiece's

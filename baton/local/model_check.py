@@ -7,7 +7,7 @@ from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.tensor_names import as_stored, check_tensors, text_tensors
 from baton.engine.quantization.config import weight_format
 from baton.errors import CheckpointError, ConfigError
-from baton.gguf.file import SUFFIX
+from baton.gguf.reader import SUFFIX
 from baton.text import load_tokenizer, text_fingerprint
 from baton.text.model_files import TOKENIZER_FILE, has_same_tokens
 

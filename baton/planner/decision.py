@@ -59,7 +59,7 @@ class Observation:
     running: int = 0  # requests, also those that wait
     ttft_p95_s: float = 0.0  # 0: not known
     tpot_p95_s: float = 0.0
-    # Of a usual worker, as measured; 0: not known.
+    # Medians of the workers' measurements; 0: not known.
     prefill_tokens_per_s: float = 0.0
     step_ms: float = 0.0  # a decode step without its sequences
     sequence_ms: float = 0.0  # added to it by each sequence
@@ -130,7 +130,7 @@ def plan(now: float, seen: Observation | None, state: State, policy: Policy) -> 
     if seen is None:
         return _held(seen, state, "no router has answered yet")
     if (age_s := now - seen.time_s) > policy.stale_s:
-        return _held(seen, state, f"what routers said last is {age_s:.0f} s old")
+        return _held(seen, state, f"the routers' last status is {age_s:.0f} s old")
     demand = _demand(seen, policy)
     if why := seen.incomplete or demand.unknown:
         return _held(seen, state, why)

@@ -82,7 +82,7 @@ class EtcdRegistration:
                 try:
                     await self.write()
                     backoff.reset()
-                except Exception as error:  # after a bug, too: its lease would end, and it serve on
+                except Exception as error:  # also bugs: its lease must not expire while it serves
                     self._lost(error)
                     await backoff.wait()
         finally:
@@ -114,7 +114,7 @@ class EtcdRegistration:
         """Has the record written again if the store does not hold it as it was written."""
         stored, revision = await self._client.get(self.key)
         if revision < self._revision:
-            return  # that member of etcd is behind; where data were lost, the lease was, too
+            return  # this member of etcd is behind; if etcd lost data, it lost the lease as well
         if stored is None or (stored.value, stored.lease) != (self._written, self._lease):
             what = "was changed" if stored else "was deleted"
             log.warning("%s %s by another process; writing it again", self.key, what)

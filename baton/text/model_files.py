@@ -17,7 +17,7 @@ from typing import Any
 
 from baton.checkpoint_files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, parse_json, read_bytes
 from baton.errors import CheckpointError, quoted
-from baton.gguf import file as gguf
+from baton.gguf import reader as gguf
 from baton.gguf.tokenizer import eos_token_ids, special_tokens, tokenizer_json
 
 TOKENIZER_FILE = "tokenizer.json"

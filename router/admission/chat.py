@@ -25,8 +25,8 @@ from baton.text.detokenizer import TokenPieces
 from baton.text.json_repair import repaired
 from baton.text.reasoning import reasoning_format
 from baton.text.scoring import is_pair
-from baton.text.tool_formats import ToolFormat, ToolSchemas, tool_format
-from baton.text.tool_formats.harmony import HarmonyFormat
+from baton.text.tool_parsers import ToolFormat, ToolSchemas, tool_format
+from baton.text.tool_parsers.harmony import HarmonyFormat
 from baton.v1 import inference_pb2
 from router.request import OutputFormat
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.text import Detokenizer, StopStrings, Tokenizer
-from baton.text.tool_formats import ParsedText, ToolParser
-from baton.text.tool_formats.harmony import MESSAGE
+from baton.text.tool_parsers import ParsedText, ToolParser
+from baton.text.tool_parsers.harmony import MESSAGE
 from router.output.output_parser import OutputParser, ParsedOutput
 from router.request import TokenizedRequest
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from baton.checkpoint_files import open_regular
 from baton.errors import CheckpointError
-from baton.gguf.file import TYPES, GgufFile, GgufTensor
+from baton.gguf.reader import TYPES, GgufFile, GgufTensor
 from baton.gguf.tokenizer import eos_token_ids
 
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")

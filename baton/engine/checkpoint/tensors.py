@@ -22,7 +22,7 @@ from baton.checkpoint_files import (
 )
 from baton.engine.checkpoint.gguf import named_tensors
 from baton.errors import CheckpointError, quoted
-from baton.gguf.file import SUFFIX, TYPES, GgufFile
+from baton.gguf.reader import SUFFIX, TYPES, GgufFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -29,10 +29,10 @@ from baton.engine.kernels.torch.attention import (
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.rows import Norm, RowOps, rms_norm, rotate
 from baton.engine.models.experts import MixtureOfExperts
-from baton.engine.models.latent_attention import LatentAttention
 from baton.engine.models.layer_inputs import LayerInputs
 from baton.engine.models.linear_attention import LinearAttention
 from baton.engine.models.lora import LoraSlots
+from baton.engine.models.mla import LatentAttention
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.rope import query_scales, rope_tables
 from baton.engine.models.shard import WHOLE, Shard

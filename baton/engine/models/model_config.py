@@ -50,7 +50,7 @@ from baton.engine.models.rope_config import Rope, parse_ropes
 from baton.engine.quantization.checkpoint_configs import parse_quantization_config
 from baton.engine.quantization.config import QuantizationConfig
 from baton.errors import CheckpointError, ConfigError
-from baton.gguf.file import SUFFIX, GgufFile
+from baton.gguf.reader import SUFFIX, GgufFile
 from baton.kv_groups import LayerGroups
 
 MAX_LAYERS = 1024

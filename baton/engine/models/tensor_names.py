@@ -29,7 +29,7 @@ from baton.engine.quantization.config import (
     TensorSpec,
 )
 from baton.errors import CheckpointError
-from baton.gguf.file import SUFFIX
+from baton.gguf.reader import SUFFIX
 
 STACKED = StackedExperts(transposed=None)  # as transformers names them
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"

@@ -67,7 +67,7 @@ from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
 from baton.engine.quantization.methods import read_weight
 from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from baton.errors import CheckpointError
-from baton.gguf.file import SUFFIX
+from baton.gguf.reader import SUFFIX
 
 log = logging.getLogger(__name__)
 RANDOM_STD = 0.02

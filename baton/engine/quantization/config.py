@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from baton.config import EngineConfig
 from baton.engine.checkpoint.tensors import FLOATS
 from baton.errors import CheckpointError, ConfigError
-from baton.gguf.file import TYPES
+from baton.gguf.reader import TYPES
 
 GROUP_SIZES = (32, 64, 128)
 BLOCK = 128  # outputs and inputs of an fp8 block, which share a scale

@@ -26,7 +26,7 @@ from baton.engine.quantization.linear_weight import (
     LinearWeight,
 )
 from baton.errors import CheckpointError
-from baton.gguf.file import TYPES
+from baton.gguf.reader import TYPES
 
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 QUANTIZED = tuple(name for name, kind in TYPES.items() if kind.elements > 1)

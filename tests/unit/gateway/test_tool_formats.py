@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from baton.text.tool_formats import FORMATS
-from baton.text.tool_formats.harmony import HARMONY
+from baton.text.tool_parsers import FORMATS
+from baton.text.tool_parsers.harmony import HARMONY
 from baton.v1 import common_pb2
 
 PATH = "/v1/chat/completions"

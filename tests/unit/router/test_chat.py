@@ -8,7 +8,7 @@ from baton.config import DEMO_MODEL
 from baton.errors import ConfigError, InvalidRequest
 from baton.generation.sampling_params import Reasoning
 from baton.generation.structured_output import GrammarCompiler
-from baton.text.tool_formats.harmony import HARMONY
+from baton.text.tool_parsers.harmony import HARMONY
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.admission import PromptChoices
 from router.admission.chat import ChatFormats

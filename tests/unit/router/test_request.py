@@ -5,8 +5,8 @@ import time
 import pytest
 
 from baton.generation.sampling_params import Reasoning, SamplingParams
-from baton.text.tool_formats.harmony import HARMONY
-from baton.text.tool_formats.json_calls import HERMES, MISTRAL_ARGS
+from baton.text.tool_parsers.harmony import HARMONY
+from baton.text.tool_parsers.json_calls import HERMES, MISTRAL_ARGS
 from baton.v1 import common_pb2
 from router.output.text_stream import TextStream
 from router.request import OutputFormat, RequestState

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_harmony import Message, Role, StreamableParser, TextContent
 
-from baton.text.tool_formats.harmony import HARMONY
+from baton.text.tool_parsers.harmony import HARMONY
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 OBJECTS = st.dictionaries(TEXTS, TEXTS | st.integers() | st.none(), max_size=3)

@@ -10,9 +10,9 @@ from baton.config import DEMO_MODEL
 from baton.errors import InvalidRequest
 from baton.generation.sampling_params import StructuredOutput
 from baton.generation.structured_output import JSON_OPTIONS, LIMITS
-from baton.text.tool_formats import FORMATS
-from baton.text.tool_formats.harmony import HARMONY
-from baton.text.tool_formats.json_calls import LLAMA3
+from baton.text.tool_parsers import FORMATS
+from baton.text.tool_parsers.harmony import HARMONY
+from baton.text.tool_parsers.json_calls import LLAMA3
 
 from .tool_outputs import GIVEN, TOOLS, parsed, written
 

@@ -2,8 +2,8 @@
 
 import json
 
-from baton.text.tool_formats.harmony import HARMONY
-from baton.text.tool_formats.json_calls import (
+from baton.text.tool_parsers.harmony import HARMONY
+from baton.text.tool_parsers.json_calls import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     GRANITE,
@@ -16,8 +16,8 @@ from baton.text.tool_formats.json_calls import (
     NEMOTRON,
     PHI4_MINI,
 )
-from baton.text.tool_formats.value_calls import FUNCTION_GEMMA, GEMMA4, LFM2, OLMO3, PYTHONIC
-from baton.text.tool_formats.xml_calls import (
+from baton.text.tool_parsers.value_calls import FUNCTION_GEMMA, GEMMA4, LFM2, OLMO3, PYTHONIC
+from baton.text.tool_parsers.xml_calls import (
     DEEPSEEK_V32,
     GLM45,
     MINIMAX_M2,

@@ -22,7 +22,7 @@ from baton.engine.kernels.native import library
 from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.models.predicting_layer import PredictingLayer
+from baton.engine.models.mtp_layer import MtpLayer
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.weight_loader import load_or_make_weights
 from baton.engine.models.weights import ModelWeights
@@ -110,13 +110,13 @@ class CpuBackend(Backend):
         self.whole = weights if shard.count == 1 else None
         group = exchange if isinstance(exchange, GroupCollectives) else SINGLE_RANK
         if not native:
-            kind = PredictingLayer if config.first_layer else DecoderModel
+            kind = MtpLayer if config.first_layer else DecoderModel
             return kind(config, weights, dtype, self.device, shard=shard, ranks=group)
         reason = unsupported(config, settings.block_size, "native")
         if reason:
             log.info("native products, norms and gates, but attention by torch: %s", reason)
         if config.first_layer:
-            return NativePredictingLayer(config, weights, dtype, not reason)
+            return NativeMtpLayer(config, weights, dtype, not reason)
         if reason or lacking(config) or isinstance(exchange, GroupCollectives):
             return NativeOps(config, weights, dtype, not reason, shard, group)
         return NativeModel(config, weights, dtype, shard, exchange)
@@ -137,7 +137,7 @@ class CpuBackend(Backend):
         return self.settings.kernels != "torch" and library.load(dtype) is not None
 
 
-class NativePredictingLayer(PredictingLayer, NativeOps):
+class NativeMtpLayer(MtpLayer, NativeOps):
     """By native kernels."""
 
 

@@ -19,7 +19,7 @@ from baton.engine.kernels.torch.delta_rule import DeltaRule
 from baton.engine.kernels.torch.rows import Norm
 from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
 from baton.engine.kernels.triton.delta_rule import RowStates, delta_rule, row_states
-from baton.engine.kernels.triton.latent_attention import (
+from baton.engine.kernels.triton.mla import (
     Angles,
     latent_attention,
     plan_latent,

@@ -1,6 +1,7 @@
 """Operations on rows in plain torch: RMS norm, the gate of the MLP, rotary embedding.
 
-They are the reference of `kernels/native/src/rows.cpp` and `kernels/triton/rows.py`.
+They are the reference of `kernels/native/src/rows.cpp` and of Triton's `rms_norm`, `activation` and
+`rope_kv`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from baton.text.tool_formats.parser import Steps, ToolParser, ToolSchemas
+from baton.text.tool_parsers.parser import Steps, ToolParser, ToolSchemas
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 

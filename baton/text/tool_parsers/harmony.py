@@ -18,9 +18,9 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.generation.sampling_params import StructuredOutput
-from baton.text.tool_formats.format import GrammarTerms, ToolFormat
-from baton.text.tool_formats.head import SPACE, Chars, Head
-from baton.text.tool_formats.parser import Steps, ToolParser, ToolSchemas
+from baton.text.tool_parsers.format import GrammarTerms, ToolFormat
+from baton.text.tool_parsers.head import SPACE, Chars, Head
+from baton.text.tool_parsers.parser import Steps, ToolParser, ToolSchemas
 
 MESSAGE = "<|message|>"
 _START, _END, _CHANNEL, _CONSTRAIN = "<|start|>", "<|end|>", "<|channel|>", "<|constrain|>"

@@ -8,9 +8,9 @@ import string
 from dataclasses import dataclass
 from typing import Any
 
-from baton.text.tool_formats.format import ToolFormat
-from baton.text.tool_formats.head import NAME, SPACE, Chars, Head
-from baton.text.tool_formats.parser import Found, Steps, ToolParser
+from baton.text.tool_parsers.format import ToolFormat
+from baton.text.tool_parsers.head import NAME, SPACE, Chars, Head
+from baton.text.tool_parsers.parser import Found, Steps, ToolParser
 
 _ID_CHARS = string.ascii_letters + string.digits
 

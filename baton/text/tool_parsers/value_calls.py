@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from baton.text.json_repair import JsonRepair
-from baton.text.tool_formats.format import GrammarTerms, ToolFormat
-from baton.text.tool_formats.head import NAME, SPACE, Chars, Head
-from baton.text.tool_formats.parser import Steps, ToolParser
-from baton.text.tool_formats.schemas import types_of, with_definitions
-from baton.text.tool_formats.xml_calls import text_rules
+from baton.text.tool_parsers.format import GrammarTerms, ToolFormat
+from baton.text.tool_parsers.head import NAME, SPACE, Chars, Head
+from baton.text.tool_parsers.parser import Steps, ToolParser
+from baton.text.tool_parsers.schemas import types_of, with_definitions
+from baton.text.tool_parsers.xml_calls import text_rules
 
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
 _OUTSIDE = re.compile(r"""["'\[\](){},]""")

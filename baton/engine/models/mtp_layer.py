@@ -1,11 +1,11 @@
 """A layer that predicts further tokens (multi-token prediction), as a decoder of one layer.
 
-A row of token t begins with its embedding and the hidden state of the token before it, behind the
-model's last norm; its logits are those of the token after t:
+The input of a token is its embedding and the hidden state of the token before it, after the model's
+final norm; the logits are those of the token after it:
 
     projection(embedding_norm(embed(t[i])), hidden_norm(h[i - 1])) -> layer -> norm -> output layer
 
-In its own hidden states further tokens are predicted by the same layer. Embedding and output layer
+For tokens further ahead the layer runs again, on its own hidden states. Embedding and output layer
 are the model's.
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", section 2.2, https://arxiv.org/abs/2412.19437.
@@ -20,7 +20,7 @@ from baton.engine.kernels.torch.rows import Norm
 from baton.engine.models.decoder import DecoderModel
 
 
-class PredictingLayer(DecoderModel):
+class MtpLayer(DecoderModel):
     """The layer; `previous` belongs to the rows of the next step.
 
     previous: `[rows, hidden_size]`, hidden states of the tokens before the rows; None: zeros.
@@ -30,7 +30,7 @@ class PredictingLayer(DecoderModel):
 
     def _embed(self, token_ids: Tensor, embedding: Tensor) -> Tensor:
         weights, eps = self._weights.predictor, self.config.rms_eps
-        assert weights is not None, "the layer was loaded as one that predicts"
+        assert weights is not None, "this layer has weights for prediction"
         embedded = super()._embed(token_ids, embedding)
         previous = torch.zeros_like(embedded) if self.previous is None else self.previous
         parts = (embedded, weights.embedding_norm), (previous.contiguous(), weights.hidden_norm)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from baton.generation.tool_call import ToolCallDelta
 from baton.text.json_repair import JsonRepair, repaired
-from baton.text.tool_formats.head import Head
+from baton.text.tool_parsers.head import Head
 
 _MAX_HEAD_CHARS = 4096  # of a call, before its arguments
 _HEAD = re.compile(
@@ -116,7 +116,7 @@ class ToolParser:
         """Emits text up to the first of the markers, which is dropped; returns it.
 
         Returns an empty text at the end of the output. If that is cut, a beginning of a marker is
-        dropped; if `markers_are_rare`, not a single character, which is common by itself.
+        dropped; if `markers_are_rare`, not if it is one character, which may be ordinary text.
         """
         first_chars = {marker[0] for marker in markers}
         while not (found := self._first_of(markers)):

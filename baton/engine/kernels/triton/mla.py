@@ -1,7 +1,7 @@
 """Attention over latent KV (MLA): one row a token in a paged pool, which all query heads share.
 
 A row is `rank` elements, which are key and value of every head, and then `rope_size` rotated ones,
-which are the end of every key: see `models.latent_attention`. A program takes some query
+which are the end of every key: see `models.mla`. A program takes some query
 heads, and the keys of all rows of a step are split over programs as `decode_attention` splits them.
 Rows of prompts are computed like decode rows: all heads share a row of KV, so products take the
 time, not memory.

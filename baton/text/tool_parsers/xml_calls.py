@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.text.json_repair import JsonRepair, repaired
-from baton.text.tool_formats.format import GrammarTerms, ToolFormat
-from baton.text.tool_formats.head import NAME, SPACE, Chars, Head
-from baton.text.tool_formats.parser import Steps, ToolParser
-from baton.text.tool_formats.schemas import (
+from baton.text.tool_parsers.format import GrammarTerms, ToolFormat
+from baton.text.tool_parsers.head import NAME, SPACE, Chars, Head
+from baton.text.tool_parsers.parser import Steps, ToolParser
+from baton.text.tool_parsers.schemas import (
     STRING,
     is_text,
     property_of,
