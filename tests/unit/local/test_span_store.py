@@ -80,7 +80,7 @@ async def test_receiver_takes_what_a_real_exporter_sends():
 @pytest.mark.parametrize("comes", [True, False])
 async def test_a_collector_may_be_late_or_never_come(comes, caplog, monkeypatch):
     """It delays no other and not the end; its absence is logged once, with the reason."""
-    monkeypatch.setattr(span_export, "_ATTEMPT_S", 0.5)
+    monkeypatch.setattr(span_export, "ATTEMPT_S", 0.5)
     monkeypatch.setattr(span_export, "_FIRST_DELAY_S", 0.1)
     store, port = SpanStore(), ports.free()
     async with OtlpReceiver(SpanStore()) as early, contextlib.AsyncExitStack() as stack:

@@ -39,9 +39,9 @@ class Collector(logs_service_pb2_grpc.LogsServiceServicer):
 
 
 @pytest.fixture
-def loggers(monkeypatch):
+def loggers(caplog):
     for name in ("baton.access", "baton.audit"):
-        monkeypatch.setattr(logging.getLogger(name), "level", logging.INFO)
+        caplog.set_level(logging.INFO, name)
 
 
 def log_request(**fields):
