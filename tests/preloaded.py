@@ -81,7 +81,7 @@ class Preloaded:
         }  # fmt: skip
         prctl = ctypes.CDLL(None).prctl
         with self._lock:
-            server = self._running()
+            server = self.server()
             prctl(_PR_SET_CHILD_SUBREAPER, 1)
             try:
                 socket.send_fds(server, [json.dumps(request).encode()], [*descriptors.values()])
@@ -92,7 +92,7 @@ class Preloaded:
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         popen._close_pipe_fds(*(given[name] for name in ends))
 
-    def _running(self) -> socket.socket:
+    def server(self) -> socket.socket:
         """The connection to the server, which is started if need be."""
         if self._server is None:
             self._server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -125,7 +125,8 @@ def own_shared_memory() -> set[str]:
 @pytest.fixture(scope="session")
 def forked(nothing_left_behind: None) -> Iterator[None]:
     """The processes of clusters, and commands that tests run, are forks of one with torch."""
-    with Preloaded({"baton", "tests.chaos.process", "tests.cluster.other_version"}):
+    with Preloaded({"baton", "tests.chaos.process", "tests.cluster.other_version"}) as preloaded:
+        preloaded.server()  # now: tests count the processes that they leave
         yield
 
 
