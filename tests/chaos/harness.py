@@ -141,14 +141,14 @@ class Harness:
                     ChaosRequest(run, len(run.whole.token_ids), salt) for run in (*runs, *runs)
                 ]
                 await asyncio.gather(*(send(client, request) for request in requests))
-                used = [one for one in (await client.status())["pairs"] if one["sent_bytes"]]
-                living = self.cluster.membership.records
-                if (
-                    sum(one["prefill"] in living and one["decode"] in living for one in used)
-                    == pairs
-                ):
+                found = (await client.status())["pairs"]
+                living = set(self.cluster.membership.records)
+                used = [one for one in found if one["sent_bytes"]]
+                if sum({one["prefill"], one["decode"]} <= living for one in used) == pairs:
                     return
-        raise AssertionError(f"not all {pairs} pairs used a link within {_WARM_UPS} rounds")
+        raise AssertionError(
+            f"not all {pairs} pairs used a link within {_WARM_UPS} rounds: {found}, of {living}"
+        )
 
     async def round(self, runs: Sequence[Run], seed: int, seconds: float) -> ChaosStats:
         """Faults under load, with everything checked at the end; the stats of all rounds so far."""
