@@ -195,6 +195,7 @@ class GenerationService:
         except BatonError as error:
             if self.shown(error, caller) is error:
                 raise
+            # Not kept in a variable: the frame and the error would refer to each other.
             raise self.shown(error, caller) from error
         finally:
             self.running -= 1

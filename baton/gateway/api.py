@@ -262,7 +262,7 @@ class NamedTool(Struct, tag="function"):
 
 
 class AllowedTools(Struct, kw_only=True):
-    """Tools that may be called, or of which one must be; the model is told of no others."""
+    """Tools that may be called, or of which one must be; the prompt describes no others."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]

@@ -1,6 +1,6 @@
 """Custom tools of the Responses API, whose input is a text: the model calls functions of one text.
 
-The model is told of a function with the argument `input`, and writes its calls in its own format.
+The prompt describes a function with the argument `input`; the model writes calls in its own format.
 """
 
 from __future__ import annotations

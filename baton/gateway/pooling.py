@@ -15,7 +15,6 @@ from baton.v1 import common_pb2, inference_pb2
 from router.generation_service import Caller, GenerationService
 from router.output.sink import Piece
 
-# Inputs of a body that wait for workers; more would fill the router's wait queue by themselves.
 _WANTED = ("sampling.embedding", "sampling.classification")
 
 

@@ -85,7 +85,7 @@ class Tool(Struct, kw_only=True):
 
     @property
     def definition(self) -> api.FunctionDefinition:
-        """The tool as the model is told of it: custom tools are functions of one text."""
+        """The tool as the prompt describes it: a custom tool is a function of one text."""
         schema = CUSTOM_SCHEMA if self.type == "custom" else self.parameters
         return api.FunctionDefinition(
             name=self.name, description=self.description, parameters=schema
@@ -183,7 +183,7 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
 
     @property
     def supported_tools(self) -> list[Tool]:
-        """The tools that the model is told of."""
+        """The tools that the prompt describes."""
         return [tool for tool in self.tools or () if not tool.dropped]
 
     @property

@@ -32,7 +32,7 @@ PANEL = 64
 GROUP_FORMATS = ("int4", "fp8", "mxfp4", "bits4", "bits6", "bits8")
 ACTIVATION_OFFSET = 128  # added to int8 activations, which the product takes as unsigned bytes
 
-# Bits of eight values of 4 bits in a word, so that neighbours are 16 bits apart.
+# Bit offsets of eight values of 4 bits in a word: neighbours are at a distance of 16 bits.
 PAIRS = tuple(i // 2 * 4 + i % 2 * 16 for i in range(8))
 
 # Panels packed at a time, so that no second copy of a large weight exists.
