@@ -107,6 +107,8 @@ class ConversationStore(ResponseStore):
         place = self._row(
             "SELECT number FROM items WHERE conversation = ? AND id = ?", conversation_id, after
         )
+        if after and place is None:
+            raise HttpError(404, f"there is no item {quoted(after)} in {conversation_id}")
         first = 0 if place is None else place[0]
         if newest_first:
             found = self._db.execute(

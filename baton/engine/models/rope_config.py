@@ -64,7 +64,7 @@ class Rope:
     latent_score_scale: float = 1.0  # multiplies scores of latent attention
 
     def is_in_place(self, head_size: int) -> bool:
-        """Whether element i pairs with i + head_size / 2, and not with i + half the rotated part."""
+        """Whether element i pairs with i + head_size / 2, not with i + half the rotated part."""
         return self.scaling == "proportional" or (self.size or head_size) == head_size
 
 
