@@ -58,6 +58,8 @@ async def test_a_conversation_is_made_changed_and_deleted(says, config):
         assert await one.conversations.items.delete(oldest.id, conversation_id=made.id) == changed
         with pytest.raises(openai.NotFoundError, match="there is no item"):
             await two.conversations.items.retrieve(oldest.id, conversation_id=made.id)
+        with pytest.raises(openai.NotFoundError):  # no longer there
+            await two.conversations.items.list(made.id, after=oldest.id)
         deleted = await two.conversations.delete(made.id)
         assert deleted.deleted
         for gone in (
