@@ -86,12 +86,12 @@ class Admission:
         self.tenants = tenants
         self.sampling_defaults = sampling_defaults
         self.scoring = self._scoring()
-        # Of what makes text and tokens of this model: this version, and the model's text files.
+        if self.limits.chat_template:
+            tokenizer.use_template(self.limits.chat_template)
+        # Of what makes text and tokens: this version, the model's text files and the template.
         source = tokenizer.template.source if tokenizer.template else ""
         named = f"{metadata.version('baton-serving')} {tokenizer.fingerprint} {source}"
         self.system_fingerprint = f"fp_{hashlib.sha256(named.encode()).hexdigest()[:10]}"
-        if self.limits.chat_template:
-            tokenizer.use_template(self.limits.chat_template)
         self._grammars = grammars or GrammarCompiler(Path(), 0, ())
         self.chat_formats = ChatFormats.from_tokenizer(
             tokenizer, self.limits.tool_parser, self.limits.reasoning_parser
