@@ -33,7 +33,7 @@ from baton.v1 import handoff_pb2 as pb
 from decode_worker.events import DecodeSpans, EventStream
 from kvtransfer.incoming import IncomingLink
 from kvtransfer.pool import Slots, handoff_slots
-from kvtransfer.rank_ends import LinkDigest
+from kvtransfer.rank_ends import LinkChecksum
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Transfer:
 
     link: IncomingLink
     next_token: int
-    digest: LinkDigest  # of the bytes received; a one-sided link reads them back at Commit
+    checksum: LinkChecksum  # of the bytes received; a one-sided link reads them back at Commit
     granted: bool = False  # a one-sided sender may write
     receives: set[asyncio.Task[None]] = field(default_factory=set)
     failure: BatonError | None = None
@@ -180,7 +180,7 @@ class Handoff:
         self._compare("tokens", request.num_tokens, self.num_slots)
         self._compare("tokens announced", transfer.next_token, self.num_slots)
 
-    def check_bytes(self, request: pb.CommitRequest, arrived: LinkDigest) -> None:
+    def check_bytes(self, request: pb.CommitRequest, arrived: LinkChecksum) -> None:
         """Raises KvCorrupted unless exactly the sent bytes are here."""
         self._compare("bytes", request.num_bytes, arrived.num_bytes)
         self._compare("checksum", request.checksum, arrived.value)

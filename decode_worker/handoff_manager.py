@@ -41,7 +41,7 @@ from decode_worker.handoff import Handoff, State, Transfer
 from kvtransfer.deadline import in_background
 from kvtransfer.incoming import IncomingLink
 from kvtransfer.pool import Slots
-from kvtransfer.rank_ends import LinkDigest
+from kvtransfer.rank_ends import LinkChecksum
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class HandoffManager:
             transfer.granted = True
             return slots
         posted = asyncio.Event()
-        receive = self._received(handoff, transfer, link.receive(slots, transfer.digest, posted))
+        receive = self._received(handoff, transfer, link.receive(slots, transfer.checksum, posted))
         transfer.receives.add(in_background(self._tasks, receive))
         await posted.wait()
         if transfer.failure is not None:
@@ -167,7 +167,7 @@ class HandoffManager:
             handoff.check_tokens(transfer, request)
             is_verified = not link.transport.one_sided
             if is_verified:
-                handoff.check_bytes(request, transfer.digest)
+                handoff.check_bytes(request, transfer.checksum)
             elif (
                 self._limits.groups.state_blocks
             ):  # which decoding would change before it is read back
@@ -197,7 +197,7 @@ class HandoffManager:
             await self._verify(handoff, request, reading, resumed)
 
     async def _verify(
-        self, handoff: Handoff, request: pb.CommitRequest, arrived: asyncio.Future[LinkDigest],
+        self, handoff: Handoff, request: pb.CommitRequest, arrived: asyncio.Future[LinkChecksum],
         resumed: Future[UnverifiedKv],
     ) -> None:  # fmt: skip
         """Returns once the router may get what was computed. Raises Stale, TransferFailed."""
@@ -372,7 +372,7 @@ class HandoffManager:
         handoff = self._renew_reserved(request.handoff_id, request.reservation_token)
         if (transfer := handoff.transfer) is None:
             handoff.enter(State.WRITING)
-            transfer = Transfer(link, handoff.first_token, link.new_digest())
+            transfer = Transfer(link, handoff.first_token, link.new_checksum())
             handoff.transfer = transfer
         handoff.check_sender(request.reservation_token, request.incarnation)
         if transfer.link is not link:

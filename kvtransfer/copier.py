@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from baton.errors import TransferFailed
-from kvtransfer.digest import Digest, WordDigest
+from kvtransfer.checksum import Checksum, WordChecksum
 from kvtransfer.kernels import reference
 from kvtransfer.pool import KvPool, Slots
 
@@ -27,36 +27,36 @@ class HostCopier:
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool
-        self._digest = pool.new_digest()
+        self._checksum = pool.new_checksum()
 
     @contextmanager
-    def transfer(self, digest: Digest) -> Iterator[None]:
-        """The context of one transfer, whose bytes are added to `digest`.
+    def transfer(self, checksum: Checksum) -> Iterator[None]:
+        """The context of one transfer, whose bytes are added to `checksum`.
 
         On exit nothing that was begun in it is still running.
         """
-        self._digest = digest
+        self._checksum = checksum
         yield
 
     def gather(self, slots: Slots, staging: torch.Tensor) -> torch.Tensor:
-        """The slots' bytes in canonical order, digested: a view, or a copy in `staging`."""
+        """The slots' bytes in canonical order, added to the checksum: a view, or in `staging`."""
         data = self._pool.in_place(slots)
         if data is None:
             data = self._pool.gather(slots, staging)
-        self._digest.update(data)
+        self._checksum.update(data)
         return data
 
     def scatter(self, data: torch.Tensor, slots: Slots) -> None:
-        """Copies `data` in canonical order into the slots, and digests it."""
-        self._digest.update(data)
+        """Copies `data` in canonical order into the slots, and adds it to the checksum."""
+        self._checksum.update(data)
         self._pool.scatter(data, slots)
 
     def finish(self) -> None:
-        """Returns when everything of this transfer is done and in the digest."""
+        """Returns when everything of this transfer is done and in the checksum."""
 
-    def digest(self, slots: Slots) -> Digest:
-        """The digest of the slots' current content. Raises TransferFailed."""
-        return self._pool.digest(slots)
+    def checksum_of(self, slots: Slots) -> Checksum:
+        """The checksum of the slots' current content. Raises TransferFailed."""
+        return self._pool.checksum_of(slots)
 
 
 class GpuCopier:
@@ -74,7 +74,7 @@ class GpuCopier:
         # peer, have the highest priority, from another of torch's pools: none of them is this one.
         if cuda := pool.device.type == "cuda":
             self._stream = torch.cuda.Stream(pool.device, priority=-1)
-        self._digest = WordDigest()
+        self._checksum = WordChecksum()
         self._num_bytes = 0
         self._has_pending = False  # whether queued work has not been waited for
         with self._queued():
@@ -83,9 +83,9 @@ class GpuCopier:
             self._host_sums = torch.zeros(1, dtype=torch.int64, pin_memory=cuda)
 
     @contextmanager
-    def transfer(self, digest: Digest) -> Iterator[None]:
-        assert isinstance(digest, WordDigest), "GPU pools are checksummed on the GPU"
-        self._digest, self._num_bytes = digest, 0
+    def transfer(self, checksum: Checksum) -> Iterator[None]:
+        assert isinstance(checksum, WordChecksum), "GPU pools are checksummed on the GPU"
+        self._checksum, self._num_bytes = checksum, 0
         with self._queued():
             try:
                 yield
@@ -115,7 +115,7 @@ class GpuCopier:
         self._ops_here.copy(self._pool, local, target, remote, self._sums, self._next_word)
         self._moved(self._pool.nbytes(local))
 
-    def checksum(self, slots: Slots) -> None:
+    def add_checksum(self, slots: Slots) -> None:
         for part in slots.parts(self._pool.block_size):
             self._ops_here.checksum(self._pool, part, self._sums, self._next_word)
             self._moved(self._pool.nbytes(part))
@@ -126,7 +126,7 @@ class GpuCopier:
         Raises the errors of the GPU or Triton.
         """
         nothing = Slots((), 0)
-        with self.transfer(WordDigest()):
+        with self.transfer(WordChecksum()):
             self.copy(nothing, target, nothing)
             self._ops.checksum(target, Slots((0,), target.block_size), self._sums, 0)
 
@@ -136,14 +136,14 @@ class GpuCopier:
         self._sums.zero_()  # queued; needs no wait
         self.synchronize(copied)
         self._has_pending = False
-        self._digest.include(int(self._host_sums), self._num_bytes)
+        self._checksum.include(int(self._host_sums), self._num_bytes)
         self._num_bytes = 0
 
-    def digest(self, slots: Slots) -> Digest:
-        found = self._pool.new_digest()
+    def checksum_of(self, slots: Slots) -> Checksum:
+        found = self._pool.new_checksum()
         try:
             with self.transfer(found):
-                self.checksum(slots)
+                self.add_checksum(slots)
                 self.finish()
         except RuntimeError as error:
             raise TransferFailed(f"the blocks cannot be read back: {error}") from error
@@ -181,7 +181,7 @@ class GpuCopier:
 
     @property
     def _next_word(self) -> int:
-        return self._digest.num_words + self._num_bytes // 4
+        return self._checksum.num_words + self._num_bytes // 4
 
 
 Copier: TypeAlias = HostCopier | GpuCopier
@@ -202,11 +202,11 @@ def prepare(pool: KvPool) -> None:
         return
     gpu, size = GpuCopier(pool), pool.block_size
     first, part = Slots((0,), size), Slots((0,), size - 1)  # `part` is not contiguous: gathered
-    with gpu.transfer(WordDigest()):
+    with gpu.transfer(WordChecksum()):
         staging = torch.empty(pool.block_bytes, dtype=torch.uint8, device=pool.device)
         gpu.scatter(gpu.gather(part, staging), part)
         gpu.copy(first, pool, first)
-        gpu.checksum(first)
+        gpu.add_checksum(first)
         gpu.finish()
 
 

@@ -23,11 +23,11 @@ from baton.log_format import RateLimit
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import copier, pairing, rank_ends
+from kvtransfer.checksum import Checksum
 from kvtransfer.deadline import Deadline, in_background
-from kvtransfer.digest import Digest
 from kvtransfer.interface import FindWorker, ReceivingEnd, Transport
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.rank_ends import LinkDigest, RankEnds, RankPool, local_pool
+from kvtransfer.rank_ends import LinkChecksum, RankEnds, RankPool, local_pool
 
 log = logging.getLogger(__name__)
 
@@ -54,21 +54,21 @@ class IncomingLink(RankEnds[ReceivingEnd]):
         """Begins to wait for the sender; `accepted` raises TransferFailed."""
         self.accepted = self._run(self._accept)
 
-    async def receive(self, slots: Slots, digest: LinkDigest, posted: asyncio.Event) -> None:
-        """Receives into `slots`, adding the bytes to `digest`. Two-sided only.
+    async def receive(self, slots: Slots, checksum: LinkChecksum, posted: asyncio.Event) -> None:
+        """Receives into `slots`, adding the bytes to `checksum`. Two-sided only.
 
         Sets `posted` when the sender may send, or this has failed. Raises TransferFailed.
         """
         on_posted = partial(asyncio.get_running_loop().call_soon_threadsafe, posted.set)
         try:
-            await self._run(self._receive, slots, digest, on_posted)
+            await self._run(self._receive, slots, checksum, on_posted)
         except Exception as error:
             self.failed(self)
             raise TransferFailed(str(error)) from error
         finally:
             posted.set()
 
-    def checksum(self, slots: Slots) -> asyncio.Future[LinkDigest]:
+    def checksum(self, slots: Slots) -> asyncio.Future[LinkChecksum]:
         """Computes the slots' checksum. One-sided links only; raises TransferFailed."""
         return self._run(self._read_checksum, slots)
 
@@ -92,24 +92,24 @@ class IncomingLink(RankEnds[ReceivingEnd]):
         for end in self.ends:  # the sender connects them in this order
             end.accept(deadline.remaining_s)
 
-    def _receive(self, slots: Slots, digest: LinkDigest, posted: Callable[[], None]) -> None:
+    def _receive(self, slots: Slots, checksum: LinkChecksum, posted: Callable[[], None]) -> None:
         deadline, first = Deadline(self._timeout_s), threading.Lock()
 
-        def receive(end: ReceivingEnd, part: Digest) -> None:
+        def receive(end: ReceivingEnd, part: Checksum) -> None:
             # The sender may send once the first pair's receive is posted.
             on_posted = posted if first.acquire(blocking=False) else lambda: None
             end.receive(slots, part, deadline.remaining_s, on_posted)
 
-        self.each_pair(receive, self.ends, digest.parts)
+        self.each_pair(receive, self.ends, checksum.parts)
 
-    def _read_checksum(self, slots: Slots) -> LinkDigest:
-        found = list[Digest | None]([None] * len(self._readers))
+    def _read_checksum(self, slots: Slots) -> LinkChecksum:
+        found = list[Checksum | None]([None] * len(self._readers))
 
         def compute(at: int) -> None:
-            found[at] = self._readers[at].digest(slots)
+            found[at] = self._readers[at].checksum_of(slots)
 
         self.each_pair(compute, range(len(found)))
-        return LinkDigest([one for one in found if one is not None])
+        return LinkChecksum([one for one in found if one is not None])
 
 
 class LinkUser(Protocol):

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 from baton.v1 import common_pb2
-from kvtransfer.digest import Digest
+from kvtransfer.checksum import Checksum
 from kvtransfer.pairing import Kind
 from kvtransfer.pool import KvPool, Slots
 
@@ -27,8 +27,8 @@ class SendingEnd(ABC):
     """The sender's end of a connection between two pools."""
 
     @abstractmethod
-    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
-        """Sends `local` slots of its pool into `remote` ones, adding their bytes to `digest`.
+    def put(self, local: Slots, remote: Slots, checksum: Checksum, timeout_s: float) -> None:
+        """Sends `local` slots of its pool into `remote` ones, adding their bytes to `checksum`.
 
         Once it has returned or raised, this call writes nothing more. Raises TransferFailed.
         """
@@ -54,7 +54,7 @@ class ReceivingEnd:
         return None
 
     def receive(
-        self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
+        self, slots: Slots, checksum: Checksum, timeout_s: float, posted: Callable[[], None]
     ) -> None:
         """Receives into `slots`; calls `posted` as soon as the sender may send. Two-sided only.
 

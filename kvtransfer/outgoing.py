@@ -32,13 +32,13 @@ from baton.log_format import about
 from baton.net.backoff import Backoff
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2
 from kvtransfer import pairing, rank_ends
+from kvtransfer.checksum import Checksum
 from kvtransfer.control import Control
 from kvtransfer.deadline import Deadline, in_background
-from kvtransfer.digest import Digest
 from kvtransfer.interface import FindWorker, SendingEnd, Transport
 from kvtransfer.pairing import ONE_HOST, Kind
 from kvtransfer.pool import Slots
-from kvtransfer.rank_ends import LinkDigest, RankEnds, RankPool, local_pool
+from kvtransfer.rank_ends import LinkChecksum, RankEnds, RankPool, local_pool
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class OutgoingLink(RankEnds[SendingEnd]):
         return not self.users and self.control.lost
 
     def put(
-        self, local: Slots, remote: Slots, digest: LinkDigest, timeout_s: float
+        self, local: Slots, remote: Slots, checksum: LinkChecksum, timeout_s: float
     ) -> asyncio.Future[float]:
         """Begins to send `local` slots into `remote` ones, each pair its heads of them; the result
         is the seconds that it took. Raises TransferFailed.
@@ -87,17 +87,17 @@ class OutgoingLink(RankEnds[SendingEnd]):
         if self._closing:
             raise TransferFailed(f"the link to decode {self.peer} was closed")
         run = asyncio.get_running_loop().run_in_executor
-        return run(self._thread, self._put, local, remote, digest, timeout_s)
+        return run(self._thread, self._put, local, remote, checksum, timeout_s)
 
-    def _put(self, local: Slots, remote: Slots, digest: LinkDigest, timeout_s: float) -> float:
-        bytes_before, start, deadline = digest.num_bytes, time.perf_counter(), Deadline(timeout_s)
+    def _put(self, local: Slots, remote: Slots, checksum: LinkChecksum, timeout_s: float) -> float:
+        bytes_before, start, deadline = checksum.num_bytes, time.perf_counter(), Deadline(timeout_s)
 
-        def put(end: SendingEnd, part: Digest) -> None:
+        def put(end: SendingEnd, part: Checksum) -> None:
             end.put(local, remote, part, deadline.remaining_s)
 
-        self.each_pair(put, self.ends, digest.parts)
+        self.each_pair(put, self.ends, checksum.parts)
         seconds = time.perf_counter() - start
-        self.sent_bytes += digest.num_bytes - bytes_before
+        self.sent_bytes += checksum.num_bytes - bytes_before
         self.sent_s += seconds
         return seconds
 

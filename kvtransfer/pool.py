@@ -20,10 +20,10 @@ import torch
 
 from baton.errors import InvalidRequest
 from baton.kv_groups import KvGroups
-from kvtransfer.digest import Digest, WordDigest
+from kvtransfer.checksum import Checksum, WordChecksum
 
-# A piece is copied, and digested while it is still in the core's cache. Measured: twice or half
-# the size costs a tenth of the speed.
+# A piece is copied, and added to the checksum while it is still in the core's cache. Measured:
+# twice or half the size costs a tenth of the speed.
 PIECE_BYTES = 512 << 10
 # A chunk of a range of heads, copied in one call. Measured: half the size costs a fifth.
 CHUNK_BYTES = 2 << 20
@@ -109,7 +109,7 @@ class KvPool:
     """The KV tensor of one rank, or a range of its heads, as bytes.
 
     `area`: the shared memory that contains the tensor, if other processes write into it · `on_gpu`:
-    whether its bytes must not be copied to the host, not even to compute a digest · `heads`: the
+    whether its bytes must not be copied to the host, not even to compute a checksum · `heads`: the
     selected heads of the tensor, all by default.
     """
 
@@ -179,9 +179,9 @@ class KvPool:
         tensor = octets.view(self.tensor.dtype).view(shape)
         return KvPool(tensor, heads=range(first, first + len(self.heads)))
 
-    def new_digest(self) -> Digest:
+    def new_checksum(self) -> Checksum:
         """The checksum of one transfer; its kind depends on the pool's device."""
-        return WordDigest() if self.on_gpu else Digest()
+        return WordChecksum() if self.on_gpu else Checksum()
 
     def nbytes(self, slots: Slots) -> int:
         return self.token_bytes * slots.num_tokens
@@ -221,18 +221,18 @@ class KvPool:
         for start, end, piece in self.pieces(slots):
             piece.copy_(data[start:end].view(piece.shape))
 
-    def digest(self, slots: Slots) -> Digest:
-        """The digest of the slots' current content; on a GPU a copier computes it faster."""
-        digest, full = self.new_digest(), slots.num_full(self.block_size)
+    def checksum_of(self, slots: Slots) -> Checksum:
+        """The checksum of the slots' current content; on a GPU a copier computes it faster."""
+        checksum, full = self.new_checksum(), slots.num_full(self.block_size)
         if self.has_all_heads or self.on_gpu:
             for _, _, piece in self.pieces(slots):
-                digest.update(piece.contiguous().view(-1))
-            return digest
+                checksum.update(piece.contiguous().view(-1))
+            return checksum
         for _, held in self.chunks(slots.block_ids[:full]):
-            digest.add(held.reshape(-1).data)
+            checksum.add(held.reshape(-1).data)
         for tail in self.tails(slots):
-            digest.update(tail.contiguous().view(-1))
-        return digest
+            checksum.update(tail.contiguous().view(-1))
+        return checksum
 
     def chunks(self, blocks: BlockIds) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
         """Full blocks in host memory, several at a time: the index of the first, and their bytes,
@@ -305,22 +305,24 @@ def check_fit(source: KvPool, local: Slots, target: KvPool, remote: Slots) -> No
         raise InvalidRequest(f"{local.num_tokens} tokens do not fit {remote.num_tokens}")
 
 
-def copy_slots(source: KvPool, local: Slots, target: KvPool, remote: Slots, digest: Digest) -> None:
-    """Copies slots between pools in host memory, and digests the bytes read.
+def copy_slots(
+    source: KvPool, local: Slots, target: KvPool, remote: Slots, checksum: Checksum
+) -> None:
+    """Copies slots between pools in host memory, adding the bytes read to `checksum`.
 
     Raises as `check_fit` does.
     """
     check_fit(source, local, target, remote)
     full = local.num_full(source.block_size)
     copy = _copy_bytes if source.has_all_heads and target.has_all_heads else _copy_heads
-    copy(source, local.block_ids[:full], target, remote.block_ids[:full], digest)
+    copy(source, local.block_ids[:full], target, remote.block_ids[:full], checksum)
     for read, written in zip(source.tails(local), target.tails(remote), strict=True):
         written.copy_(read)
-        digest.update(read.contiguous().view(-1))
+        checksum.update(read.contiguous().view(-1))
 
 
 def _copy_bytes(
-    source: KvPool, local: BlockIds, target: KvPool, remote: BlockIds, digest: Digest
+    source: KvPool, local: BlockIds, target: KvPool, remote: BlockIds, checksum: Checksum
 ) -> None:
     """Copies runs that are consecutive at both ends, as plain bytes: copying a tensor costs more
     microseconds than its bytes do."""
@@ -331,14 +333,14 @@ def _copy_bytes(
             end = min(at + PIECE_BYTES, count * size)
             piece = read[here * size + at : here * size + end]
             written[there * size + at : there * size + end] = piece
-            digest.add(piece)
+            checksum.add(piece)
 
 
 def _copy_heads(
-    source: KvPool, local: BlockIds, target: KvPool, remote: BlockIds, digest: Digest
+    source: KvPool, local: BlockIds, target: KvPool, remote: BlockIds, checksum: Checksum
 ) -> None:
     """Copies several blocks in one call, consecutive or not."""
     written = target.blocks.numpy()
     for at, held in source.chunks(local):
-        digest.add(held.reshape(-1).data)
+        checksum.add(held.reshape(-1).data)
         written[list(remote[at : at + len(held)])] = held

@@ -16,8 +16,8 @@ import xxhash
 
 from baton.config import kv_heads_of
 from baton.errors import TransferFailed
+from kvtransfer.checksum import Checksum
 from kvtransfer.deadline import Deadline
-from kvtransfer.digest import Digest
 from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
 from kvtransfer.pairing import rank_pairs
 from kvtransfer.pool import KvPool
@@ -34,10 +34,10 @@ def local_pool(pools: Sequence[RankPool]) -> KvPool:
     return pool
 
 
-class LinkDigest:
+class LinkChecksum:
     """The checksum of the bytes that a link moves: of one pair its own, else that of all values."""
 
-    def __init__(self, parts: Sequence[Digest]) -> None:
+    def __init__(self, parts: Sequence[Checksum]) -> None:
         self.parts = parts
 
     @property
@@ -69,9 +69,9 @@ class RankEnds(Generic[E]):
         if transport.one_sided and others:
             self._threads = ThreadPoolExecutor(others, "kv-rank")
 
-    def new_digest(self) -> LinkDigest:
+    def new_checksum(self) -> LinkChecksum:
         """The checksum of one handoff, which both ends compute."""
-        return LinkDigest([pool.new_digest() for pool in self.pools])
+        return LinkChecksum([pool.new_checksum() for pool in self.pools])
 
     def abort(self) -> None:
         """Makes what runs fail early if possible; called from any thread."""

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from baton.errors import BatonError, TransferFailed
 from baton.net.object_connection import ObjectConnection
-from kvtransfer.digest import Digest
+from kvtransfer.checksum import Checksum
 from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
 from kvtransfer.pool import KvPool, Slots
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0  # beyond the time that a command itself may take
 _LISTEN_S = 10.0
-_MOST_DIGESTS = 4096  # of one end; a handoff whose digest was dropped is sent again
+_MOST_CHECKSUMS = 4096  # of one end; a handoff whose checksum was dropped is sent again
 
 HeadRange: TypeAlias = tuple[int, int] | None  # first and last + 1 of the pool's heads, or all
 
@@ -58,9 +58,9 @@ class Accept:
 
 @dataclass(frozen=True)
 class Put:
-    """Sends slots; done: bytes and checksum so far of the digest with this key."""
+    """Sends slots; done: number of bytes and value of the checksum with this key so far."""
 
-    digest: int
+    checksum: int
     timeout_s: float
     blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
@@ -72,7 +72,7 @@ class Put:
 class Receive:
     """Receives into slots; is posted, and then done as `Put` is."""
 
-    digest: int
+    checksum: int
     timeout_s: float
     blocks: tuple[int, ...]
     num_tokens: int
@@ -103,7 +103,7 @@ Answer: TypeAlias = Posted | Failed | Done
 KV_MESSAGES = (Listen, Connect, Accept, Put, Receive, Posted, Failed, Done)  # of a connection
 
 
-class RemoteDigest(Digest):
+class RemoteChecksum(Checksum):
     """The checksum of one pair, as last reported by the host that computes it."""
 
     _keys = itertools.count()
@@ -127,9 +127,9 @@ class RemotePool:
         """Returns a view of this pool that has these heads only."""
         return RemotePool(self._connect, heads)
 
-    def new_digest(self) -> Digest:
+    def new_checksum(self) -> Checksum:
         """The checksum of one transfer."""
-        return RemoteDigest()
+        return RemoteChecksum()
 
     def listen(self, transport: Transport) -> ReceivingEnd:
         """The receiving end of one new link, on the other host. Raises TransferFailed."""
@@ -159,22 +159,22 @@ class _RemoteEnd(SendingEnd, ReceivingEnd):
             self.close()
             raise
 
-    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
-        assert isinstance(digest, RemoteDigest)
+    def put(self, local: Slots, remote: Slots, checksum: Checksum, timeout_s: float) -> None:
+        assert isinstance(checksum, RemoteChecksum)
         blocks = local.block_ids, remote.block_ids
-        command = Put(digest.key, timeout_s, *blocks, local.num_tokens, local.num_tails)
-        digest.num_bytes, digest.value = self._call(timeout_s, command)
+        command = Put(checksum.key, timeout_s, *blocks, local.num_tokens, local.num_tails)
+        checksum.num_bytes, checksum.value = self._call(timeout_s, command)
 
     def accept(self, timeout_s: float) -> None:
         self._call(timeout_s, Accept(timeout_s))
 
     def receive(
-        self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
+        self, slots: Slots, checksum: Checksum, timeout_s: float, posted: Callable[[], None]
     ) -> None:
-        assert isinstance(digest, RemoteDigest)
+        assert isinstance(checksum, RemoteChecksum)
         of_slots = slots.block_ids, slots.num_tokens, slots.num_tails
-        command = Receive(digest.key, timeout_s, *of_slots)
-        digest.num_bytes, digest.value = self._call(timeout_s, command, posted)
+        command = Receive(checksum.key, timeout_s, *of_slots)
+        checksum.num_bytes, checksum.value = self._call(timeout_s, command, posted)
 
     def abort(self) -> None:
         self._connection.end_sending()
@@ -233,7 +233,7 @@ class _ServedEnd:
     ) -> None:
         self._pool, self._transports, self._connection = pool, transports, connection
         self._end: Any = None  # a SendingEnd or a ReceivingEnd
-        self._digests = OrderedDict[int, Digest]()
+        self._checksums = OrderedDict[int, Checksum]()
         self.answered = threading.Event()
         self.answered.set()
 
@@ -271,14 +271,14 @@ class _ServedEnd:
                 self._end.accept(timeout_s)
                 return None
             case Put(key, timeout_s, blocks, remote, num_tokens, num_tails):
-                sizes, digest = (num_tokens, num_tails), self._digest(key)
+                sizes, checksum = (num_tokens, num_tails), self._checksum(key)
                 to_slots = Slots(tuple(remote), *sizes)
-                self._end.put(Slots(tuple(blocks), *sizes), to_slots, digest, timeout_s)
-                return digest.num_bytes, digest.value
+                self._end.put(Slots(tuple(blocks), *sizes), to_slots, checksum, timeout_s)
+                return checksum.num_bytes, checksum.value
             case Receive(key, timeout_s, blocks, num_tokens, num_tails):
-                digest, slots = self._digest(key), Slots(tuple(blocks), num_tokens, num_tails)
-                self._end.receive(slots, digest, timeout_s, lambda: self._send(Posted()))
-                return digest.num_bytes, digest.value
+                checksum, slots = self._checksum(key), Slots(tuple(blocks), num_tokens, num_tails)
+                self._end.receive(slots, checksum, timeout_s, lambda: self._send(Posted()))
+                return checksum.num_bytes, checksum.value
 
     def _send(self, answer: Answer) -> None:
         try:
@@ -289,9 +289,9 @@ class _ServedEnd:
     def _part(self, heads: HeadRange) -> KvPool:
         return self._pool if heads is None else self._pool.with_heads(range(*heads))
 
-    def _digest(self, key: int) -> Digest:
-        if key not in self._digests:
-            self._digests[key] = self._pool.new_digest()
-            if len(self._digests) > _MOST_DIGESTS:
-                self._digests.popitem(last=False)
-        return self._digests[key]
+    def _checksum(self, key: int) -> Checksum:
+        if key not in self._checksums:
+            self._checksums[key] = self._pool.new_checksum()
+            if len(self._checksums) > _MOST_CHECKSUMS:
+                self._checksums.popitem(last=False)
+        return self._checksums[key]

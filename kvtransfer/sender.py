@@ -95,7 +95,7 @@ class HandoffSender:
         self._queued = asyncio.Event()
         self._link: OutgoingLink | None = None  # set when decode may have received a message
         self._put: asyncio.Future[float] | None = None  # the last put of this attempt
-        self._stats: TransferStats  # of this attempt, like `_digest` and `_sent`, in tokens
+        self._stats: TransferStats  # of this attempt, like `_checksum` and `_sent`, in tokens
         self._resends = 0
         self._start_ns = 0
         self._task: asyncio.Task[TransferStats]
@@ -198,7 +198,7 @@ class HandoffSender:
 
     async def _attempt(self, link: OutgoingLink) -> None:
         """Sends everything up to Commit, and returns when Commit was answered."""
-        self._digest, self._put, self._sent = link.new_digest(), None, 0
+        self._checksum, self._put, self._sent = link.new_checksum(), None, 0
         self._blocks_sent = 0
         self._stats = stats = TransferStats(link.transport.name, link.transport.kind)
         self._first = self._groups.handoff_start(self.target.cached_tokens, self.num_tokens)
@@ -218,8 +218,8 @@ class HandoffSender:
             **self._names,
             epoch=link.epoch,
             num_tokens=self.num_tokens,
-            num_bytes=self._digest.num_bytes,
-            checksum=self._digest.value,
+            num_bytes=self._checksum.num_bytes,
+            checksum=self._checksum.value,
             first_token_id=self._first_token_id,
             token_digest=self.token_digest,
         )
@@ -263,7 +263,7 @@ class HandoffSender:
         self._start_ns = self._start_ns or time.time_ns()
         with self.links.closing_on_failure(link, self._deadline):
             timeout_s, remote = self._time_left_s(), replace(slots, block_ids=ids)
-            self._put = link.put(slots, remote, self._digest, timeout_s)
+            self._put = link.put(slots, remote, self._checksum, timeout_s)
         return self._put, timeout_s
 
     async def _end_put(
@@ -320,7 +320,7 @@ class HandoffSender:
     def _finished(self) -> TransferStats:
         end_ns = time.time_ns()
         start_ns = self._start_ns or end_ns
-        stats, stats.num_bytes = self._stats, self._digest.num_bytes
+        stats, stats.num_bytes = self._stats, self._checksum.num_bytes
         stats.transfer_s, stats.resends = (end_ns - start_ns) / 1e9, self._resends
         attributes: dict[str, str | int | float | bool] = {
             "baton.handoff_id": self.handoff_id,
@@ -328,7 +328,7 @@ class HandoffSender:
             "bytes": stats.num_bytes,
             "tokens": self._sent,
             "transport": stats.transport,
-            "rank_pairs": len(self._digest.parts),
+            "rank_pairs": len(self._checksum.parts),
             "wait_ms": stats.wait_s * 1e3,
             "wire_ms": stats.wire_s * 1e3,
             "hidden_ms": stats.hidden_s * 1e3,

@@ -47,7 +47,7 @@ from baton.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative import Proposer
 from baton.engine.speculative.ngram import NgramProposer
-from baton.engine.state_blocks import StateBlockManager
+from baton.engine.state_cache import StateBlockManager
 from baton.engine.step_report import StepReport
 from baton.engine.tensor_parallel import TensorParallelModel
 from baton.errors import ConfigError

@@ -22,7 +22,7 @@ from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.sequence import UNKNOWN, Sequence
 from baton.engine.sequence_queue import SequenceQueue
 from baton.engine.speculative import Proposer
-from baton.engine.state_blocks import StateBlockManager, plan_checkpoints, take_checkpoint
+from baton.engine.state_cache import StateBlockManager, plan_checkpoints, take_checkpoint
 from baton.kv_groups import NO_BLOCK, held
 
 SCORED_ROWS = 128  # a step: their logits are 80 MB with a vocabulary of 150,000

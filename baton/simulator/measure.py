@@ -16,7 +16,7 @@ from baton.config import EngineConfig, SimulatedSpeed
 from baton.engine import build, cpu_affinity
 from baton.engine.build import Loaded
 from baton.errors import ConfigError
-from kvtransfer.digest import Digest
+from kvtransfer.checksum import Checksum
 from kvtransfer.pool import KvPool, Slots, copy_slots
 
 _TRIES, _WARM_UP, _STEPS = 3, 3, 8
@@ -147,7 +147,7 @@ def _transfer(loaded: Loaded, show: Show) -> float | None:
     seconds = []
     for _ in range(_TRIES):
         began = time.perf_counter()
-        copy_slots(KvPool(pool), slots, other, slots, Digest())
+        copy_slots(KvPool(pool), slots, other, slots, Checksum())
         seconds.append(time.perf_counter() - began)
     rate = count * block_bytes / statistics.median(seconds)
     show(f"transfer {rate / 1e9:.2f} GB/s, through shared memory")

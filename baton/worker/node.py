@@ -324,7 +324,7 @@ class Node(WorkerServiceServicer):
         record.text_fingerprint = text_fingerprint(loaded.path)
         record.kv.CopyFrom(loaded.descriptor)
         record.kv.model = full_name(record.model, record.version)
-        record.kv.checksum_version = pools[0].new_digest().version
+        record.kv.checksum_version = pools[0].new_checksum().version
         record.kv_pools = len(pools)
         record.transports.extend(transport.kind for transport in usable)
         record.blocks_total = loaded.layout.num_blocks

@@ -173,7 +173,7 @@ def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()
     pool.tensor.view(torch.uint8).random_()
     if part.cuda:
         torch.cuda.synchronize(pool.device)
-    times, digests = [], [pool.new_digest() for _ in range(1 + part.sized(5, 1))]
+    times, checksums = [], [pool.new_checksum() for _ in range(1 + part.sized(5, 1))]
     argv = [*first, sys.executable, "-m", "benchmarks.gpu.cluster", json.dumps(asdict(receiving))]
     try:
         with tempfile.NamedTemporaryFile() as log, Child(argv, Path(log.name)) as peer:
@@ -183,18 +183,18 @@ def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()
             open_s = time.perf_counter() - began
             try:
                 assert peer.answer(_TIMEOUT_S)["accepted"]
-                for number, digest in enumerate(digests):
+                for number, checksum in enumerate(checksums):
                     slots = sending.slots(number)
                     if not transport.one_sided:
                         peer.send(100 + number)
                         assert peer.answer(_TIMEOUT_S)["posted"]
                     start = time.perf_counter()
-                    link.put(slots, receiving.slots(100 + number), digest, _TIMEOUT_S)
+                    link.put(slots, receiving.slots(100 + number), checksum, _TIMEOUT_S)
                     times.append(time.perf_counter() - start)
                     if transport.one_sided:
                         peer.send(100 + number)
-                    arrived = peer.answer(_TIMEOUT_S)["digest"]
-                    assert arrived == digest.value, "other bytes arrived"
+                    arrived = peer.answer(_TIMEOUT_S)["checksum"]
+                    assert arrived == checksum.value, "other bytes arrived"
                 seconds, moved = statistics.median(times[1:]), pool.nbytes(slots)
                 cells = {"MB": moved / 1e6, "ms": seconds * 1e3, **part.of_copy(2 * moved, seconds)}
                 cells |= {"GB/s": moved / seconds / 1e9}  # each byte counted once
@@ -202,7 +202,7 @@ def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()
                 if part.cuda:  # a put cannot be faster than the kernel that copies its blocks
                     cells["of copy kernel"] = _kernel_s(part, sending) / seconds
                 if transport.one_sided:
-                    last = slots, receiving.slots(0), pool.new_digest(), _TIMEOUT_S
+                    last = slots, receiving.slots(0), pool.new_checksum(), _TIMEOUT_S
                     cells |= beside_products(pool.device, partial(link.put, *last), seconds)
                 return cells
             finally:
@@ -290,11 +290,11 @@ def main() -> None:
         for line in sys.stdin:
             slots = end.slots(json.loads(line))
             if transport.one_sided:
-                digest = reader.digest(slots)
+                checksum = reader.checksum_of(slots)
             else:
-                digest = pool.new_digest()
-                listener.receive(slots, digest, _TIMEOUT_S, partial(send, {"posted": True}))
-            send({"digest": digest.value})
+                checksum = pool.new_checksum()
+                listener.receive(slots, checksum, _TIMEOUT_S, partial(send, {"posted": True}))
+            send({"checksum": checksum.value})
     except Exception as error:
         send(failure(error))
 

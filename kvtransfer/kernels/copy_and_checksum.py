@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.cuda import has_nvlink
-from kvtransfer.digest import FACTOR, KEY_STEP, MULTIPLIER_STEP, STEP
+from kvtransfer.checksum import FACTOR, KEY_STEP, MULTIPLIER_STEP, STEP
 from kvtransfer.kernels import reference
 from kvtransfer.pool import KvPool, Slots
 
@@ -40,7 +40,7 @@ _KEY_STEP, _MULTIPLIER_STEP = tl.constexpr(KEY_STEP), tl.constexpr(MULTIPLIER_ST
 
 @triton.jit
 def _mixed(words, t, which):
-    """The contribution of words to the checksum, uint64; see `kvtransfer.digest.word_sum`.
+    """The contribution of words to the checksum, uint64; see `kvtransfer.checksum.word_sum`.
 
     t: number of a word's group of four * STEP, perhaps `[groups, 1]`, and then hashed once for each
     group · which: the word's number in its group.

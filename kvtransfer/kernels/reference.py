@@ -1,7 +1,7 @@
 """The kernel's operations in plain torch: for any device, with one copy for each run of blocks.
 
-Every function adds the checksum of the bytes it read (`kvtransfer.digest.word_sum`, with the first
-word at position `first_word`) to `sums`, int64 `[1]` on the pool's device. Nothing waits for the
+Every function adds the checksum of the bytes it read (`kvtransfer.checksum.word_sum`, the first
+word being at `first_word`) to `sums`, int64 `[1]` on the pool's device. Nothing waits for the
 device.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvtransfer.digest import word_sum
+from kvtransfer.checksum import word_sum
 from kvtransfer.pool import KvPool, Slots, runs
 
 

@@ -15,9 +15,9 @@ import torch
 from baton.cuda import CudaArea, CudaDriver, gpu_uuid
 from baton.errors import TransferFailed
 from baton.v1 import common_pb2
+from kvtransfer.checksum import Checksum
 from kvtransfer.copier import GpuCopier
 from kvtransfer.deadline import Deadline
-from kvtransfer.digest import Digest
 from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
 from kvtransfer.pool import KvPool, Slots, check_fit
 from kvtransfer.shared_pool import ReceiverProcess, SharedPoolListener, received
@@ -73,7 +73,7 @@ class _CudaIpcSendingEnd(SendingEnd):
             driver.close(pool.device, self._address, self._size)
             raise
 
-    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
+    def put(self, local: Slots, remote: Slots, checksum: Checksum, timeout_s: float) -> None:
         """As `SendingEnd.put`. A copy that a GPU has begun cannot be stopped: time-outs and aborts
         take effect between pieces, and what was begun is always waited for."""
         deadline = Deadline(timeout_s)
@@ -82,7 +82,7 @@ class _CudaIpcSendingEnd(SendingEnd):
         check_fit(self._pool, local, self._remote, remote)
         pieces = (self._pool.split(slots, PIECE_BYTES) for slots in (local, remote))
         try:
-            with self._copier.transfer(digest):
+            with self._copier.transfer(checksum):
                 events: deque[torch.cuda.Event | None] = deque()
                 for here, there in zip(*pieces, strict=True):
                     if len(events) == 2:

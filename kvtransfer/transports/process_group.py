@@ -34,9 +34,9 @@ from baton.cuda import NCCL_ENVIRONMENT, nccl_version
 from baton.errors import TransferFailed
 from baton.rendezvous import Place, Rendezvous, at_least_1ms, gloo_group, nccl_group, open_store
 from baton.v1 import common_pb2
+from kvtransfer.checksum import Checksum
 from kvtransfer.copier import Copier, copier
 from kvtransfer.deadline import Deadline
-from kvtransfer.digest import Digest
 from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
 from kvtransfer.pairing import shares_gpu
 from kvtransfer.pool import KvPool, Slots
@@ -206,7 +206,7 @@ class _GroupEnd(SendingEnd, ReceivingEnd):
             copying = copier(self._pool)
             with (
                 self._transport.watch(deadline, self.abort),
-                copying.transfer(self._pool.new_digest()),
+                copying.transfer(self._pool.new_checksum()),
             ):
                 group = self._transport.build(self._store, self._rank, timeout_s)
                 with self._guard:
@@ -236,9 +236,9 @@ class _GroupEnd(SendingEnd, ReceivingEnd):
         finally:
             self._store.close()
 
-    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
+    def put(self, local: Slots, remote: Slots, checksum: Checksum, timeout_s: float) -> None:
         deadline = Deadline(timeout_s)
-        with self._transfer("send", digest, deadline) as (copying, staging):
+        with self._transfer("send", checksum, deadline) as (copying, staging):
             in_flight = None
             for i, part in enumerate(self._pool.split(local, self._message_bytes)):
                 data = copying.gather(part, staging[i % 2])
@@ -247,11 +247,11 @@ class _GroupEnd(SendingEnd, ReceivingEnd):
             self._wait(in_flight, deadline)
 
     def receive(
-        self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
+        self, slots: Slots, checksum: Checksum, timeout_s: float, posted: Callable[[], None]
     ) -> None:
         deadline = Deadline(timeout_s)
         parts = self._pool.split(slots, self._message_bytes)
-        with self._transfer("receive", digest, deadline) as (copying, staging):
+        with self._transfer("receive", checksum, deadline) as (copying, staging):
 
             def post(i: int) -> tuple[torch.Tensor, Any]:
                 data = staging[i % 2][: self._pool.nbytes(parts[i])]
@@ -284,9 +284,9 @@ class _GroupEnd(SendingEnd, ReceivingEnd):
 
     @contextmanager
     def _transfer(
-        self, what: str, digest: Digest, deadline: Deadline
+        self, what: str, checksum: Checksum, deadline: Deadline
     ) -> Iterator[tuple[Copier, torch.Tensor]]:
-        """The context of one put or receive. On exit everything is done and in `digest`, or it has
+        """The context of one put or receive. On exit all is done and in `checksum`, or it has
         failed and nothing runs any more. Raises TransferFailed."""
         assert self._copier is not None, "not connected"
         size = max(self._message_bytes, self._pool.block_bytes)
@@ -294,7 +294,7 @@ class _GroupEnd(SendingEnd, ReceivingEnd):
             with (
                 self._transport.staging.lend(size, self._pool.device, deadline) as staging,
                 self._transport.watch(deadline, self.abort),
-                self._copier.transfer(digest),
+                self._copier.transfer(checksum),
             ):
                 try:
                     self._check()

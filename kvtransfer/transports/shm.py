@@ -18,7 +18,7 @@ import torch
 
 from baton.shared_memory import MADV_POPULATE_READ, SEALS, SharedMemoryArea, populate
 from baton.v1 import common_pb2
-from kvtransfer.digest import Digest
+from kvtransfer.checksum import Checksum
 from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
 from kvtransfer.pool import KvPool, Slots, copy_slots
 from kvtransfer.shared_pool import ReceiverProcess, SharedPoolListener, received
@@ -64,10 +64,10 @@ class _ShmSendingEnd(SendingEnd):
             with contextlib.suppress(OSError):  # then the first write of a page maps it
                 populate(mapped, MADV_POPULATE_READ, self._closed)
 
-    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
+    def put(self, local: Slots, remote: Slots, checksum: Checksum, timeout_s: float) -> None:
         self._receiver.check()
         assert self._remote is not None
-        copy_slots(self._pool, local, self._remote, remote, digest)
+        copy_slots(self._pool, local, self._remote, remote, checksum)
         self._receiver.check()
 
     def abort(self) -> None:

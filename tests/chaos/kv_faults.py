@@ -23,7 +23,7 @@ import torch
 
 from baton.errors import TransferFailed
 from kvtransfer import transports
-from kvtransfer.digest import Digest
+from kvtransfer.checksum import Checksum
 from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
 from kvtransfer.pool import KvPool, Slots
 
@@ -69,7 +69,7 @@ class FaultyTransport(Transport):
 
 
 class _FaultyLink(SendingEnd):
-    """Sends from a copy of the blocks, which may be changed, and digests the blocks themselves."""
+    """Sends from a copy of the blocks, which may be changed; checksums the blocks themselves."""
 
     def __init__(self, inner: SendingEnd, pool: KvPool, sent: KvPool, control: Control) -> None:
         self._inner, self._pool, self._sent, self._control = inner, pool, sent, control
@@ -80,7 +80,7 @@ class _FaultyLink(SendingEnd):
     def close(self) -> None:
         self._inner.close()
 
-    def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
+    def put(self, local: Slots, remote: Slots, checksum: Checksum, timeout_s: float) -> None:
         blocks = list(local.block_ids)
         self._sent.blocks[blocks] = self._pool.blocks[blocks]
         wanted = self._control.next_fault()
@@ -95,12 +95,12 @@ class _FaultyLink(SendingEnd):
                 if half := len(blocks) // 2:
                     tokens = half * self._pool.block_size
                     here, there = (Slots(s.block_ids[:half], tokens) for s in (local, remote))
-                    self._inner.put(here, there, Digest(), timeout_s)
+                    self._inner.put(here, there, Checksum(), timeout_s)
                 self._inner.abort()
                 raise TransferFailed("the link was broken by a test")
-        self._inner.put(local, remote, Digest(), timeout_s)
+        self._inner.put(local, remote, Checksum(), timeout_s)
         data = torch.empty(self._pool.nbytes(local), dtype=torch.uint8)
-        digest.update(self._pool.gather(local, data))
+        checksum.update(self._pool.gather(local, data))
 
 
 def install(path: Path) -> None:

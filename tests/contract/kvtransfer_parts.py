@@ -67,10 +67,10 @@ class MemoryLink(SendingEnd):
     def __init__(self, pools, pool, endpoint):
         self.pools, self.pool, self.endpoint = pools, pool, endpoint
 
-    def put(self, local, remote, digest, timeout_s):
+    def put(self, local, remote, checksum, timeout_s):
         if (target := self.pools.get(self.endpoint)) is None:
             raise TransferFailed("memory: the receiver is gone")
-        copy_slots(self.pool, local, target, remote, digest)
+        copy_slots(self.pool, local, target, remote, checksum)
 
 
 TRANSPORTS = {
@@ -160,23 +160,23 @@ class Pair:
         self.link = transport.connect(self.source, self.listener.endpoint, WAIT_S)
         accepted.result(WAIT_S)
 
-    def post(self, remote, timeout_s=WAIT_S, digest=None):
-        """(future of the receive, its digest), once it is posted."""
-        digest, posted = digest or self.target.new_digest(), threading.Event()
-        receive = self.thread.submit(self.listener.receive, remote, digest, timeout_s, posted.set)
+    def post(self, remote, timeout_s=WAIT_S, checksum=None):
+        """(future of the receive, its checksum), once it is posted."""
+        checksum, posted = checksum or self.target.new_checksum(), threading.Event()
+        receive = self.thread.submit(self.listener.receive, remote, checksum, timeout_s, posted.set)
         assert posted.wait(WAIT_S)
-        return receive, digest
+        return receive, checksum
 
     def move(self, local, remote):
-        """Moves slots; returns (sender's digest, receiver's digest)."""
-        digest = self.source.new_digest()
+        """Moves slots; returns (sender's checksum, receiver's checksum)."""
+        checksum = self.source.new_checksum()
         if self.transport.one_sided:
-            self.link.put(local, remote, digest, WAIT_S)
-            return digest, copier.copier(self.target).digest(remote)
+            self.link.put(local, remote, checksum, WAIT_S)
+            return checksum, copier.copier(self.target).checksum_of(remote)
         receive, arrived = self.post(remote)
-        self.link.put(local, remote, digest, WAIT_S)
+        self.link.put(local, remote, checksum, WAIT_S)
         receive.result(WAIT_S)
-        return digest, arrived
+        return checksum, arrived
 
     def close(self):
         self.link.close()

@@ -77,7 +77,7 @@ def stop_at(where):
             stop_once()
             return super().put(*arguments)
 
-    class Digest(pools.Digest):
+    class Checksum(pools.Checksum):
         def add(self, data):
             super().add(data)
             stop_once()
@@ -85,7 +85,7 @@ def stop_at(where):
     if where == "before":
         shm._ShmSendingEnd = SendingEnd
     else:
-        pools.KvPool.new_digest = lambda pool: Digest()
+        pools.KvPool.new_checksum = lambda pool: Checksum()
 
 
 if __name__ == "__main__":

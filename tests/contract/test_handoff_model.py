@@ -46,7 +46,7 @@ from decode_worker.handoff_manager import HandoffManager
 from decode_worker.service import HandoffService
 from kvtransfer import incoming
 from kvtransfer.incoming import IncomingLinks
-from kvtransfer.pool import Digest, KvPool, Slots
+from kvtransfer.pool import Checksum, KvPool, Slots
 
 from .kvtransfer_parts import MemoryTransport, answer
 
@@ -76,9 +76,9 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class Inline(Executor):
-    """A link's thread whose work is done at once, but for digests: those wait in `digests`."""
+    """A link's thread whose work is done at once, but for checksums: those wait in `checksums`."""
 
-    digests = []  # noqa: RUF012 (emptied for each machine)
+    checksums = []  # noqa: RUF012 (emptied for each machine)
 
     def __init__(self, *_, **__):
         pass
@@ -93,7 +93,7 @@ class Inline(Executor):
                 future.set_exception(error)
 
         if work.__name__ == "_read_checksum":
-            self.digests.append(do)
+            self.checksums.append(do)
         else:
             do()
         return future
@@ -176,11 +176,11 @@ class Writer:
         rest = handoff.tokens[handoff.cached :][: BLOCK_SIZE if kind == "part" else None]
         local = self._hold([float("nan")] * len(rest) if kind == "wrong" else rest)
         remote = Slots(handoff.granted[: len(local.block_ids)], len(rest))
-        self.link.put(local, remote, Digest(), 1.0)
+        self.link.put(local, remote, Checksum(), 1.0)
 
-    def digest(self, handoff):
+    def checksum_of(self, handoff):
         """What the right KV comes to."""
-        return self.pool.digest(self._hold(handoff.tokens[handoff.cached :]))
+        return self.pool.checksum_of(self._hold(handoff.tokens[handoff.cached :]))
 
     def _hold(self, content):
         """The slots of the own pool that now hold it, one number for each token."""
@@ -251,7 +251,7 @@ class DecodeWorker(RuleBasedStateMachine):
         super().__init__()
         self.committed = set()  # sequences that may run
         self.wrong = set()  # of these, what was committed with wrong KV: nobody may hear of it
-        Inline.digests.clear()
+        Inline.checksums.clear()
         self.numbers, self.calls, self.errors = itertools.count(), set(), []
         self.handoffs, self.writers, self.routers = [], [], []
         self.loop, self.pool = Loop(), new_pool()
@@ -476,13 +476,13 @@ class DecodeWorker(RuleBasedStateMachine):
 
     def send_commit(self, handoff, change, pace):
         writer = handoff.writer
-        digest = writer.digest(handoff)
+        checksum = writer.checksum_of(handoff)
         request = pb.CommitRequest(
             **handoff.fields(),
             epoch=handoff.epoch,
             num_tokens=len(handoff.tokens),
-            num_bytes=digest.num_bytes,
-            checksum=digest.value,
+            num_bytes=checksum.num_bytes,
+            checksum=checksum.value,
             first_token_id=999,
             token_digest=token_digest(handoff.tokens),
         )
@@ -537,8 +537,8 @@ class DecodeWorker(RuleBasedStateMachine):
 
     @precondition(lambda self: self.writing())
     @rule(which=WHICH, kind=PUTS, turns=st.integers(1, 6))
-    def decode_before_the_digest(self, which, kind, turns):
-        """What was committed runs, whole or wrong, while its digest is still to be computed."""
+    def decode_before_the_checksum(self, which, kind, turns):
+        """What was committed runs, whole or wrong, while its checksum is still to be computed."""
         handoff = pick(self.writing(), which)
         self.move()
         if not handoff.granted:
@@ -669,21 +669,21 @@ class DecodeWorker(RuleBasedStateMachine):
             self.loop.call_soon(self.loop.stop)
             self.loop.run_forever()
 
-    @precondition(lambda self: Inline.digests)
+    @precondition(lambda self: Inline.checksums)
     @rule(pace=PACE)
-    def digests_are_computed(self, pace):
+    def checksums_are_computed(self, pace):
         """Links' threads read what was written, which nothing has changed meanwhile."""
-        self.compute_digests()
+        self.compute_checksums()
         self.move(pace)
 
-    def compute_digests(self):
-        while Inline.digests:
-            Inline.digests.pop(0)()
+    def compute_checksums(self):
+        while Inline.checksums:
+            Inline.checksums.pop(0)()
 
     def settle(self):
         """Everything that can end without time passing ends."""
         for _ in range(100):
-            self.compute_digests()
+            self.compute_checksums()
             self.tick(2)
             if self.quiet():
                 break
@@ -696,7 +696,7 @@ class DecodeWorker(RuleBasedStateMachine):
 
     def quiet(self):
         busy = self.table._tasks, self.links._tasks, self.loop._ready
-        busy = *busy, Inline.digests
+        busy = *busy, Inline.checksums
         done = all(call.done() for call in self.calls)
         return done and not any(busy) and self.engine._inbox._jobs.empty()
 

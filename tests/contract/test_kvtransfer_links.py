@@ -15,14 +15,14 @@ from torch.distributed import TCPStore
 
 from baton.errors import TransferFailed
 from baton.rendezvous import Rendezvous
-from kvtransfer.digest import WordDigest
-from kvtransfer.pool import Digest
+from kvtransfer.checksum import WordChecksum
+from kvtransfer.pool import Checksum
 from kvtransfer.transports import process_group
 from tests.waiting import WAIT_S
 
 from .kvtransfer_parts import BLOCKS, POOLS, TRANSPORTS, Pair, expect_only, make_pool, slots
 
-GPUS = "gloo of GPUs"  # messages are gathered and digested where the pool is
+GPUS = "gloo of GPUs"  # messages are gathered and summed where the pool is
 INT8 = [f"{name} of int8" for name in TRANSPORTS]  # rows with their scales: 20 bytes a slot
 
 
@@ -59,18 +59,18 @@ CASES = {
 
 
 def test_only_the_filled_slots_of_reserved_blocks_change(pair):
-    """On one link, again and again; both ends' digests agree, and tell order and content apart."""
-    digests = set()
+    """On one link, again and again; both checksums agree, and tell order and content apart."""
+    checksums = set()
     for local, remote in CASES.values():
         before = pair.target.tensor.clone()
         sent, arrived = pair.move(local, remote)
         expect_only(pair.source, local, pair.target, remote, before)
         num_bytes = local.num_tokens * pair.source.token_bytes
         assert sent.num_bytes == arrived.num_bytes == num_bytes
-        assert sent.value == arrived.value == pair.target.digest(remote).value
-        assert isinstance(sent, WordDigest) == pair.source.on_gpu
-        digests.add(sent.value)
-    assert len(digests) == len(CASES) - 1  # a run has its digest wherever it goes
+        assert sent.value == arrived.value == pair.target.checksum_of(remote).value
+        assert isinstance(sent, WordChecksum) == pair.source.on_gpu
+        checksums.add(sent.value)
+    assert len(checksums) == len(CASES) - 1  # a run has its checksum wherever it goes
 
 
 def test_put_on_a_closed_receiver_fails(pair):
@@ -78,21 +78,21 @@ def test_put_on_a_closed_receiver_fails(pair):
     # Mapped for as long as the process lives, which is proof enough.
     mapped = pair.transport.name in ("shm", "cuda_ipc")
     with contextlib.nullcontext() if mapped else pytest.raises(TransferFailed):
-        pair.link.put(slots(4, 1), slots(4, 1), pair.source.new_digest(), 5.0)
+        pair.link.put(slots(4, 1), slots(4, 1), pair.source.new_checksum(), 5.0)
 
 
 @pytest.mark.parametrize("pair", ["gloo", GPUS], indirect=True)
-def test_digests_go_on_from_chunk_to_chunk(pair):
-    sent, arrived = pair.source.new_digest(), pair.target.new_digest()
+def test_checksums_go_on_from_chunk_to_chunk(pair):
+    sent, arrived = pair.source.new_checksum(), pair.target.new_checksum()
     for local, remote in (
         (slots(12, 9, 4, 5), slots(12, 1, 2, 3)),
         (slots(6, 7, 8), slots(6, 5, 4)),
     ):
-        receive, digest = pair.post(remote, digest=arrived)
+        receive, checksum = pair.post(remote, checksum=arrived)
         pair.link.put(local, remote, sent, WAIT_S)
         receive.result(WAIT_S)
-        assert digest is arrived
-    assert sent.value == arrived.value == pair.source.digest(slots(18, 9, 4, 5, 7, 8)).value
+        assert checksum is arrived
+    assert sent.value == arrived.value == pair.source.checksum_of(slots(18, 9, 4, 5, 7, 8)).value
 
 
 def test_silence_fails_both_ends_on_time_and_a_new_epoch_works(gloo_pair):
@@ -106,7 +106,7 @@ def test_silence_fails_both_ends_on_time_and_a_new_epoch_works(gloo_pair):
     assert sent.value == arrived.value
     start = time.monotonic()
     with pytest.raises(TransferFailed):
-        again.link.put(slots(4, 1), slots(4, 1), Digest(), 0.2)
+        again.link.put(slots(4, 1), slots(4, 1), Checksum(), 0.2)
     assert time.monotonic() - start < WAIT_S
     again.close()
 
@@ -121,7 +121,7 @@ def test_sender_that_closes_wakes_the_receive(gloo_pair):
 def test_a_closed_listener_and_a_link_without_a_peer_fail(gloo_pair):
     gloo_pair.listener.close()
     with pytest.raises(TransferFailed):
-        gloo_pair.listener.receive(slots(4, 1), Digest(), 1.0, threading.Event().set)
+        gloo_pair.listener.receive(slots(4, 1), Checksum(), 1.0, threading.Event().set)
     late = gloo_pair.transport.listen(gloo_pair.target)
     with pytest.raises(TransferFailed):
         late.accept(0.2)

@@ -60,7 +60,7 @@ async def test_handoff_to_another_process_that_is_killed_then(name, first):
         await process.process.wait()
         if link.transport.one_sided:
             with pytest.raises(TransferFailed, match="gone"):
-                await link.put(slots(4, 1), slots(4, 4), link.new_digest(), 1.0)
+                await link.put(slots(4, 1), slots(4, 4), link.new_checksum(), 1.0)
         prefill.links.release(link)
         to.reservation_token = "token-next"
         start = time.monotonic()

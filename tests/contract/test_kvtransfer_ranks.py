@@ -11,7 +11,7 @@ import pytest
 from baton.errors import KvCorrupted, TransferFailed
 from kvtransfer import remote_pool
 from kvtransfer.pairing import rank_pairs
-from kvtransfer.remote_pool import RemoteDigest
+from kvtransfer.remote_pool import RemoteChecksum
 from kvtransfer.transports.process_group import GlooTransport
 from tests.waiting import WAIT_S
 
@@ -127,13 +127,13 @@ def test_a_receive_on_another_host_that_was_given_up_writes_nothing_more():
     source, target, link, listener = remote_ends()
     content, posted = target.tensor.clone(), threading.Event()
     with ThreadPoolExecutor(1) as thread:
-        receive = thread.submit(listener.receive, slots(8, 3, 4), RemoteDigest(), 1.0, posted.set)
+        receive = thread.submit(listener.receive, slots(8, 3, 4), RemoteChecksum(), 1.0, posted.set)
         assert posted.wait(WAIT_S)
         listener.abort()
         with pytest.raises(TransferFailed):
             receive.result(WAIT_S)
     with contextlib.suppress(TransferFailed):  # its group is gone, but it may not know that yet
-        link.put(slots(8, 1, 2), slots(8, 3, 4), RemoteDigest(), 1.0)
+        link.put(slots(8, 1, 2), slots(8, 3, 4), RemoteChecksum(), 1.0)
     for end in (link, listener):
         end.close()
     for served in (one for one in threading.enumerate() if one.name == "kv-served"):
@@ -147,9 +147,9 @@ def test_a_receive_on_another_host_that_was_given_up_writes_nothing_more():
 def test_a_call_that_fails_on_another_host_says_why_and_one_that_hangs_ends(monkeypatch):
     monkeypatch.setattr(remote_pool, "_ANSWER_S", 0.1)
     source, target, link, listener = remote_ends()
-    digest = RemoteDigest()
+    checksum = RemoteChecksum()
     with pytest.raises(TransferFailed, match="on another host: gloo: send failed"):
-        link.put(slots(4, 1), slots(4, 3), digest, 0.1)  # no receive is posted
+        link.put(slots(4, 1), slots(4, 3), checksum, 0.1)  # no receive is posted
     monkeypatch.setattr(remote_pool._ServedEnd, "_result", lambda *_: time.sleep(0.5))
     with pytest.raises(TransferFailed, match="does not answer"):
         listener.accept(0.1)

@@ -65,9 +65,9 @@ async def test_a_put_that_fails_halfway_is_done_again(join, name):
     link = await prefill.links.acquire(to, Deadline(WAIT_S))
     put = link.ends[0].put
 
-    def halfway(local, remote, digest, timeout_s):
+    def halfway(local, remote, checksum, timeout_s):
         if link.transport.one_sided:
-            put(Slots(local.block_ids[:1], 4), Slots(remote.block_ids[:1], 4), digest, 1)
+            put(Slots(local.block_ids[:1], 4), Slots(remote.block_ids[:1], 4), checksum, 1)
         raise errors.TransferFailed("cut in the middle")
 
     link.ends[0].put = halfway

@@ -15,7 +15,7 @@ from baton.engine.sequence import Sequence
 from baton.engine.simulated import SimulatedRunner
 from baton.errors import ConfigError, InternalError
 from baton.generation.sampling_params import SamplingParams
-from kvtransfer.pool import Digest, KvPool, Slots, copy_slots
+from kvtransfer.pool import Checksum, KvPool, Slots, copy_slots
 
 TINY = Path(__file__).parents[3] / "benchmarks" / "scenarios" / "tiny.json"
 VOCAB, BLOCK, EOS = 500, 4, 7
@@ -71,7 +71,7 @@ class TestKv:
         sender, receiver = runner(dtype), runner(dtype)
         compute(sender, sequence(11, [0, 1, 2]), 0, 11)
         slots = Slots((0, 1, 2), 11), Slots((9, 8, 7), 11)
-        copy_slots(KvPool(sender.pool), slots[0], KvPool(receiver.pool), slots[1], Digest())
+        copy_slots(KvPool(sender.pool), slots[0], KvPool(receiver.pool), slots[1], Checksum())
         moved = sequence(11, [9, 8, 7])
         moved.tokens.append(42)
         assert compute(receiver, moved, 11, 1) is not None

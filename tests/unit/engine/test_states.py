@@ -8,14 +8,14 @@ import torch
 
 from baton.block_hash import root_hash
 from baton.config import EngineConfig
-from baton.engine import build, state_blocks
+from baton.engine import build, state_cache
 from baton.engine.kernels.delta_rule import DeltaRuleShape, StateLayout
 from baton.engine.kernels.torch.delta_rule import state_rows
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
 from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
-from baton.engine.state_blocks import CachedPrefix, StateBlockManager
+from baton.engine.state_cache import CachedPrefix, StateBlockManager
 from baton.errors import ConfigError, Overloaded
 from baton.generation.sampling_params import SamplingParams
 from baton.kv_groups import KvGroups
@@ -238,7 +238,7 @@ class Machine:
 
 @pytest.fixture
 def short_checkpoints(monkeypatch):
-    monkeypatch.setattr(state_blocks, "MIN_CHECKPOINT", 2 * SIZE)
+    monkeypatch.setattr(state_cache, "MIN_CHECKPOINT", 2 * SIZE)
 
 
 def prompt_of(tokens):

@@ -26,17 +26,17 @@ def ops(request):
     return request.param()
 
 
-def test_a_copy_continues_the_digest_and_a_failed_transfer_leaves_nothing(pools, ops):
+def test_a_copy_continues_the_checksum_and_a_failed_transfer_leaves_nothing(pools, ops):
     source, target = pools
-    gpu, digest = GpuCopier(source, ops), source.new_digest()
-    with pytest.raises(RuntimeError, match="lost"), gpu.transfer(source.new_digest()):
-        gpu.checksum(slots(4, 2))
+    gpu, checksum = GpuCopier(source, ops), source.new_checksum()
+    with pytest.raises(RuntimeError, match="lost"), gpu.transfer(source.new_checksum()):
+        gpu.add_checksum(slots(4, 2))
         raise RuntimeError("lost")
     for local, remote in ((slots(8, 3, 1), slots(8, 5, 6)), (slots(5, 7, 8), slots(5, 1, 9))):
-        with gpu.transfer(digest):
+        with gpu.transfer(checksum):
             gpu.copy(local, target, remote)
             gpu.finish()
-    assert digest.value == target.digest(Slots((5, 6, 1, 9), 13)).value
+    assert checksum.value == target.checksum_of(Slots((5, 6, 1, 9), 13)).value
 
 
 def test_preparing_runs_every_kernel_and_changes_no_byte(pools, monkeypatch):
@@ -62,10 +62,10 @@ def test_blocks_that_cannot_be_read_back_fail_the_transfer(pools, monkeypatch):
 
     monkeypatch.setattr(reference, "checksum", broken)
     with pytest.raises(TransferFailed, match="cannot be read back: CUDA error"):
-        copier.copier(pools[0]).digest(slots(4, 1))
+        copier.copier(pools[0]).checksum_of(slots(4, 1))
 
 
-def test_a_links_digests_take_one_stream(pools, monkeypatch):
+def test_a_links_checksums_take_one_stream(pools, monkeypatch):
     """Of torch's 32 a stream for each Commit would soon be one that another link waits on."""
     made, original = [], GpuCopier.__init__
     monkeypatch.setattr(
@@ -74,6 +74,6 @@ def test_a_links_digests_take_one_stream(pools, monkeypatch):
     transport, pool = MemoryTransport(), pools[0]
     link = incoming.IncomingLink("p", 1, transport, [pool], [transport.listen(pool)], None, 1.0)
     for _ in range(3):
-        assert link._read_checksum(slots(8, 3, 1)).value == pool.digest(slots(8, 3, 1)).value
+        assert link._read_checksum(slots(8, 3, 1)).value == pool.checksum_of(slots(8, 3, 1)).value
     link.close_ends()
     assert made == [pools[0]]

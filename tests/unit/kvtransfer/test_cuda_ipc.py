@@ -93,15 +93,15 @@ def test_memory_that_kernels_cannot_reach_is_no_link(driver, connect, monkeypatc
 
 def test_a_put_in_pieces_is_one_and_writes_no_other_block(link, pools, monkeypatch):
     monkeypatch.setattr(cuda_ipc, "PIECE_BYTES", 64)
-    digest = pools[0].new_digest()
+    checksum = pools[0].new_checksum()
     local, remote = Slots((0, 2, 4, 5, 1), 18), Slots((5, 4, 3, 2, 0), 18)
-    link.put(local, remote, digest, 1.0)
-    assert digest.value == pools[0].digest(local).value == pools[1].digest(remote).value
+    link.put(local, remote, checksum, 1.0)
+    assert checksum.value == pools[0].checksum_of(local).value == pools[1].checksum_of(remote).value
     assert torch.equal(pools[1].tensor[0, ..., :2, :], pools[0].tensor[1, ..., :2, :])
     assert not pools[1].tensor[0, ..., 2:, :].any()
     before = pools[1].tensor.clone()
     with pytest.raises(InvalidRequest, match="outside the pool"):
-        link.put(Slots((1,), 4), Slots((6,), 4), digest, 1.0)
+        link.put(Slots((1,), 4), Slots((6,), 4), checksum, 1.0)
     assert torch.equal(pools[1].tensor, before)
 
 
@@ -124,7 +124,7 @@ def test_a_put_stops_between_pieces(link, pools, monkeypatch, stop):
     link._copier.copy = stopping
     ids = (0, 1, 2, 3, 4, 5)
     with pytest.raises(TransferFailed, match=stop):
-        link.put(Slots(ids, 24), Slots(ids, 24), pools[0].new_digest(), 0.02)
+        link.put(Slots(ids, 24), Slots(ids, 24), pools[0].new_checksum(), 0.02)
     assert len(copied) == 2
     assert torch.equal(pools[1].tensor[:2], pools[0].tensor[:2])
     assert not pools[1].tensor[2:].any()
@@ -146,4 +146,4 @@ def test_a_link_that_cannot_unmap_is_logged_and_closed_all_the_same(
     monkeypatch.undo()
     assert "stays open: cuMemUnmap failed with CUDA error 719" in caplog.text
     with pytest.raises(TransferFailed):
-        link.put(Slots((1,), 4), Slots((2,), 4), pools[0].new_digest(), 1.0)
+        link.put(Slots((1,), 4), Slots((2,), 4), pools[0].new_checksum(), 1.0)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtransfer.digest import word_sum
+from kvtransfer.checksum import word_sum
 from kvtransfer.kernels import copy_and_checksum, reference
 from kvtransfer.kernels.copy_and_checksum import BlockMover
 from kvtransfer.pool import KvPool, Slots

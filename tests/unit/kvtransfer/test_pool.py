@@ -1,4 +1,4 @@
-"""Which bytes stand for which tokens, how runs are cut, what the digest covers."""
+"""Which bytes stand for which tokens, how runs are cut, what the checksum covers."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 import xxhash
 
 from baton.errors import InvalidRequest
-from kvtransfer.pool import Digest, KvPool, Slots, copy_slots, runs
+from kvtransfer.pool import Checksum, KvPool, Slots, copy_slots, runs
 from tests.contract.kvtransfer_parts import by_token
 
 SHAPE = (6, 2, 2, 3, 4, 5)
@@ -38,9 +38,9 @@ def test_bytes_are_gathered_in_canonical_order_and_scattered_back(pool):
     parts = [pool.tensor[4], pool.tensor[1], *first_slots(pool.tensor, 2, 3)]
     expected = torch.cat([part.contiguous().view(torch.uint8).flatten() for part in parts])
     assert torch.equal(data, expected)
-    digest = pool.digest(slots)
-    assert digest.value == xxhash.xxh3_64_intdigest(expected.numpy().data)
-    assert digest.num_bytes == len(expected) == pool.nbytes(slots)
+    checksum = pool.checksum_of(slots)
+    assert checksum.value == xxhash.xxh3_64_intdigest(expected.numpy().data)
+    assert checksum.num_bytes == len(expected) == pool.nbytes(slots)
     before = pool.tensor.clone()
     pool.tensor.zero_()
     pool.scatter(data, slots)
@@ -79,16 +79,16 @@ def test_runs_end_where_either_list_jumps():
 def test_slots_that_do_not_fit_are_refused_before_a_byte_moves(pool, slots):
     target = KvPool(torch.zeros_like(pool.tensor))
     with pytest.raises(InvalidRequest):
-        copy_slots(pool, Slots((1,), 4), target, slots, Digest())
+        copy_slots(pool, Slots((1,), 4), target, slots, Checksum())
     assert not target.tensor.any()
 
 
 @pytest.mark.parametrize("piece", [1, 100, 480, 1 << 20])
 def test_a_copy_is_the_same_in_pieces_of_any_size(pool, piece, monkeypatch):
     monkeypatch.setattr("kvtransfer.pool.PIECE_BYTES", piece)
-    target, digest = KvPool(torch.zeros_like(pool.tensor)), Digest()
+    target, checksum = KvPool(torch.zeros_like(pool.tensor)), Checksum()
     local, remote = Slots((1, 2, 4, 0), 14), Slots((2, 3, 5, 1), 14)
-    copy_slots(pool, local, target, remote, digest)
+    copy_slots(pool, local, target, remote, checksum)
     expected = torch.zeros_like(pool.tensor)
     expected[[2, 3, 5]] = pool.tensor[[1, 2, 4]]
     for there, here in zip(
@@ -96,14 +96,14 @@ def test_a_copy_is_the_same_in_pieces_of_any_size(pool, piece, monkeypatch):
     ):
         there.copy_(here)
     assert torch.equal(target.tensor, expected)
-    assert digest.value == pool.digest(local).value == target.digest(remote).value
-    assert digest.num_bytes == pool.nbytes(local)
+    assert checksum.value == pool.checksum_of(local).value == target.checksum_of(remote).value
+    assert checksum.num_bytes == pool.nbytes(local)
 
 
 @pytest.mark.parametrize("pool", KINDS.values(), ids=KINDS, indirect=True)
 @pytest.mark.parametrize("piece", [1, 1 << 20])
 def test_heads_of_a_pool_are_a_pool_of_their_own(pool, piece, monkeypatch):
-    """Copied into another place of other pools, gathered, scattered: the same bytes and digest."""
+    """Copied to another place in other pools, gathered, scattered: the same bytes and checksum."""
     monkeypatch.setattr("kvtransfer.pool.CHUNK_BYTES", piece)
     part, local, remote = (
         pool.with_heads(range(1, 3)),
@@ -112,13 +112,13 @@ def test_heads_of_a_pool_are_a_pool_of_their_own(pool, piece, monkeypatch):
     )
     own = KvPool(pool.tensor[:, :, :, 1:3].contiguous())
     other = KvPool(torch.zeros(6, 2, 2, 4, 4, 5, dtype=pool.tensor.dtype))
-    expected = own.digest(local).value
+    expected = own.checksum_of(local).value
     for source in (part, own):
         for target in (other.with_heads(range(2, 4)), KvPool(torch.zeros_like(own.tensor))):
-            digest = Digest()
-            copy_slots(source, local, target, remote, digest)
-            assert digest.value == expected == target.digest(remote).value
-            assert digest.num_bytes == part.nbytes(local) == own.nbytes(local)
+            checksum = Checksum()
+            copy_slots(source, local, target, remote, checksum)
+            assert checksum.value == expected == target.checksum_of(remote).value
+            assert checksum.num_bytes == part.nbytes(local) == own.nbytes(local)
             data = target.gather(remote, staging(target)[: target.nbytes(remote)])
             assert torch.equal(data, own.gather(local, torch.empty_like(data)))
             before = target.tensor.clone()

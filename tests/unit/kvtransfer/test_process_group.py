@@ -98,12 +98,12 @@ def link(nccl, pool, monkeypatch):
 
 
 def test_messages_are_queued_in_order_and_no_wait_has_a_time_out_of_its_own(link, pool):
-    digest = pool.new_digest()
-    link.put(slots(18, 1, 5, 2, 3, 9), slots(18, 1, 2, 3, 4, 5), digest, WAIT_S)
+    checksum = pool.new_checksum()
+    link.put(slots(18, 1, 5, 2, 3, 9), slots(18, 1, 2, 3, 4, 5), checksum, WAIT_S)
     # The next message is gathered while one travels, and is sent when that one is through.
     sends = [("send", 2048), ("send", 2048), ("send", 512)]
     assert link._group.journal == [entry for send in sends for entry in (send, "wait")]
-    assert digest.value == pool.digest(Slots((1, 5, 2, 3, 9), 18)).value
+    assert checksum.value == pool.checksum_of(Slots((1, 5, 2, 3, 9), 18)).value
     for thread in threading.enumerate():
         if thread.name == "kv-deadline":  # no timer is left behind
             thread.join(WAIT_S)
@@ -120,7 +120,7 @@ def test_a_transfer_that_hangs_is_aborted_at_its_deadline(link, pool, monkeypatc
     monkeypatch.setattr(link._copier, "finish", hanging)
     start = time.monotonic()
     with pytest.raises(TransferFailed, match="its time was over"):
-        link.put(slots(4, 1), slots(4, 1), pool.new_digest(), 0.1)
+        link.put(slots(4, 1), slots(4, 1), pool.new_checksum(), 0.1)
     assert 0.05 < time.monotonic() - start < WAIT_S
 
 
@@ -131,7 +131,7 @@ def test_a_link_whose_abort_fails_is_closed_all_the_same(link, pool, monkeypatch
     monkeypatch.setattr(ProcessGroupNCCL, "abort", abort)
     link.abort()
     with pytest.raises(TransferFailed, match="aborted"):
-        link.put(slots(4, 1), slots(4, 1), pool.new_digest(), WAIT_S)
+        link.put(slots(4, 1), slots(4, 1), pool.new_checksum(), WAIT_S)
     link.close()
     assert link._group is None
     assert "nccl: the abort failed: NCCL timeout" in caplog.text

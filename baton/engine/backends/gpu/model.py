@@ -19,13 +19,13 @@ from baton.engine.kernels.torch.delta_rule import DeltaRule
 from baton.engine.kernels.torch.rows import Norm
 from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
 from baton.engine.kernels.triton.delta_rule import RowStates, delta_rule, row_states
+from baton.engine.kernels.triton.fused_moe import MoeWeight
 from baton.engine.kernels.triton.mla import (
     Angles,
     latent_attention,
     plan_latent,
     write_latent,
 )
-from baton.engine.kernels.triton.moe_matmul import MoeWeight
 from baton.engine.kernels.triton.moe_routing import FusedRouter, moe_sum, route
 from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
 from baton.engine.kernels.triton.rms_norm import add_rms_norm

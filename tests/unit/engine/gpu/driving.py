@@ -17,7 +17,7 @@ from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import Scheduler
 from baton.engine.speculative.ngram import NgramProposer
-from baton.engine.state_blocks import StateBlockManager
+from baton.engine.state_cache import StateBlockManager
 from baton.engine.step_report import SequenceProgress
 from baton.errors import Overloaded
 from tests.unit.engine.gpu.models import TINY, weights_of

@@ -15,7 +15,7 @@ from baton.engine.backends.gpu.backend import refused
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.batch import StepBatch
 from baton.engine.kernels.torch.row_quantization import FP8, unpack_rows
-from baton.engine.kernels.triton.moe_matmul import MoeWeight
+from baton.engine.kernels.triton.fused_moe import MoeWeight
 from baton.engine.models.architectures import ARCHITECTURES
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig

@@ -15,7 +15,7 @@ import torch
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
-from baton.engine import state_blocks
+from baton.engine import state_cache
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kernels.triton import sampling
@@ -23,7 +23,7 @@ from baton.engine.sampling import filters, randomness
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
-from baton.engine.state_blocks import StateBlockManager
+from baton.engine.state_cache import StateBlockManager
 from baton.generation.sampling_params import SamplingParams, StructuredOutput
 from baton.generation.structured_output import GrammarCompiler
 from tests.unit.engine.gpu.driving import (
@@ -201,7 +201,7 @@ def test_tokens_are_those_of_a_cpu(seed, num_blocks):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_states_are_those_of_a_cpu_and_copied_before_another_step_changes_them(seed, monkeypatch):
-    monkeypatch.setattr(state_blocks, "MIN_CHECKPOINT", SIZE)
+    monkeypatch.setattr(state_cache, "MIN_CHECKPOINT", SIZE)
     model, scenario = model_of(STATES), a_scenario(seed)
     expected = play(scenario, on_cpu(150, model=model))
     for at, stream in enumerate((LazyStream(), LazyStream(seed))):

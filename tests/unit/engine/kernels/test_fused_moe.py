@@ -54,9 +54,9 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("rows", "launched"),
     [
-        (1, ["_route", "_moe_matmul", "_moe_matmul", "_moe_sum"]),
-        (5, ["_skinny_matmul", "_route", "_sort", "_moe_matmul", "_moe_matmul", "_moe_sum"]),
-        (300, ["linear", "_route", "_sort", "_moe_matmul", "_moe_matmul", "_moe_sum"]),
+        (1, ["_route", "_fused_moe", "_fused_moe", "_moe_sum"]),
+        (5, ["_skinny_matmul", "_route", "_sort", "_fused_moe", "_fused_moe", "_moe_sum"]),
+        (300, ["linear", "_route", "_sort", "_fused_moe", "_fused_moe", "_moe_sum"]),
     ],
 )
 def test_a_mixture_is_few_launches(

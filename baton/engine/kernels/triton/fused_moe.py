@@ -45,7 +45,7 @@ from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
 from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from baton.errors import ConfigError
 
-NAME = "moe_matmul"
+NAME = "fused_moe"
 _POINTED = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
     torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv, torch.uint8: tl.uint8,
@@ -129,7 +129,7 @@ class MoeWeight:
         width = config["OUTPUTS"] // 2 if activation else config["OUTPUTS"]
         num_tiles = num_slots if slots.tiles is None else len(slots.tiles)
         launch(
-            _moe_matmul, (num_tiles, triton.cdiv(size, width), split),
+            _fused_moe, (num_tiles, triton.cdiv(size, width), split),
             x, row_scales, self.values, self.scales, self.bias, slots.taken,
             slots.order, slots.tiles, slots.shares, out, size, depth,
             PER_ROW=slots.taken.shape[1], STORED=_POINTED[self.dtype], BIAS=_POINTED[dtype],
@@ -227,7 +227,7 @@ def _packed_sums(
 
 
 @triton.jit
-def _moe_matmul(
+def _fused_moe(
     x, row_scales, values, scales, biases, taken, order, tiles, shares, out, size, depth, padded=0,
     PER_ROW: tl.constexpr = 1, STORED: tl.constexpr = None, BIAS: tl.constexpr = None,
     TYPE: tl.constexpr = None, SUMS: tl.constexpr = None, GATED: tl.constexpr = False,

@@ -17,7 +17,7 @@ KEY_STEP, MULTIPLIER_STEP = 0x85EBCA6A, 0xC2B2AE34
 _WORDS_AT_ONCE = 1 << 20  # bounds temporary memory: several 8-byte values for each word
 
 
-class Digest:
+class Checksum:
     """Streamed xxh3-64, for pools in host memory. Both ends must have the same `version`."""
 
     version = 0
@@ -39,7 +39,7 @@ class Digest:
         return int(self._hash.intdigest())
 
 
-class WordDigest(Digest):
+class WordChecksum(Checksum):
     """A sum modulo 2**64 over all 32-bit words, each mixed with its position, for pools on a GPU.
 
     The sum can be computed in any order, so all cores of a GPU take part. A changed word always

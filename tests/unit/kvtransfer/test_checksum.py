@@ -3,11 +3,19 @@
 import pytest
 import torch
 
-from kvtransfer.digest import FACTOR, KEY_STEP, MULTIPLIER_STEP, STEP, Digest, WordDigest, word_sum
+from kvtransfer.checksum import (
+    FACTOR,
+    KEY_STEP,
+    MULTIPLIER_STEP,
+    STEP,
+    Checksum,
+    WordChecksum,
+    word_sum,
+)
 
 MASK, WORD = (1 << 64) - 1, (1 << 32) - 1
 
-kinds = pytest.mark.parametrize("kind", [Digest, WordDigest])
+kinds = pytest.mark.parametrize("kind", [Checksum, WordChecksum])
 
 
 def by_hand(data, first=0):
@@ -36,7 +44,7 @@ def test_a_word_sum_is_what_its_formula_says(data, first):
 @kinds
 @pytest.mark.parametrize("cut", [0, 4, 400, 1196, 1200])
 def test_chunks_do_not_matter(kind, cut, data, monkeypatch):
-    monkeypatch.setattr("kvtransfer.digest._WORDS_AT_ONCE", 64)
+    monkeypatch.setattr("kvtransfer.checksum._WORDS_AT_ONCE", 64)
     whole, cuts = kind(), kind()
     whole.update(data)
     cuts.update(data[:cut])
@@ -56,7 +64,7 @@ def test_every_changed_bit_and_exchanged_block_changes_it(kind, data):
         variants[-1][bit // 8 * 30] ^= 1 << bit % 8
     values = set()
     for variant in variants:
-        digest = kind()
-        digest.update(variant)
-        values.add(digest.value)
+        checksum = kind()
+        checksum.update(variant)
+        values.add(checksum.value)
     assert len(values) == len(variants)
