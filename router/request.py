@@ -67,6 +67,7 @@ class PendingPrompt:
     rank: float = 0.0  # orders the prompts of one tenant
     virtual_finish: float = 0.0  # orders all prompts; grows when prompts of its tenant pass it
     seconds_until: Callable[[PendingPrompt], float] = field(default=lambda prompt: 0.0, repr=False)
+    user: str = ""  # the end user, of its tenant's
 
     @property
     def cost(self) -> float:
@@ -116,6 +117,7 @@ class TokenizedRequest:
     deadline: float  # time.monotonic()
     adapter: str = ""  # identity of its LoRA adapter, by which it is placed to its end
     tenant: str = ""
+    user: str = ""  # end user of the tenant
     model: str = ""  # the version that serves it, as "chat@v1"
     ttft_target_s: float = 0.0  # 0: none
     show_special_tokens: bool = False  # in the text

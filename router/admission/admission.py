@@ -160,6 +160,7 @@ class Admission:
             adapter=adapter,
             deadline=deadline,
             tenant=tenant.name,
+            user=request.user,
             model=model,
             ttft_target_s=request.ttft_target_ms / 1000 or self.limits.ttft_target_s,
             resumed=resumed,
@@ -196,6 +197,7 @@ class Admission:
             choices=charged,
             earlier_tokens=reserved.tokens,
             model=request.model,
+            user=request.user,
         )
         reserved.entered(tenant, charged, prompt_tokens + max_tokens * charged)
         request.pending = lease.prompt
@@ -210,7 +212,8 @@ class Admission:
     ) -> TokenizedRequest:
         """The request as `enter` would leave it, without charging it."""
         queue, seconds = tenant.fair_queue(request.model), _work_s(request, prefill_rate)
-        return replace(request, pending=queue.preview(tenant.share, seconds, priority))
+        pending = queue.preview(tenant.share, seconds, priority, request.user)
+        return replace(request, pending=pending)
 
     async def _prompt(
         self,
