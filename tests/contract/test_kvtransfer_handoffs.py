@@ -334,7 +334,7 @@ async def test_an_ended_handoff_takes_no_more_chunks_and_a_deadline_ends_one_tha
     with pytest.raises(errors.Cancelled):
         handoff.send(slots(4, 1))
     assert decode.reasons == {"h": "not committed"} or not decode.service.asked.is_set()
-    async with prefill.opened(decode, 8, 1, 2, timeout_s=1.0) as handoff:
+    async with prefill.opened(decode, 8, 1, 2, timeout_s=0.3) as handoff:
         handoff.send(slots(4, 1))
         with pytest.raises(errors.DeadlineExceeded):
             await asyncio.wait_for(asyncio.shield(handoff._task), WAIT_S)
@@ -491,7 +491,7 @@ async def test_a_reservation_that_ends_under_a_receive_discards_it(join):
 
 
 @pytest.mark.parametrize(
-    "timeout_s, error", [(1.0, errors.DeadlineExceeded), (WAIT_S, errors.TransferFailed)]
+    "timeout_s, error", [(0.3, errors.DeadlineExceeded), (WAIT_S, errors.TransferFailed)]
 )
 async def test_a_put_that_never_ends_blocks_no_caller_beyond_its_timeout(
     join, monkeypatch, timeout_s, error
