@@ -14,11 +14,12 @@ import socket
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
-import psutil
-
 _PIECE_BYTES = 1 << 14
+# 127.0.0.1 in the kernel's tables of IPv4 and, mapped, of IPv6.
+_LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F")
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing discards what is unsent and resets
 
 
@@ -132,8 +133,26 @@ def _reset(writers: list[asyncio.StreamWriter]) -> None:
 
 def owner(port: int, pids: Mapping[str, int]) -> str:
     """The one of `pids`, by name, that has a connection from 127.0.0.1:`port`; "unknown" else."""
+    wanted = f"socket:[{_inode_of(port)}]"
     for name, pid in pids.items():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if any(one.laddr.port == port for one in psutil.Process(pid).net_connections("tcp4")):
+        with contextlib.suppress(OSError):  # it has ended
+            if any(_target(link) == wanted for link in Path(f"/proc/{pid}/fd").iterdir()):
                 return name
     return "unknown"
+
+
+def _inode_of(port: int) -> str:
+    """Of the socket at 127.0.0.1:`port`, which may be one of IPv6, as gRPC's are."""
+    ends = {f"{address}:{port:04X}" for address in _LOOPBACK}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[1] in ends:
+                return fields[9]
+    return ""
+
+
+def _target(link: Path) -> str:
+    with contextlib.suppress(OSError):  # it was closed
+        return str(link.readlink())
+    return ""
