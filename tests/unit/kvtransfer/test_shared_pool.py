@@ -68,7 +68,7 @@ def open_files():
     found = []
     for file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it has gone
-            found.append(os.readlink(file))
+            found.append(str(file.readlink()))
     return sum(name.startswith(("/memfd:", "anon_inode:[pidfd]")) for name in found)
 
 
