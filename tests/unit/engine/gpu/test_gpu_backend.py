@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.config import EngineConfig
-from baton.engine import build, state_blocks
+from baton.engine import build, state_cache
 from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.backends.gpu import backend as gpu_backend
 from baton.engine.backends.gpu import device_sampling, memory
@@ -87,7 +87,7 @@ def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options, few_rows)
 def test_states_give_a_cpus_tokens_with_and_without_checkpoints(
     tmp_path, options, few_rows, monkeypatch
 ):
-    monkeypatch.setattr(state_blocks, "MIN_CHECKPOINT", 16)
+    monkeypatch.setattr(state_cache, "MIN_CHECKPOINT", 16)
     make_checkpoint(tmp_path, "Qwen3_5ForCausalLM", **FEW_STATES)
     greedy, found = SamplingParams(max_tokens=3, ignore_eos=True), []
     settings = {"kv_blocks": 64, "max_context": 32, "chunk_tokens": 12}
