@@ -121,7 +121,7 @@ class Preloaded:
             return
         os.dup2(theirs.fileno(), _HIGH)
         os.closerange(0, _HIGH)
-        for descriptor in range(3):
+        for _ in range(3):
             os.open(os.devnull, os.O_RDWR)
         theirs.detach()
         serve(socket.socket(fileno=_HIGH))
