@@ -30,11 +30,12 @@ from baton.errors import (
 )
 from baton.log_format import about
 from baton.net.backoff import Backoff
+from baton.net.tasks import in_background
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2
 from kvtransfer import pairing, rank_ends
 from kvtransfer.checksum import Checksum
 from kvtransfer.control import Control
-from kvtransfer.deadline import Deadline, in_background
+from kvtransfer.deadline import Deadline
 from kvtransfer.interface import FindWorker, SendingEnd, Transport
 from kvtransfer.pairing import ONE_HOST, Kind
 from kvtransfer.pool import Slots

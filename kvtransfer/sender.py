@@ -20,9 +20,10 @@ from opentelemetry.trace import Tracer
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, TransferFailed
 from baton.kv_groups import KvGroups
 from baton.log_format import about
+from baton.net.tasks import uninterrupted
 from baton.telemetry import tracing
 from baton.v1 import handoff_pb2, prefill_pb2
-from kvtransfer.deadline import Deadline, uninterrupted
+from kvtransfer.deadline import Deadline
 from kvtransfer.outgoing import OutgoingLink, OutgoingLinks
 from kvtransfer.pairing import Kind
 from kvtransfer.pool import Slots

@@ -22,6 +22,7 @@ from baton.log_format import about
 from baton.net import rpc
 from baton.net.metrics_server import serving
 from baton.net.server import Health, bind
+from baton.net.tasks import cancelled
 from baton.planner import decision
 from baton.planner.decision import Decision, Flip, Observation, Policy, State
 from baton.planner.observer import Observer, Statuses, Version, versions_of
@@ -91,8 +92,7 @@ async def _running(planner: Planner, routers: Routers, stop: asyncio.Event) -> A
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancelled(task)
         if not task.cancelled():
             planner.failure = task.exception()
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvtransfer.deadline import uninterrupted
+from baton.net.tasks import uninterrupted
 
 
 @pytest.mark.parametrize("fails", [False, True])
