@@ -107,7 +107,7 @@ class HttpExchange:
         self.query = query  # behind the path's question mark, encoded
         self.keep_alive = keep_alive
         self.started = False  # to be answered
-        self.answer_headers: Mapping[bytes, bytes] = {}  # of its answer, whatever that will be
+        self.answer_headers: dict[bytes, bytes] = {}  # of its answer, whatever that will be
         self.writable = writable  # while the client reads what it is sent
         self._transport = transport
         self.headers = headers  # of the request, by their names in lower case
@@ -127,8 +127,8 @@ class HttpExchange:
     async def body(self, max_bytes: int, max_dropped_bytes: int) -> bytes | None:
         """The request's body; None when it is larger.
 
-        Of a larger one so much is read all the same, and dropped: a client that still sends when
-        its connection is closed does not see the answer.
+        max_dropped_bytes: of a larger body, read and dropped, because a client that still sends
+        when its connection is closed does not see the answer.
         """
         self._max_bytes, self._max_dropped_bytes = max_bytes, max_dropped_bytes
         self._is_whole = True
@@ -329,8 +329,8 @@ async def serving(
 ) -> AsyncIterator[Port]:
     """Has every request answered while inside; at the end what is being answered may finish.
 
-    A client that hangs up cancels its answer. Connections are at most so many, and at most half of
-    the files that the process may open. On a loopback address, and with `allowed_hosts`, requests
+    A client that hangs up cancels its answer. There are at most `max_connections`, and at most half
+    as many as the process may open files. On a loopback address, and with `allowed_hosts`, requests
     must be for this host or one of those: see `is_allowed_host`. `plain` is without TLS, also where
     this process has it.
     """
@@ -532,7 +532,6 @@ class Connection(asyncio.Protocol):
         self._bytes_left, self._headers_left = MAX_HEADER_BYTES, MAX_HEADERS
 
     def on_url(self, part: bytes) -> None:
-        """A part of what is asked for."""
         self._url += part
 
     def on_header(self, name: bytes, value: bytes) -> None:
