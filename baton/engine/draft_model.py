@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 CATCH_UP_SHARE = 0.25  # duration of a catch-up chunk, as a share of a prompt's chunk
 MIN_CATCH_UP = 32  # tokens of a catch-up chunk, as few as `ChunkBudget` measures
-_READY_TOKENS = 2  # at most so many are to be computed after a step whose proposals were accepted
+_READY_TOKENS = 2  # most tokens to compute after a step whose proposals were accepted
 _RECENT = 0.1  # weight of the last duration in a mean
 _PROBE_STEPS = 32  # between attempts where proposals were not worth their cost
 
@@ -109,8 +109,8 @@ def load_draft(
 class DraftSequence(Sequence):
     """A sequence on the draft model: the known tokens of another, then those proposed for it.
 
-    known: number of known tokens at the last step · num_kept: computed tokens that its prefix cache
-    was told of · wanted: number of tokens to propose in this step.
+    known: number of known tokens at the last step · num_kept: computed tokens that are in the
+    prefix cache · wanted: number of tokens to propose in this step.
     """
 
     rate: AcceptanceRate = field(default_factory=AcceptanceRate)

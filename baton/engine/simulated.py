@@ -317,7 +317,6 @@ class _Slots:
     def write(
         self, blocks: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], kv: Words, group: int
     ) -> None:
-        """Writes a slot of each of these blocks of a group."""
         self._words[blocks, :, :, :, slots] = self._content(kv, group)
 
     def first_wrong(self, blocks: list[int], start: int, kv: Words, group: int) -> int | None:

@@ -106,7 +106,6 @@ class Advice:
     tried: list[Tried] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         best = self.best
         return {
             "advice": {

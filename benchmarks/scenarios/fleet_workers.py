@@ -258,7 +258,7 @@ _ROLES = {"prefill": PrefillWorker, "decode": DecodeWorker}
 
 
 async def _run(number: int, config: WorkerConfig) -> int:
-    """Serves so many workers until SIGTERM."""
+    """Serves `number` workers until SIGTERM."""
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)

@@ -229,7 +229,6 @@ class Snapshot:
         return self._holding[adapter]
 
     def only(self, names: Set[str]) -> Snapshot:
-        """A snapshot of these workers only."""
         workers = tuple(view for view in self.workers if view.incarnation in names)
         return Snapshot(workers, self.excluded_pairs, self.index, is_named=len(names) > 1)
 

@@ -123,10 +123,10 @@ TABLE: tuple[Instrument, ...] = (
         "Time to first token that was predicted when the request was admitted, by the actual one.",
         (), RATIO),
     Instrument("baton.placement.duration", HISTOGRAM, "s", (ROUTER,),
-        "Looking for the best pair of workers: once to see whether a request can be in time, and "
-        "once for each try to place it.", (), PLACEMENT_S),
+        "Search for the best pair of workers: once to predict whether a request can be in time, "
+        "and once for each try to place it.", (), PLACEMENT_S),
     Instrument("baton.event_loop.lag", HISTOGRAM, "s", (ROUTER,),
-        "How late the event loop ran a timer of every 50 ms: every output waits so long, too.",
+        "Delay of a timer of the event loop every 50 ms; outputs have the same delay.",
         (), WAIT_S),
     Instrument("baton.failovers", COUNTER, "{attempt}", (ROUTER,),
         "Attempts that failed and were followed by another, by the error's name.", ("reason",)),
@@ -228,7 +228,7 @@ TABLE: tuple[Instrument, ...] = (
         "Workers of a role that the demand needs, as a fraction, by the leader's newest plan.",
         (*MODEL, "role")),
     Instrument("baton.planner.workers.wanted", GAUGE, "{worker}", (PLANNER,),
-        "Workers of a role that there should be, as KEDA is told.", (*MODEL, "role")),
+        "Workers of a role that there should be, as published to KEDA.", (*MODEL, "role")),
     Instrument("baton.planner.workers.ready", GAUGE, "{worker}", (PLANNER,),
         "Workers of a role that are ready.", (*MODEL, "role")),
     Instrument("baton.planner.decisions", COUNTER, "{decision}", (PLANNER,),
