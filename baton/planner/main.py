@@ -31,8 +31,8 @@ from baton.planner.scaler import PublishedPlan, ScalerServicer
 from baton.registry import Election, EtcdRegistry, LedKey, plan_of
 from baton.registry.membership import ROLES
 from baton.telemetry import tracing
+from baton.telemetry.metrics.instruments import MODEL
 from baton.telemetry.metrics.recorder import Recorder
-from baton.telemetry.metrics.table import MODEL
 from baton.v1 import externalscaler_pb2_grpc, planner_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)

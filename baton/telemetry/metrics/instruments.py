@@ -1,8 +1,8 @@
 """Every metric of every process, once: name, kind, unit, attributes, buckets, meaning.
 
 Names are OpenTelemetry's; GenAI semantic conventions where they have one, and of a process those
-that Prometheus's client libraries share. `docs/metrics.md` is
-generated from here, and nothing can be recorded that is not listed.
+that Prometheus's client libraries share. docs/metrics.md is generated from here, and nothing can be
+recorded that is not listed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Instrument:
         return (self.series,)
 
 
-TABLE: tuple[Instrument, ...] = (
+INSTRUMENTS: tuple[Instrument, ...] = (
     # What callers see, measured at the router.
     Instrument("gen_ai.server.request.duration", HISTOGRAM, "s", (ROUTER,),
         "From arrival to the end, of requests that were admitted. `error.type` is empty for those "
@@ -253,6 +253,6 @@ TABLE: tuple[Instrument, ...] = (
 )  # fmt: skip
 
 
-def instruments_of(process: str) -> dict[str, Instrument]:
+def for_process(process: str) -> dict[str, Instrument]:
     """What a "router", "planner" or a worker process measures, by name."""
-    return {instrument.name: instrument for instrument in TABLE if process in instrument.processes}
+    return {one.name: one for one in INSTRUMENTS if process in one.processes}
