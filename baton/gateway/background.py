@@ -23,7 +23,7 @@ from baton.gateway.response_types import Response, ResponseError
 from baton.gateway.responses_output import ResponseGeneration, encode_event
 from baton.net.http_errors import HttpError
 from baton.net.http_server import HttpExchange
-from baton.net.tasks import cancelled
+from baton.net.tasks import cancelled, wait_at_most
 from router.output.sink import UNREAD_S
 
 log = logging.getLogger(__name__)
@@ -135,11 +135,8 @@ class BackgroundResponses:
             if not found.events and (response.is_lost or not response.is_running):
                 exchange.end(_last_event(response, after + 1))
                 return
-            if not found.events:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(KEEP_ALIVE_S):
-                        await changed.wait()
-                        continue
+            if not found.events and await wait_at_most(KEEP_ALIVE_S, changed.wait()):
+                continue
             exchange.write(found.events or WAITING)
             if not await exchange.drained(UNREAD_S):
                 return

@@ -17,7 +17,7 @@ from typing import Self
 
 from baton.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.local.process import ChildProcess
-from baton.net.tasks import cancelled
+from baton.net.tasks import cancelled, wait_at_most
 
 INTERRUPTED = 130
 _STOP_GRACE_S = 3.0  # beyond the drain time, before SIGKILL
@@ -151,9 +151,7 @@ class Supervisor(ABC):
         self._supervise_from_now(new)
         if leave_s := self._leave_s(old):
             old.signal(signal.SIGUSR1)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(leave_s):
-                    await old.wait()
+            await wait_at_most(leave_s, old.wait())
         status = await old.stop(self._drain_s + _RESTART_GRACE_S)
         self._passing.discard(old)
         self._tell_of_drain(name, status)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -19,6 +19,16 @@ async def running(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[N
     finally:
         task.cancel()
         await asyncio.wait([task])
+
+
+async def wait_at_most(seconds: float, work: Awaitable[object]) -> bool:
+    """Awaits `work`, which is cancelled if it takes longer; whether it ended in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        return False
+    return True
 
 
 async def cancelled(*tasks: asyncio.Task[Any]) -> None:
