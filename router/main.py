@@ -124,9 +124,8 @@ async def _run(
         settle()
         probed = health.probed(config.host, config.health_port, shared is not None)
         await stack.enter_async_context(probed)
-        if config.metrics_port is not None:
-            page = serving(recorder.render, config.host, config.metrics_port)
-            await stack.enter_async_context(page)
+        page = serving(recorder.render, config.host, config.metrics_port)
+        await stack.enter_async_context(page)
         for protocol in protocols:
             await stack.enter_async_context(protocol(service))
         formats = "; ".join(f"{s.name} ({text.chat_formats})" for s, text in texts)

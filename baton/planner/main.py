@@ -72,9 +72,8 @@ async def run(config: PlannerConfig, api_key: str | None = None) -> int:
         await server.start()
         await health.set(True)
         await stack.enter_async_context(health.probed(config.host, config.health_port))
-        if config.metrics_port is not None:
-            page = serving(recorder.render, config.host, config.metrics_port)
-            await stack.enter_async_context(page)
+        page = serving(recorder.render, config.host, config.metrics_port)
+        await stack.enter_async_context(page)
         how = "changes roles" if config.plan.apply else "a dry run: says what it would change"
         log.info("planner %s at %s (%s)", config.incarnation, address, how)
         await stack.enter_async_context(_running(planner, routers, stop))

@@ -447,11 +447,8 @@ async def _run(config: WorkerConfig, parts: Sequence[type[Part]]) -> int:
     trace = tracing.setup(service, config.otlp, instance, config.trace_sample, config.otlp_logs)
     registry = EtcdRegistry(config.registry)
     try:
-        async with contextlib.AsyncExitStack() as stack:
-            node = Node(config, registry, trace, parts)
-            if config.metrics_port is not None:
-                page = serving(node.metrics.render, config.host, config.metrics_port)
-                await stack.enter_async_context(page)
+        node = Node(config, registry, trace, parts)
+        async with serving(node.metrics.render, config.host, config.metrics_port):
             await node.run(partial(_load, config))
     finally:
         await registry.close()
