@@ -52,7 +52,7 @@ class TenantShare:
 
     @property
     def share(self) -> float:
-        """Its share, relative to other tenants' shares."""
+        """Weight in fair queueing, relative to other tenants."""
         return self.weight * PRIORITY_FACTORS[self.priority]
 
 

@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _ask(client: Client, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Does what the command asks for; the routes to show."""
+    """Performs the command's action; returns the routes to print."""
     name, _, text = (args.route or "").partition("=")
     if args.action == "show":
         found = client.routes(timeout=args.timeout)

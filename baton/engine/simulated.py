@@ -289,7 +289,7 @@ class _History:
 
 
 def _terms(tokens: Words, positions: npt.NDArray[np.int64]) -> Words:
-    """What each token adds to the hashes from its position on."""
+    """Each token's term in the hashes of its position and all later ones."""
     return splitmix64(tokens + (positions.astype(np.uint64) << np.uint64(32)))
 
 

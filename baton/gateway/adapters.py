@@ -34,7 +34,7 @@ class UnloadLoraAdapter(Struct, kw_only=True):
 
 
 class AdapterChanged(Struct):
-    """What each worker answered: an empty text where it is done."""
+    """The error of each worker by incarnation; empty where it succeeded."""
 
     object: str
     workers: dict[str, str]

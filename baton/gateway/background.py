@@ -97,7 +97,7 @@ class BackgroundResponses:
         return response
 
     def cancel(self, response_id: str) -> None:
-        """Ends a response, if it runs in this process."""
+        """Cancels a response if it runs in this process."""
         if one := self._running.get(response_id):
             one.task.cancel()
 

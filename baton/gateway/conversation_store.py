@@ -42,7 +42,7 @@ class Context(NamedTuple):
 
 
 class _Output(Struct):
-    """Of a stored response: the items that it adds to a conversation."""
+    """The part of a stored response that is added to a conversation."""
 
     output: Raw
 

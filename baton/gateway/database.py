@@ -69,7 +69,7 @@ class Database:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Everything within is written at its end, or nothing is."""
+        """A transaction: commits at the end, rolls back on an error."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield

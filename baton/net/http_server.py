@@ -166,7 +166,7 @@ class HttpExchange:
                 await came.wait()
 
     def has_progressed(self) -> bool:
-        """Whether a body that is read in parts has come on since the last call."""
+        """Whether enough of a body that is read in parts has arrived since the last call."""
         more, self._size_seen = self._size - self._size_seen, self._size
         return self._part_came is not None and (self._is_paused or more >= MIN_BODY_BYTES)
 
@@ -216,7 +216,7 @@ class HttpExchange:
 
     @property
     def unread_bytes(self) -> int:
-        """What was sent and is not on its way to the client yet."""
+        """The size of the connection's write buffer."""
         return self._transport.get_write_buffer_size()
 
     def answer(
@@ -476,7 +476,7 @@ class Connection(asyncio.Protocol):
             self._expect("request", HEADERS_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone: what it asked is given up."""
+        """The client has closed the connection: cancels its request."""
         self.closed.set_result(None)
         self._expect("", 0.0)
         self._port.connections.discard(self)
@@ -516,11 +516,11 @@ class Connection(asyncio.Protocol):
                 self._body_head = b""
 
     def pause_writing(self) -> None:
-        """The client leaves what it was sent unread."""
+        """The write buffer is full: the client does not read."""
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        """It has read most of that."""
+        """The client has read most of the write buffer."""
         self._writable.set()
 
     def on_message_begin(self) -> None:
@@ -679,7 +679,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def _has_unread(self) -> bool:
-        """Whether something has come that was not read yet."""
+        """Whether the socket has unread bytes."""
         descriptor = self.transport.get_extra_info("socket").fileno()
         (waiting,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
         return bool(waiting)

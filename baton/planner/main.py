@@ -310,7 +310,7 @@ def _labels(model: str, version: str) -> dict[str, str]:
 
 
 def _states_of(plan: planner_pb2.Plan) -> dict[Version, State]:
-    """What a new leader goes on with."""
+    """The decision states that a new leader takes over from a plan."""
     ago_s = max(0.0, (_unix_ms() - plan.flipped_ms) / 1e3)
     flipped_s = _now() - ago_s if plan.flipped_ms else -math.inf
     wanted: defaultdict[Version, dict[str, int]] = defaultdict(dict)

@@ -69,7 +69,7 @@ class Tried:
 
     @property
     def share(self) -> float:
-        """Of the requests: those that met the limits."""
+        """The share of requests that met the limits."""
         share: float = self.stats["goodput"]["share"]
         return share
 

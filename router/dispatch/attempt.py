@@ -59,7 +59,7 @@ class Attempt:
         self._assigned = worker
 
     def unassign(self) -> None:
-        """Ends that: the prompt is computed, or will not be; idempotent."""
+        """Undoes `assign`: the prompt is computed, or will not be; idempotent."""
         if self._assigned is not None:
             self._assigned.unassign(self.handoff_id)
             self._assigned = None

@@ -412,7 +412,7 @@ class Table:
         return new
 
     def assigned_before(self, virtual_finish: float) -> Column:
-        """By worker: tokens of its assigned prompts that are computed by then."""
+        """Tokens of assigned prompts that are computed by this virtual time, by worker."""
         before: Column = np.add.reduce(self._tokens * (self._finish <= virtual_finish), 1)
         return before
 
