@@ -327,7 +327,6 @@ class Measuring:
         return [batch for batch in wanted if self._blocks(batch) * block <= room]
 
     def _decode_cases(self, driver: Driver, batches: list[int]) -> Iterator[Case]:
-        """A case for each batch size."""
         for batch in batches:
             yield self._title(f"batch {batch}"), partial(self.decode, driver, batch)
 
