@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -252,11 +251,18 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
-@functools.cache
 def _own(cls: type[Any]) -> tuple[Option, ...]:
-    found = []
+    """The options of a class without those of its parts."""
+    if cls not in _OPTIONS:
+        _OPTIONS[cls] = tuple(_collect(cls))
+    return _OPTIONS[cls]
+
+
+def _collect(cls: type[Any]) -> Iterator[Option]:
     for field in dataclasses.fields(cls):
         if one := field.metadata.get("option"):
             owner: Any = next(base for base in cls.__mro__ if field.name in vars(base))
-            found.append(replace(one, field=field.name, group=one.group or owner.GROUP))
-    return tuple(found)
+            yield replace(one, field=field.name, group=one.group or owner.GROUP)
+
+
+_OPTIONS: dict[type[Any], tuple[Option, ...]] = {}  # by class
