@@ -199,8 +199,10 @@ class Dispatch:
             return pair, decode, reserved
 
     def _assign(self, attempt: Attempt, by: Estimate, pair: Pair) -> None:
-        prompt = AssignedPrompt(by.uncached, pair.demand.pending.virtual_finish)
-        attempt.assign(self._fleet.member(by.worker.incarnation), prompt)
+        demand, member = pair.demand, self._fleet.member(by.worker.incarnation)
+        finish = demand.pending.virtual_finish
+        prompt = AssignedPrompt(by.uncached, finish, demand.token_ids, demand.cache_salt)
+        attempt.assign(member, prompt)
 
     async def _call_reserve(
         self, state: RequestState, attempt: Attempt, pair: Pair, decode: Member, trace: Context

@@ -107,10 +107,11 @@ class Member:
     def assign(self, handoff_id: str, prompt: AssignedPrompt) -> None:
         """Counts a prompt against the worker until `unassign`, before its load shows it."""
         self._assigned[handoff_id] = prompt
+        self._index.begin(handoff_id, self._slot, prompt)
         self._touched.add(self._name)
 
     def unassign(self, handoff_id: str) -> None:
-        del self._assigned[handoff_id]
+        self._index.end(handoff_id, self._assigned.pop(handoff_id))
         self._touched.add(self._name)
 
     def subscribe(self, handoff_id: str, deliver: Callable[[Event], None]) -> None:
