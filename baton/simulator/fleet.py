@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from baton.registry.membership import ROLES
 from baton.simulator.worker import SimulatedWorker, WorkerSpec
 from baton.v1 import common_pb2
-from router.fleet.kv_index import KvIndex
-from router.fleet.snapshot import READY, AssignedPrompt, Snapshot, WorkerView
+from router.fleet.kv_index import AssignedPrompt, KvIndex
+from router.fleet.snapshot import READY, Snapshot, WorkerView
 
 _ROLE_NUMBERS = {name: role for role, name in ROLES.items()}
 

@@ -19,7 +19,7 @@ from baton.simulator.prompt import Prompt
 from baton.simulator.worker import SimulatedSequence, SimulatedWorker
 from baton.v1 import fleet_pb2
 from router.admission import early_rejection
-from router.fleet.snapshot import AssignedPrompt
+from router.fleet.kv_index import AssignedPrompt
 from router.placement import room, scoring
 from router.placement.scoring import Pair
 from router.queueing.fair_queue import FairQueue

@@ -8,7 +8,8 @@ import pytest
 from baton.block_hash import block_hash
 from baton.errors import Overloaded, Unavailable
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.snapshot import SILENT, AssignedPrompt, WorkerView
+from router.fleet.kv_index import AssignedPrompt
+from router.fleet.snapshot import SILENT, WorkerView
 from router.placement.cost_model import Costs
 from router.placement.room import soonest_room
 from router.placement.scoring import pick, predict, rank_all
