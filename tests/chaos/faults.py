@@ -73,6 +73,7 @@ SLOW_BYTES_PER_S = 200_000.0
 STOPPED_S, RUNNING_S = 0.15, 0.05  # a sluggish process does the two by turns
 KV_SHARE = 0.5  # of handoffs, each of which is a put for each pair of ranks
 RANK = "baton.engine.rank_process"  # in the command of a worker's other ranks
+RANK_NAME = RANK.rpartition(".")[2]  # of a forked process: its command is another's
 
 
 @dataclass(frozen=True)
@@ -323,7 +324,9 @@ class Injector:
     def _rank(self, fault: Fault) -> psutil.Process:
         """The target's process, or one of the ranks that it started."""
         first = psutil.Process(self.cluster.processes[fault.target].pid)
-        ranks = [first, *(one for one in first.children() if RANK in one.cmdline())]
+        others = first.children()
+        ranks = [one for one in others if RANK in one.cmdline() or one.name() == RANK_NAME]
+        ranks.insert(0, first)
         return ranks[int(fault.share * len(ranks))]
 
     async def _back(self, name: str, starts: int) -> None:

@@ -115,7 +115,7 @@ async def test_a_rolling_restart_under_http_clients_that_never_retry(clusters, s
 
     async def call(case, keeps, stream):
         while not stopping.is_set():
-            async with httpx.AsyncClient(timeout=WAIT_S) as client:
+            async with httpx.AsyncClient(timeout=WAIT_S, verify=False) as client:
                 await ask(client, case, stream)
                 while keeps and not stopping.is_set():
                     await ask(client, case, stream)
