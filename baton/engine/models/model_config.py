@@ -306,14 +306,8 @@ class ModelConfig:
                 f"{option}: {self.architecture} has linear attention, whose states cannot go "
                 "back to before a rejected token; leave the option out"
             )
-        unlike = "linear attention" if self.delta_rule is not None else "heads of several sizes"
-        if settings.lora_slots and (self.delta_rule is not None or self.layer_heads):
-            raise ConfigError(
-                f"--max-loras: {self.architecture} has {unlike}, which adapters are not "
-                "supported for; leave --lora and --max-loras out"
-            )
         if settings.kv_dtype != "auto" and (self.latent is not None or self.layer_heads):
-            unlike = "latent KV" if self.latent is not None else unlike
+            unlike = "latent KV" if self.latent is not None else "heads of several sizes"
             raise ConfigError(
                 f"--kv-dtype {settings.kv_dtype}: {self.architecture} has {unlike}, whose rows are "
                 "not quantised: leave it out"

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from baton.engine.kernels.native.rows import NATIVE_ROW_OPS
 from baton.engine.kernels.torch.lora import add_lora
+from baton.engine.models import lora
 from baton.engine.models.lora import (
     LORA_CONFIG,
     LORA_FILE,
@@ -59,6 +60,14 @@ def make_adapter(directory, model, *, tensors=None, modules=(Q, DOWN), rank=4, s
     return updates
 
 
+def adaptable(directory, model):
+    """The modules of a transformers model that adapters may change."""
+    places = lora._places(ModelConfig.load(directory))
+    named = {name for name, _ in model.named_modules()}
+    assert named >= {name.removesuffix(".weight") for name in places}
+    return [name.removesuffix(".weight") for name in places]
+
+
 def load(tmp_path, kernels, *adapters, dtype=torch.float32):
     """The model with these adapters in its slots, and one slot more."""
     config = ModelConfig.load(tmp_path / "base")
@@ -96,10 +105,17 @@ def merged(tmp_path, model, updates, scale):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Phi3ForCausalLM", "Glm4ForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *("Qwen2ForCausalLM", "Phi3ForCausalLM", "Glm4ForCausalLM", "DeepseekV3ForCausalLM"),
+        *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Gemma4ForCausalLM", "Gemma3ForCausalLM"),
+        "Llama4ForCausalLM",
+    ],
+)
 def test_rows_of_two_adapters_and_of_none_share_a_step(tmp_path, kernels, architecture):
     reference = make_checkpoint(tmp_path / "base", architecture)
-    modules = [name for name, one in reference.named_modules() if name.endswith("_proj")]
+    modules = adaptable(tmp_path / "base", reference)
     everything = make_adapter(tmp_path / "a", reference, modules=modules)
     few = make_adapter(tmp_path / "b", reference, modules=modules[1::3], rank=8, seed=1)
     model = load(tmp_path, kernels, "a", "b")

@@ -146,7 +146,7 @@ def test_a_state_that_a_sender_may_still_write_is_quarantined(directory):
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [({"speculate": 4}, "--speculate"), ({"max_loras": 1}, "--max-loras")],
+    [({"speculate": 4}, "--speculate")],
 )
 def test_options_that_states_rule_out_are_refused_by_name(settings, named, directory):
     settings = EngineConfig(str(directory), **settings)
