@@ -30,7 +30,7 @@ class LinearAttention:
         """The states of a step's sequences, for all layers; None in models without states."""
         if batch.state_tables is None:
             return None
-        return States(batch.state_tables, batch.context_lens, batch.query_lens)
+        return States(batch.state_tables, batch.context_lens, batch.query_lens, batch.kept_lens)
 
     def run(self, index: int, mixed: Tensor, gates: Tensor, states: Any, pool: Tensor) -> Tensor:
         """Advances states by rows: `[rows, value_heads * value_size]`.

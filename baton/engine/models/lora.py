@@ -71,7 +71,7 @@ def load_lora(path: Path, config: ModelConfig, max_rank: int) -> LoraAdapter:
 
     Raises CheckpointError naming the file, and the key or tensor that is wrong.
     """
-    file, places = path / LORA_FILE, _places(config)
+    file, places = path / LORA_FILE, adapted_tensors(config)
     fields = Fields(path / LORA_CONFIG, read_json(path / LORA_CONFIG), remedy=_REMEDY)
     fields.read("peft_type", one_of("LORA"))
     for key, values in _PLAIN.items():
@@ -217,7 +217,7 @@ def _as_one_section(
     return a.flatten(0, 1)[None], whole.flatten(0, 1), [range(outputs)]
 
 
-def _places(config: ModelConfig) -> dict[str, _Place]:
+def adapted_tensors(config: ModelConfig) -> dict[str, _Place]:
     """Where each matrix that adapters may change belongs."""
     return {
         name: _Place(layer, field, section, shape)

@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
+from tests.unit.engine.model_cases import MROPE
+
 SMALL: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -23,8 +25,6 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
     "attention_multiplier": 0.25,  # Granite's; other models do not read it
 }
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-
 
 VISION: dict[str, Any] = {
     "hidden_size": 32,

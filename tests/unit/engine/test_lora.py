@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 
 from baton.engine.kernels.native.rows import NATIVE_ROW_OPS
 from baton.engine.kernels.torch.lora import add_lora
-from baton.engine.models import lora
 from baton.engine.models.lora import (
     LORA_CONFIG,
     LORA_FILE,
     LoraSlots,
+    adapted_tensors,
     identity_of,
     load_lora,
 )
@@ -22,6 +22,7 @@ from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weight_loader import load_weights
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.model_cases import ADAPTED
 from tests.unit.engine.paged import PagedRun
 from tests.unit.engine.small_models import KERNELS, feed, make, require
 
@@ -62,7 +63,7 @@ def make_adapter(directory, model, *, tensors=None, modules=(Q, DOWN), rank=4, s
 
 def adaptable(directory, model):
     """The modules of a transformers model that adapters may change."""
-    places = lora._places(ModelConfig.load(directory))
+    places = adapted_tensors(ModelConfig.load(directory))
     named = {name for name, _ in model.named_modules()}
     assert named >= {name.removesuffix(".weight") for name in places}
     return [name.removesuffix(".weight") for name in places]
@@ -105,16 +106,9 @@ def merged(tmp_path, model, updates, scale):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        *("Qwen2ForCausalLM", "Phi3ForCausalLM", "Glm4ForCausalLM", "DeepseekV3ForCausalLM"),
-        *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Gemma4ForCausalLM", "Gemma3ForCausalLM"),
-        "Llama4ForCausalLM",
-    ],
-)
+@pytest.mark.parametrize("architecture", ADAPTED)
 def test_rows_of_two_adapters_and_of_none_share_a_step(tmp_path, kernels, architecture):
-    reference = make_checkpoint(tmp_path / "base", architecture)
+    reference = make_checkpoint(tmp_path / "base", architecture, **ADAPTED[architecture])
     modules = adaptable(tmp_path / "base", reference)
     everything = make_adapter(tmp_path / "a", reference, modules=modules)
     few = make_adapter(tmp_path / "b", reference, modules=modules[1::3], rank=8, seed=1)

@@ -18,11 +18,11 @@ from baton.local.model_check import check_model
 from baton.local.model_plan import check_plan, weight_bytes
 from tests.unit.engine.bench import WAIT_S, Bench, load
 from tests.unit.engine.checkpoints import add_predicting_layer, load_reference, make_checkpoint
+from tests.unit.engine.model_cases import PREDICTING
 from tests.unit.engine.small_models import KERNELS
 from tests.unit.engine.test_draft_model import CHEAP, GREEDY, KINDS, SEEDED, change, run
 
-ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
-LATENT, DENSE_KV = ARCHITECTURES[:2]
+LATENT, DENSE_KV = PREDICTING[:2]
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +124,7 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", PREDICTING)
 def test_proposals_are_those_of_the_published_layer(architecture, kernels, made, monkeypatch):
     """Also after rejected ones, whose hidden states are the layer's own, are replaced."""
     directory, rounds = made(architecture, 0.3), []
@@ -275,7 +275,7 @@ def test_models_without_such_a_layer_are_refused_in_one_line(tmp_path, made):
     named = "^--speculative-model mtp: config.json of LlamaForCausalLM names no layer"
     refused(DEMO_MODEL, ConfigError, named)
     make_checkpoint(tmp_path / "states", "Qwen3_5ForCausalLM")
-    refused(tmp_path / "states", ConfigError, "^--speculative-model: .* has linear attention")
+    refused(tmp_path / "states", ConfigError, "^--speculative-model mtp: .* names no layer")
     refused(made(LATENT), ConfigError, "computes on CPUs only", device="cuda:1")
     refused(made(LATENT), ConfigError, "--simulate computes nothing", simulate="8000,4")
     make_checkpoint(tmp_path / "less", LATENT, num_nextn_predict_layers=1)

@@ -144,15 +144,14 @@ def test_a_state_that_a_sender_may_still_write_is_quarantined(directory):
         assert loaded.runner.pool.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [({"speculate": 4}, "--speculate")],
-)
-def test_options_that_states_rule_out_are_refused_by_name(settings, named, directory):
-    settings = EngineConfig(str(directory), **settings)
+def test_options_that_states_rule_out_are_refused_by_name(directory):
+    settings = EngineConfig(str(directory), speculate=65)
     for refuses in (check_model, build.load):
-        with pytest.raises(ConfigError, match=f"^{named}: Qwen3_5ForCausalLM has linear attention"):
+        with pytest.raises(ConfigError, match=r"^--speculate 65: .* at most 64 tokens"):
             refuses(settings)
+    on_gpu = replace(settings, speculate=4, device="cuda:0")
+    with pytest.raises(ConfigError, match=r"^--speculate: Qwen3_5ForCausalLM has linear"):
+        check_model(on_gpu)
 
 
 def test_ranks_and_devices_that_cannot_have_states_are_refused(directory):
