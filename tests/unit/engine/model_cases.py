@@ -198,6 +198,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "MinistralForCausalLM",
         {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"]},
     ),
+    "ministral3": ("Ministral3ForCausalLM", {"sliding_window": 20}),
     "exaone4": (
         "Exaone4ForCausalLM",
         {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"]},
