@@ -367,7 +367,7 @@ class ModelConfig:
             experts = replace(experts, layers=experts.layers[-1:])
         return replace(
             self, num_layers=1, first_layer=self.num_layers, predicting_layers=0,
-            ropes=self.ropes[-1:], windows=self.windows[-1:], experts=experts,
+            ropes=self.ropes[-1:], windows=self.windows[-1:], experts=experts, delta_rule=None,
         )  # fmt: skip
 
     @property
@@ -768,6 +768,8 @@ def _routing(fields: Fields, names: ExpertNames, count: int) -> Routing:
 
 def _predicting_layers(fields: Fields, arch: Architecture) -> int:
     """Layers behind the others that predict further tokens; transformers 5 names them anew."""
+    if arch.delta_rule:  # a config of Qwen3-Next does not say that there is one
+        return int(fields.read("mtp_num_hidden_layers", whole(0, MAX_LAYERS), 1))
     if "num_nextn_predict_layers" not in arch.defaults:
         return 0
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):

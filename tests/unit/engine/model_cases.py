@@ -417,4 +417,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "Qwen3NextForCausalLM": {},
 }
 # With a layer that predicts further tokens.
-PREDICTING = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+PREDICTING = (
+    *("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3_5ForCausalLM"),
+    *("Glm4MoeLiteForCausalLM", "Qwen3NextForCausalLM"),
+)

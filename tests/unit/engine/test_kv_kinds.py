@@ -14,7 +14,7 @@ from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.model_cases import KINDS
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
-# Two tokens that are likely anyway: some of what is proposed is right.
+# Two tokens that are likely anyway, so that texts repeat.
 BIAS = {5: 13.0, 6: 12.8}
 BIASED = replace(GREEDY, logit_bias=BIAS)
 
@@ -48,8 +48,8 @@ def check(reference, sequence, bias=()):
     """Whether transformers, given the same text, has each new token as the likeliest."""
     with torch.inference_mode():
         logits = reference(torch.tensor([sequence.tokens])).logits[0].float()
-    for token, added in dict(bias).items():
-        logits[:, token] += added
+        for token, added in dict(bias).items():
+            logits[:, token] += added
     expected = logits[sequence.prompt_tokens - 1 : -1].argmax(-1).tolist()
     assert sequence.tokens[sequence.prompt_tokens :] == expected
 
@@ -82,4 +82,5 @@ def test_proposed_tokens(proposer, made, draft):
         sum(getattr(one, f"num_{kind}") for one in bench.reports)
         for kind in ("proposed", "accepted")
     )
-    assert 0 < accepted < proposed
+    # What repeats is often right, and what another model says often wrong.
+    assert accepted > 0 if proposer == "n-grams" else accepted < proposed
