@@ -20,7 +20,7 @@ from baton.engine.tensor_parallel import TensorParallelModel
 from baton.net.object_connection import ObjectConnection
 
 MULTIPLE = 16  # of head sizes and block sizes
-MAX_HEAD_SIZE = 256  # that Triton's attention takes
+MAX_HEAD_SIZE = 512  # that Triton's attention takes
 MAX_NATIVE_SIZE = 640  # elements of a head, or of a latent row, that native attention takes
 MAX_QUERIES = 128  # heads that share a KV head
 

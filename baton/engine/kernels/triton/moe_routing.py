@@ -64,14 +64,15 @@ class FusedRouter:
 def route(
     scores: Tensor, routing: Routing, own: range | None = None, correction: Tensor | None = None,
     lengths: Tensor | None = None, totals: Tensor | None = None, few_rows: int = FEW_ROWS,
-    scored: tuple[FusedRouter, Tensor] | None = None,
+    scored: tuple[FusedRouter, Tensor] | None = None, share_scale: Tensor | None = None,
 ) -> ExpertSlots:  # fmt: skip
     """Selects the best experts of each row, best first; of equal scores the lower number first.
 
     scores: `[rows, experts]`, the router's logits · own: experts on this rank; None is all ·
     correction: float32 `[experts]`, see the reference · lengths: int32 `[rows]`; rows of length 0
     select none · totals: int64 `[experts]`, counts of rows that are added to · few_rows: see
-    FEW_ROWS · scored: a router and its input x `[rows, in]`; `scores` is then written.
+    FEW_ROWS · scored: a router and its input x `[rows, in]`; `scores` is then written ·
+    share_scale: `[experts]`, which multiply shares, or None.
     """
     (rows, experts), per_row = scores.shape, routing.per_token
     own = own if own is not None else range(experts)
@@ -107,8 +108,8 @@ def route(
         each = 2 if depth <= 2048 else 1
         programs = triton.cdiv(experts, each)
     launch(
-        _route, (programs,), scores, x, weight, bias, arrived, correction, lengths, taken, shares,
-        totals, ranks, counts, rows, own.start, own.stop, depth, routing.scale, EXPERTS=experts,
+        _route, (programs,), scores, x, weight, bias, arrived, correction, share_scale, lengths,
+        taken, shares, totals, ranks, counts, rows, own.start, own.stop, depth, routing.scale, EXPERTS=experts,
         PER_ROW=per_row, NORMED=routing.normed, SIGMOID=routing.sigmoid, GROUPS=routing.groups,
         TAKEN_GROUPS=routing.taken_groups, GROUP_TOP=routing.group_top, ROWS=step,
         COLUMNS=columns, GROUP_COLUMNS=triton.next_power_of_2(routing.groups), EACH=each,
@@ -191,8 +192,8 @@ def _in_best_groups(
 
 @triton.jit(do_not_specialize=["num_rows", "first", "end", "scale"])
 def _route(
-    scores, x, weight, bias, arrived, correction, lengths, taken, shares, totals, ranks, counts,
-    num_rows, first, end, depth, scale, EXPERTS: tl.constexpr, PER_ROW: tl.constexpr,
+    scores, x, weight, bias, arrived, correction, share_scale, lengths, taken, shares, totals,
+    ranks, counts, num_rows, first, end, depth, scale, EXPERTS: tl.constexpr, PER_ROW: tl.constexpr,
     NORMED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TAKEN_GROUPS: tl.constexpr,
     GROUP_TOP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     GROUP_COLUMNS: tl.constexpr, EACH: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
@@ -250,6 +251,9 @@ def _route(
     elif not SIGMOID:
         share = powers / tl.sum(powers, 1)[:, None]
     share = share * scale
+    if share_scale is not None:
+        factor = tl.load(share_scale + expert, mask=expert < EXPERTS, other=0.0)
+        share = share * factor.to(tl.float32)
 
     counts_here = has_row
     if lengths is not None:
