@@ -7,7 +7,6 @@ Shapes in `decode` depend only on its arguments' shapes, so that a CUDA graph ca
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +49,10 @@ class _PlacedRows:
     """Where a step's rows read and write KV: `num_decodes` decode rows first, then those of chunks.
 
     groups: for each group of layers, the rows' slots and the block tables `[sequences, width]` ·
-    tiles: of chunks, if there are any, by the heads that share a KV head, and their size · plans:
-    of decode rows, by window, KV heads and head size; both made where first used · latent_plan: of all rows, over latent KV · owners: int32 `[rows]`, the sequence of each row;
-    None: one each.
+    query_lens: of chunks, if there are any · tiles: of chunks, by the heads that share a KV head,
+    and their size · plans: of decode rows, by window, KV heads and head size; both made where first
+    used · latent_plan: of all rows, over latent KV · owners: int32 `[rows]`, the sequence of each
+    row; None: one each.
     """
 
     groups: list[tuple[SlotMapping, Tensor]]

@@ -76,8 +76,8 @@ def plan_decode(
 
     q, pool: arguments of `decode_attention`; only shape and type of q matter · seq_lens: int32
     `[rows]`, tokens of each sequence including the row's; 0 for a padding row · window: of the
-    layers that use the plan; chunked: as of `Scoring` · programs: number for each KV head; 0 is as many as the GPU runs at
-    once · config: None is the one in effect.
+    layers that use the plan · programs: number for each KV head; 0 is as many as the GPU runs at
+    once · config: None is the one in effect · chunked: as of `Scoring`.
     """
     sizes, key = pool_sizes(q, pool)
     config = config or choose("decode_attention", key, q.device)

@@ -109,11 +109,11 @@ def route(
         programs = triton.cdiv(experts, each)
     launch(
         _route, (programs,), scores, x, weight, bias, arrived, correction, share_scale, lengths,
-        taken, shares, totals, ranks, counts, rows, own.start, own.stop, depth, routing.scale, EXPERTS=experts,
-        PER_ROW=per_row, NORMED=routing.normed, SIGMOID=routing.sigmoid, GROUPS=routing.groups,
-        TAKEN_GROUPS=routing.taken_groups, GROUP_TOP=routing.group_top, ROWS=step,
-        COLUMNS=columns, GROUP_COLUMNS=triton.next_power_of_2(routing.groups), EACH=each,
-        DEPTH=triton.next_power_of_2(depth), num_warps=min(4, step),
+        taken, shares, totals, ranks, counts, rows, own.start, own.stop, depth, routing.scale,
+        EXPERTS=experts, PER_ROW=per_row, NORMED=routing.normed, SIGMOID=routing.sigmoid,
+        GROUPS=routing.groups, TAKEN_GROUPS=routing.taken_groups, GROUP_TOP=routing.group_top,
+        ROWS=step, COLUMNS=columns, GROUP_COLUMNS=triton.next_power_of_2(routing.groups),
+        EACH=each, DEPTH=triton.next_power_of_2(depth), num_warps=min(4, step),
     )  # fmt: skip
     if order is None or tiles is None:
         return ExpertSlots(taken, shares, 1)
@@ -389,6 +389,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         float(shape.get("scale", 1.0)),
     )  # fmt: skip
     correction = torch.randn(experts, device=device) if shape.get("corrected") else None
+    factors = torch.rand(experts, device=device) if shape.get("scaled") else None
     start = int(shape.get("start", 0))
     own = range(start, experts - start)
     is_row = torch.arange(rows, device=device) % 5 != 3
@@ -397,7 +398,9 @@ def _trial(shape: Key, device: torch.device) -> Trial:
 
     def run(config: Config | None) -> tuple[Tensor, ...]:
         totals.zero_()
-        slots = route(scores, routing, own, correction, lengths, totals, scored=scored)
+        slots = route(
+            scores, routing, own, correction, lengths, totals, scored=scored, share_scale=factors
+        )
         found = (slots.shares, slots.taken, totals) + ((scores.clone(),) if scored else ())
         if slots.order is None or slots.tiles is None or device.type == "meta":
             return found
@@ -408,6 +411,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     def expected() -> tuple[Tensor, ...]:
         # From the scores that the launch wrote: other rounding may select other experts.
         shares, numbers = reference.route(scores, routing, correction)
+        shares = shares if factors is None else shares * factors[numbers]
         counted = numbers if lengths is None else numbers[is_row]
         products = () if scored is None else (linear(x.float(), wide, added).to(scores.dtype),)
         found = (numbers - start).where((numbers >= own.start) & (numbers < own.stop), -1)
@@ -459,7 +463,7 @@ _CASES: tuple[Key, ...] = (
     {"scored": 1, "experts": 128, "per_row": 8, "normed": 1},
     {"scored": 2, "experts": 60, "per_row": 4, "start": 7, "padding": 1},
     {"scored": 5, "experts": 8, "per_row": 2, "normed": 1, "dtype": "fp32", "padding": 1},
-    {"scored": 64, "experts": 128, "per_row": 8, "normed": 1, "padding": 1},
+    {"scored": 64, "experts": 128, "per_row": 8, "normed": 1, "padding": 1, "scaled": 1},
     {"scored": 100, "experts": 32, "per_row": 4, "dtype": "fp16", "start": 5},
     {"scored": 70, "experts": 512, "per_row": 10, "dtype": "fp32", "start": 100, "padding": 1},
     {"scored": 300, "experts": 128, "per_row": 4, "normed": 1, "padding": 1},

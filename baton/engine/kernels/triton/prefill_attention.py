@@ -51,8 +51,8 @@ def plan_tiles(query_lens: Tensor, num_rows: int, group: int, head_size: int = 0
     """Splits the chunks of a step into tiles, without waiting for the device.
 
     query_lens: int32 `[sequences]`, rows of each; their sum is num_rows · group: query heads that
-    share a KV head, at most `most_tile_rows` of the head size. A sequence's last tile sees the most keys and comes
-    first, so that the longest work starts early.
+    share a KV head, at most `most_tile_rows` of the head size. A sequence's last tile sees the most
+    keys and comes first, so that the longest work starts early.
     """
     assert group <= most_tile_rows(head_size), "the backend refuses other models"
     sequences = len(query_lens)

@@ -6,6 +6,7 @@ projection is read once, and queries are written once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.torch.attention import write_kv
+from baton.engine.kernels.torch.attention import pool_of_layer, write_kv
 from baton.engine.kernels.torch.row_quantization import FP8, SCALE_BYTES, is_quantized, unpack_rows
 from baton.engine.kernels.torch.rows import rms_norm, rotate
 from baton.engine.kernels.triton.attention_common import in_order, pool_steps, stored_elements
@@ -206,7 +207,8 @@ def rope_and_write(
     qkv: `[rows, (num_heads + 2 * num_kv_heads) * head_size]` · positions: int32 `[rows]` · slots:
     int32 `[rows]`, block * block_size + offset; -1 writes nothing · pool: `[num_blocks, num_layers,
     2, num_kv_heads, block_size, row_size]` of qkv's type, int8 or float8_e4m3fn, or what a layer
-    sees of one · config: None is the one in effect · only_reads: qkv has queries only. Two rows of a launch have different slots.
+    sees of one · config: None is the one in effect · only_reads: qkv has queries only. Two rows of
+    a launch have different slots.
     """
     rows, width = qkv.shape
     kv_heads, block_size, row_size = pool.shape[3:]
@@ -234,19 +236,49 @@ def rope_and_write(
     return q
 
 
+def rotated_heads(parts: Sequence[Tensor], positions: Tensor, rotation: Rotation) -> list[Tensor]:
+    """Queries, and keys and values if there are any, as the kernels' results, in float32 but where
+    those are rounded. positions: int64 `[rows]`."""
+    assert rotation.cos is not None and rotation.sin is not None
+    angles = [table[positions, None].float() for table in (rotation.cos, rotation.sin)]
+    found = list(parts)
+    for at, weight in zip(
+        range(min(2, len(parts))), (rotation.q_norm, rotation.k_norm), strict=False
+    ):
+        x = parts[at]
+        if weight is not None and not rotation.norm_last:
+            x = rms_norm(x, weight, rotation.eps)
+        x = rotate(x.float(), *angles).to(x.dtype)
+        if weight is not None and rotation.norm_last:
+            x = rms_norm(x, weight, rotation.eps)
+        found[at] = x
+    if rotation.query_scales is not None:
+        found[0] = (found[0] * rotation.query_scales[positions, None]).to(found[0].dtype)
+    if rotation.norm_values and len(found) > 2:
+        found[2] = rms_norm(found[2], None, rotation.eps)
+    return found
+
+
 def _trial(shape: Key, device: torch.device) -> Trial:
     rows, heads, kv_heads = (int(shape[name]) for name in ("rows", "heads", "kv_heads"))
     head_size, dtype = int(shape.get("head_size", 128)), dtype_of(shape)
     kv_dtype = dtype_of(shape, "kv") if "kv" in shape else dtype
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, device=device).to(dtype)
+    scales = torch.rand(rows, 1, device=device) + 0.5 if "scaled" in shape else None
     angles = torch.randn(rows, head_size // 2, device=device).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     norms = torch.rand(2, head_size, device=device).to(dtype).unbind()
     slots = torch.arange(rows, dtype=torch.int32, device=device)
     written = torch.where(slots % 5 == 4, -1, slots) if "padding" in shape else slots
     row_size = head_size + (SCALE_BYTES if is_quantized(kv_dtype) else 0)
+    row_size *= int(shape.get("shared_by", 1))
     blocks = (triton.cdiv(rows, 16), 2, 2, kv_heads, 16, row_size)
-    pool = torch.zeros(blocks, dtype=torch.uint8, device=device).to(kv_dtype)
+    pool, layer = torch.zeros(blocks, dtype=torch.uint8, device=device).to(kv_dtype), 1
+    if "shared_by" in shape:
+        pool, layer = pool_of_layer(pool, layer, kv_heads, head_size)
+    q_norm, k_norm = norms if "norms" in shape else (None, None)
+    options = bool(shape.get("last")), bool(shape.get("values"))
+    rotation = Rotation(cos, sin, q_norm, k_norm, 1e-5, scales, *options)
     expected_pool = pool.clone()
 
     def seen(pool: Tensor) -> Tensor:
@@ -254,20 +286,15 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         return unpack_rows(pool, torch.float32) if quantized else pool
 
     def run(config: Config | None) -> Outputs:
-        q_norm, k_norm = norms if "norms" in shape else (None, None)
-        rotation = Rotation(cos, sin, q_norm, k_norm, 1e-5)
-        q = rope_and_write(qkv, slots, written, rotation, pool, 1, heads, kv_heads, config)
+        q = rope_and_write(qkv, slots, written, rotation, pool, layer, heads, kv_heads, config)
         return q, seen(pool)
 
     def reference() -> Outputs:
         """The kernel's results, computed by torch with float32 rotation."""
-        q, k, v = qkv.view(rows, -1, head_size).split((heads, kv_heads, kv_heads), dim=1)
-        if "norms" in shape:
-            q, k = (rms_norm(x, norm, 1e-5) for x, norm in zip((q, k), norms, strict=True))
-        angles = [table[:, None].float() for table in (cos, sin)]
-        q, k = (rotate(x.float(), *angles).to(dtype) for x in (q, k))
+        parts = qkv.view(rows, -1, head_size).split((heads, kv_heads, kv_heads), dim=1)
+        q, k, v = rotated_heads(parts, slots.long(), rotation)
         live = written >= 0
-        write_kv(expected_pool, 1, slots[live].long(), k[live], v[live])
+        write_kv(expected_pool, layer, slots[live].long(), k[live], v[live])
         return q, seen(expected_pool)
 
     return Trial(
@@ -293,6 +320,8 @@ SPECS = (
             {**_HEADS, "dtype": "fp16", "head_size": 64, "norms": 1},
             {**_HEADS, "dtype": "fp32", "head_size": 80},
             {**_HEADS, "kv": "int8", "head_size": 256},
+            {**_HEADS, "heads": 8, "head_size": 256, "shared_by": 2, "norms": 1, "values": 1},
+            {**_HEADS, "norms": 1, "last": 1, "scaled": 1},
         ),
         configs=lambda key: [
             {"num_warps": warps, "num_stages": 1, "HEADS": heads}

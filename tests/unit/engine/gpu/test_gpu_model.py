@@ -81,6 +81,8 @@ def test_equals_transformers(architecture, tmp_path):
     small = {} if architecture in SIZES else {**few, **sizes}
     if ARCHITECTURES[architecture].delta_rule:
         small |= FEW_STATES
+    if ARCHITECTURES[architecture].chunked:
+        small |= {"attention_chunk_size": 8}
     reference = make_checkpoint(tmp_path, architecture, sliding_window=12, **small)
     config = ModelConfig.load(tmp_path)
     if reason := refused(config, 16, (9, 0)):
@@ -247,7 +249,9 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(scope="module", params=["mistral window, no gqa", "gpt-oss", "deepseek v3"])
+@pytest.fixture(
+    scope="module", params=["mistral window, no gqa", "gpt-oss", "deepseek v3", "llama4"]
+)
 def decoding(request):
     """A model, a run with two sequences of 18 and 5 tokens; their last tokens and block_tables."""
     _, gpu = both(CONFIGS[request.param])
