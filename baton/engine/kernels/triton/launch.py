@@ -61,8 +61,8 @@ WIDE_HEAD = 256
 
 
 def most_tile_rows(head_size: int) -> int:
-    """Most query rows of a tile of attention: half of others for heads above WIDE_HEAD."""
-    return MOST_TILE_ROWS if head_size <= WIDE_HEAD else MOST_TILE_ROWS // 2
+    """Most query rows of a tile of attention; their sums are in registers."""
+    return MOST_TILE_ROWS if head_size <= WIDE_HEAD else MOST_TILE_ROWS // 4
 
 
 def tile_rows(num_rows: int, sequences: int, group: int, head_size: int = 0) -> int:
