@@ -276,10 +276,7 @@ _ROPE_CASES: tuple[Key, ...] = (
     {"head_size": 512, "group": 8, "norms": 1, "reads": 1},
 )  # fmt: skip
 # Of layers with heads of their own, and with attention by chunks.
-_OWN_HEADS: tuple[Key, ...] = (
-    {"head_size": 512, "group": 8}, {"head_size": 256, "shared_by": 2, **_WINDOW},
-    {"chunked": 1, **_WINDOW},
-)  # fmt: skip
+_OWN_HEADS: Key = {"head_size": 512, "group": 8, "shared_by": 2, "chunked": 1, **_WINDOW}
 
 
 def _prefill_cases() -> list[Key]:
@@ -291,7 +288,7 @@ def _prefill_cases() -> list[Key]:
     short: list[Key] = [{**_WINDOW, "tokens": 70}, {"tokens": 16}, {"tokens": 4, "kv": "int8"}]
     return [
         {**case, **_SIZES, "batch": 3, "context": 60, "ragged": at}
-        for at, case in enumerate([*long, *short, *({**own, "tokens": 20} for own in _OWN_HEADS)])
+        for at, case in enumerate([*long, *short, {**_OWN_HEADS, "tokens": 20}])
     ]
 
 
@@ -324,7 +321,7 @@ SPECS = (
             for at, heads in enumerate(_HEADS)
             for use in ({"programs": 5}, {**_WINDOW, "programs": 2})
         ]
-        + [{**own, **_SIZES, "batch": 4, "context": 150, "ragged": 1} for own in _OWN_HEADS],
+        + [{**_OWN_HEADS, **_SIZES, "batch": 4, "context": 150, "ragged": 1}],
         configs=_configs(num_warps=(2, 4, 8), num_stages=(2, 3, 4), PER_PROCESSOR=(1, 2, 3)),
         shapes=_SHAPES,
     ),
