@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -251,8 +252,11 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
-def _own(cls: type[Any]) -> Iterator[Option]:
+@functools.cache
+def _own(cls: type[Any]) -> tuple[Option, ...]:
+    found = []
     for field in dataclasses.fields(cls):
         if one := field.metadata.get("option"):
             owner: Any = next(base for base in cls.__mro__ if field.name in vars(base))
-            yield replace(one, field=field.name, group=one.group or owner.GROUP)
+            found.append(replace(one, field=field.name, group=one.group or owner.GROUP))
+    return tuple(found)
