@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import json
 import math
 import re
@@ -252,11 +251,16 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
-@functools.cache
+_OWN: dict[type[Any], tuple[Option, ...]] = {}  # collected once, for every command's parser
+
+
 def _own(cls: type[Any]) -> tuple[Option, ...]:
-    found = []
-    for field in dataclasses.fields(cls):
-        if one := field.metadata.get("option"):
-            owner: Any = next(base for base in cls.__mro__ if field.name in vars(base))
-            found.append(replace(one, field=field.name, group=one.group or owner.GROUP))
-    return tuple(found)
+    """The options that a settings class itself declares."""
+    if cls not in _OWN:
+        found = []
+        for field in dataclasses.fields(cls):
+            if one := field.metadata.get("option"):
+                owner: Any = next(base for base in cls.__mro__ if field.name in vars(base))
+                found.append(replace(one, field=field.name, group=one.group or owner.GROUP))
+        _OWN[cls] = tuple(found)
+    return _OWN[cls]
