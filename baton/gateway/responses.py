@@ -192,7 +192,6 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """Names of custom tools."""
         return frozenset(tool.name for tool in self.supported_tools if tool.type == "custom")
 
     @property

@@ -26,6 +26,7 @@ from baton.local.router_processes import RouterProcess
 from baton.net import rpc
 from baton.registry.membership import ROLES
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1.common_pb2 import WorkerRecord
 from tests.chaos.versions import ADAPTER, NAME, Changes
 from tests.etcd_members import leader_of
 from tests.preloaded import ranks_of
@@ -178,6 +179,16 @@ class Outages:
         return [name for name, its in self.roles.items() if its == role]
 
 
+async def set_role(record: WorkerRecord, role: str) -> None:
+    """Has a worker take a role; one that does not answer now keeps its own."""
+    numbers = {name: number for number, name in ROLES.items()}
+    with contextlib.suppress(BatonError), rpc.translated():
+        async with rpc.channel(record.address, role="worker") as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            request = worker_pb2.SetRoleRequest(role=numbers[role])
+            await stub.SetRole(request, timeout=RECOVERED_S)
+
+
 @dataclass
 class Injector:
     """`done` counts faults by kind, `skipped` those whose target could not be hit.
@@ -303,15 +314,11 @@ class Injector:
                 await changes.kill_planner()
 
     async def _change_role(self, fault: Fault) -> None:
-        """Has the worker take another role; one that does not answer now keeps its own."""
+        """Has the worker take another role."""
         pid = self.cluster.processes[fault.target].pid
         records = self.cluster.membership.records.values()
         for record in [one for one in records if one.pid == pid]:
-            role = list(ROLES)[int(fault.share * len(ROLES))]
-            with contextlib.suppress(BatonError), rpc.translated():
-                async with rpc.channel(record.address, role="worker") as channel:
-                    stub = worker_pb2_grpc.WorkerServiceStub(channel)
-                    await stub.SetRole(worker_pb2.SetRoleRequest(role=role), timeout=RECOVERED_S)
+            await set_role(record, list(ROLES.values())[int(fault.share * len(ROLES))])
 
     def _rank(self, fault: Fault) -> psutil.Process:
         """The target's process, or one of the ranks that it started."""

@@ -150,22 +150,30 @@ async def test_the_trace_of_a_long_prompt(clusters, oracle, receiver):
     """
     _, client = await clusters()
     await check(client, oracle, oracle.case(64, 100))  # the link is open then
-    for attempt in range(5):  # the first token and Commit race, on a busy machine by much
-        done = await check(client, oracle, oracle.case(1900), cache_salt=f"own {attempt}")
+    salts = itertools.count()
+
+    async def traced():
+        done = await check(client, oracle, oracle.case(1900), cache_salt=f"own {next(salts)}")
         await all_blocks_free(client)
-        spans = await spans_of(receiver, done)
-        by_name = {span.name: span for span in spans}
-        transfer = by_name["kv.transfer"]
-        if by_name["router.first_token"].end_ns < transfer.end_ns:
-            break
-    else:
-        pytest.fail("the first token waits for Commit")
+        return done, await spans_of(receiver, done)
+
+    def in_order(traced):
+        """On a busy machine the first token and Commit race, and so do chunks and blocks."""
+        ends = {span.name: span.end_ns for span in traced[1]}
+        last = max(span.start_ns for span in traced[1] if span.name == "prefill.chunk")
+        (transfer,) = (span for span in traced[1] if span.name == "kv.transfer")
+        return ends["router.first_token"] < transfer.end_ns and transfer.start_ns < last
+
+    done, spans = await eventually(
+        traced, in_order, "the first token waits for Commit, or blocks for the last chunk"
+    )
+    by_name = {span.name: span for span in spans}
+    transfer = by_name["kv.transfer"]
     chunks = sorted((s for s in spans if s.name == "prefill.chunk"), key=lambda s: s.start_ns)
     assert len(chunks) > 1
     assert sum(int(s.attributes["baton.chunk_tokens"]) for s in chunks) == 1900
     assert transfer.attributes["bytes"] == 1900 * BYTES_PER_TOKEN
     assert int(transfer.attributes["chunks"]) == len(chunks)
-    assert transfer.start_ns < chunks[-1].start_ns, "no block was sent before the last chunk"
     assert by_name["decode.first_step"].start_ns >= by_name["decode.admit"].start_ns
     assert by_name["text_completion demo"].end_ns >= by_name["decode.run"].end_ns
     ids = {span.attributes["baton.handoff_id"] for span in spans

@@ -73,7 +73,7 @@ def open_files():
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it listed the folder, or has been closed
             target = str(descriptor.readlink())
-            if target in unix or target.startswith(("/memfd:", "anon_inode:[pidfd]")):
+            if target in unix or target.startswith(("/memfd:", "anon_inode:[pidfd]", "pidfd:")):
                 found.append(target)
     return sorted(found)
 
