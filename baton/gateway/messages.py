@@ -230,7 +230,7 @@ def _tools(body: CountTokensRequest) -> tuple[list[api.Tool], dict[str, str]]:
             description=tool.description,
             parameters=_required(tool.input_schema, f"{place}.input_schema"),
         )
-        tools.append(api.Tool(type="function", function=function))
+        tools.append(api.Tool(function=function))
     return tools, fields
 
 

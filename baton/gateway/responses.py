@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,7 +14,7 @@ from baton.gateway import api
 from baton.gateway.batch_store import Metadata
 from baton.gateway.chat import parsed_chat
 from baton.gateway.conversation_store import Context
-from baton.gateway.custom_tools import CUSTOM_INPUT, CUSTOM_SCHEMA
+from baton.gateway.custom_tools import arguments_of
 from baton.gateway.parsed_request import ParsedRequest
 from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
 
@@ -59,10 +58,12 @@ class InputItem(Struct, kw_only=True):
         return self.type or ("item_reference" if self.id and not self.role else "message")
 
 
-class ToolFormat(Struct, kw_only=True):
-    """What the input of a custom tool is; there are no grammars."""
+class ToolFormat(Struct, kw_only=True, omit_defaults=True):
+    """What the input of a custom tool is: text, or one that matches a grammar."""
 
     type: api.ToolType
+    definition: api.Text | None = None
+    syntax: Literal["lark", "regex"] | None = None
 
 
 class Tool(Struct, kw_only=True):
@@ -80,16 +81,27 @@ class Tool(Struct, kw_only=True):
         """What is reported of a tool that is not supported; else empty."""
         if self.type == "custom":
             kind = self.format.type if self.format else "text"
-            return "" if kind == "text" else f"custom.{kind}"
+            return "" if kind in ("text", "grammar") else f"custom.{kind}"
         return "" if self.type == "function" else self.type
 
-    @property
-    def definition(self) -> api.FunctionDefinition:
-        """The tool as the prompt describes it: a custom tool is a function of one text."""
-        schema = CUSTOM_SCHEMA if self.type == "custom" else self.parameters
-        return api.FunctionDefinition(
-            name=self.name, description=self.description, parameters=schema
-        )
+    def in_chat(self, place: str) -> api.Tool | api.CustomTool:
+        """The tool of a chat. Raises InvalidRequest for a missing field of the tool at `place`."""
+        _required(self.name, f"{place}.name")
+        if self.type == "function":
+            return api.Tool(
+                function=api.FunctionDefinition(
+                    name=self.name, description=self.description, parameters=self.parameters
+                )
+            )
+        custom = api.CustomDefinition(name=self.name, description=self.description)
+        if self.format and self.format.type == "grammar":
+            definition, syntax = self.format.definition, self.format.syntax
+            if definition is None or syntax is None:
+                missing = f"{place}.format.{'syntax' if definition else 'definition'}"
+                raise InvalidRequest(f"{missing} is missing", missing)
+            grammar = api.Grammar(definition=definition, syntax=syntax)
+            custom.format = api.GrammarFormat(grammar)
+        return api.CustomTool(custom=custom)
 
 
 class FunctionChoice(api.NamedFunction, tag="function"):
@@ -249,13 +261,12 @@ def parsed_response(body: ResponsesRequest, context: Context | None = None) -> P
         items = [found.get(item.id or "", item) for item in body.items]
         body = msgspec.structs.replace(body, input=items)
     messages, item_fields = _messages(body, before)
-    tools, tool_fields = list[api.Tool](), dict[str, str]()
+    tools, tool_fields = list[api.Tool | api.CustomTool](), dict[str, str]()
     for at, tool in enumerate(body.tools or ()):
         if not tool.dropped:
-            for name in ("name", "parameters"):
-                tool_fields[f"tools[{len(tools)}].function.{name}"] = f"tools[{at}].{name}"
-            _required(tool.name, f"tools[{at}].name")
-            tools.append(api.Tool(type="function", function=tool.definition))
+            for name, place in _TOOL_FIELDS.items():
+                tool_fields[f"tools[{len(tools)}].function.{name}"] = f"tools[{at}].{place}"
+            tools.append(tool.in_chat(f"tools[{at}]"))
     same = {name: getattr(body, name) for name in api.ChatOptions.__struct_fields__}
     chat = api.ChatRequest(
         **{**same, "response_format": _response_format(body.text)},
@@ -287,7 +298,7 @@ def _tool_choice(choice: ToolChoice | None) -> Any:
         case FunctionChoice() | CustomChoice():
             return api.NamedTool(api.NamedFunction(choice.name))
         case AllowedTools():
-            tools = [api.NamedTool(api.NamedFunction(one.name)) for one in choice.tools]
+            tools: list[Any] = [api.NamedTool(api.NamedFunction(one.name)) for one in choice.tools]
             return api.AllowedToolChoice(api.AllowedTools(mode=choice.mode, tools=tools))
     return choice
 
@@ -299,6 +310,7 @@ def _response_format(text: TextOptions | None) -> api.ResponseFormat | None:
     return api.ResponseFormat(type="json_object") if isinstance(asked, JsonObject) else None
 
 
+_TOOL_FIELDS = {"name": "name", "parameters": "parameters", "input": "format.definition"}
 _ID_PREFIXES = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
     "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
@@ -372,7 +384,7 @@ def _add(turn: api.Message, item: InputItem, place: str) -> None:
         name = _required(item.name, f"{place}.name")
         arguments = item.arguments or ""
         if item.kind == "custom_tool_call":
-            arguments = json.dumps({CUSTOM_INPUT: item.input or ""}, ensure_ascii=False)
+            arguments = arguments_of(item.input or "")
         function = api.CalledFunction(arguments, name)
         call = api.ToolCall(id=_required(item.call_id, f"{place}.call_id"), function=function)
         assert turn.tool_calls is not None

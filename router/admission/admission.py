@@ -295,11 +295,14 @@ class Admission:
                     if error.field == "resumed_token_ids":
                         raise
                     for i, tool in enumerate(request.chat.tools):
+                        name, schema = "parameters", StructuredOutput(tool.parameters or "{}")
+                        if tool.HasField("input"):
+                            name, schema = "input", StructuredOutput.from_proto(tool.input)
                         try:
-                            await self._compile(StructuredOutput(tool.parameters or "{}"))
+                            await self._compile(schema)
                         except InvalidRequest as tool_error:
-                            name = f"chat.tools[{i}].parameters"
-                            raise InvalidRequest(str(tool_error), name) from error
+                            place = f"chat.tools[{i}].{name}"
+                            raise InvalidRequest(str(tool_error), place) from error
                     if request.sampling.HasField("structured_output"):
                         await self._compile(StructuredOutput.from_proto(given))
                     raise InvalidRequest(str(error), "chat.tools") from error

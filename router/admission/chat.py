@@ -26,6 +26,7 @@ from baton.text.json_repair import repaired
 from baton.text.reasoning import reasoning_format
 from baton.text.scoring import is_pair
 from baton.text.tool_parsers import ToolFormat, ToolSchemas, tool_format
+from baton.text.tool_parsers.format import AllowedCalls, GrammarTerms
 from baton.text.tool_parsers.harmony import HarmonyFormat
 from baton.v1 import inference_pb2
 from router.request import OutputFormat
@@ -163,7 +164,10 @@ class ChatFormats:
         """
         structured, must_call = params.structured_output, _must_call(chat)
         if output.tools is not None and has_grammar(params, chat):
-            structured = self._tool_grammar(output.tools, chat, None if must_call else structured)
+            answer = None if must_call else structured
+            optional = not must_call and answer is None
+            if not optional or output.tools.marks_calls(self.markers or {}):
+                structured = self._tool_grammar(output.tools, chat, answer, optional=optional)
         elif structured and isinstance(output.tools, HarmonyFormat):
             structured = self._channel_grammar(output.tools, structured)
         if isinstance(output.tools, HarmonyFormat) and not params.ignore_eos:
@@ -179,29 +183,37 @@ class ChatFormats:
         return params
 
     def _tool_grammar(
-        self, tools: ToolFormat, chat: inference_pb2.Chat, answer: StructuredOutput | None
+        self,
+        tools: ToolFormat,
+        chat: inference_pb2.Chat,
+        answer: StructuredOutput | None,
+        *,
+        optional: bool,
     ) -> StructuredOutput:
         if answer is not None and not answer.json_schema:
             raise InvalidRequest(
                 "with tools that may be called only a JSON schema can restrict the answer",
                 _STRUCTURED_OUTPUT,
             )
-        parameters = dict[str, Any]()
+        parameters, inputs = dict[str, Any](), dict[str, StructuredOutput]()
         for at, tool in enumerate(chat.tools):
             if chat.tool_name in ("", tool.name):
                 schema = json.loads(tool.parameters) if tool.parameters else None
                 prepare_schema(schema or {}, "the schema", f"chat.tools[{at}].parameters")
                 parameters[tool.name] = schema
+                if tool.HasField("input"):
+                    inputs[tool.name] = _input(tool, at)
         schema = _object(answer.json_schema, _STRUCTURED_OUTPUT) if answer else None
         if schema is not None:
             prepare_schema(schema, field=_STRUCTURED_OUTPUT)
-        grammar = tools.grammar(
-            parameters,
-            self.markers or {},
-            _SCHEMA_OPTIONS,
+        allowed = AllowedCalls(
+            tools=parameters,
+            inputs=inputs,
             single=bool(chat.tool_name) or chat.single_tool_call,
             answer=schema,
+            optional=optional,
         )
+        grammar = tools.grammar(allowed, GrammarTerms(self.markers or {}, _SCHEMA_OPTIONS))
         if len(grammar) > (most := MAX_STRUCTURED_OUTPUT_CHARS):
             raise InvalidRequest(
                 f"as a grammar the tools have {len(grammar)} characters, {most} at most are taken: "
@@ -218,7 +230,8 @@ class ChatFormats:
             prepared = _object(output.json_schema, _STRUCTURED_OUTPUT)
             prepare_schema(prepared, field=_STRUCTURED_OUTPUT)
             schema = json.dumps({**prepared, **_SCHEMA_OPTIONS})
-        return StructuredOutput(grammar=form.answer_grammar(output, self.markers or {}, schema))
+        terms = GrammarTerms(self.markers or {}, {})
+        return StructuredOutput(grammar=form.answer_grammar(output, terms, schema))
 
     def _variables(self, chat: inference_pb2.Chat) -> dict[str, Any]:
         """The template's variables other than messages."""
@@ -289,6 +302,14 @@ class ChatFormats:
         )
 
 
+def _input(tool: inference_pb2.Tool, at: int) -> StructuredOutput:
+    """What the text that a tool takes must match. Raises InvalidRequest."""
+    found, field = StructuredOutput.from_proto(tool.input), f"chat.tools[{at}].input"
+    if bool(found.regex) + bool(found.grammar) != 1 or found.json_schema or found.choice:
+        raise InvalidRequest("give a regular expression or a grammar, which is not empty", field)
+    return found
+
+
 def check_messages(messages: Sequence[inference_pb2.ChatMessage]) -> None:
     """Raises InvalidRequest for no messages or too many."""
     if not messages:
@@ -305,7 +326,10 @@ def _with_tools(chat: inference_pb2.Chat) -> bool:
 
 def has_grammar(params: SamplingParams, chat: inference_pb2.Chat) -> bool:
     """Whether the chat's tools are made into a grammar, which takes some time."""
-    return bool(chat.tools) and (_must_call(chat) or params.structured_output is not None)
+    if not _with_tools(chat):
+        return False
+    restricted = params.structured_output is not None or any(t.HasField("input") for t in chat.tools)
+    return restricted or _must_call(chat)
 
 
 def _must_call(chat: inference_pb2.Chat) -> bool:
@@ -318,7 +342,10 @@ def _checked_tools(chat: inference_pb2.Chat) -> set[str]:
         raise InvalidRequest(
             f"there may be {MAX_TOOLS} tools at most, not {len(chat.tools)}", "chat.tools"
         )
-    size = sum(len(t.name) + len(t.description) + len(t.parameters) for t in chat.tools)
+    size = sum(
+        len(t.name) + len(t.description) + len(t.parameters) + t.input.ByteSize()
+        for t in chat.tools
+    )
     if size > MAX_TOOL_CHARS:
         raise InvalidRequest(
             f"tools may have {MAX_TOOL_CHARS} characters at most, not {size}", "chat.tools"

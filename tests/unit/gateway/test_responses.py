@@ -136,6 +136,48 @@ async def test_a_custom_tools_input_is_a_text(says, client_of, arguments, text):
     assert text != PATCH or len(deltas) > 5
 
 
+async def test_a_custom_tools_input_matches_its_grammar(says, client_of):
+    """What the workers enforce: with a call that is required, as the format marks calls by text."""
+    gateway = await says(custom_call(json.dumps({"input": "12"})))
+    lark = {"type": "grammar", "syntax": "lark", "definition": 'start: "1" /[0-9]/'}
+    regex = {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}
+
+    async def enforced(form, choice):
+        tools = [{"type": "custom", "name": "patch", "format": form}, *TOOLS]
+        async with client_of(gateway) as client:
+            answer = await client.responses.create(
+                model="tiny", input="Hi", tools=tools, tool_choice=choice
+            )
+        assert (answer.output[0].name, answer.output[0].input) == ("patch", "12")
+        assert answer.tools[0].format.to_dict() == form
+        return gateway.cluster.prefills[0].requests[-1].sequence.sampling.structured_output.grammar
+
+    assert "/[0-9]/" in await enforced(lark, "required")
+    assert "/[0-9]+/" in await enforced(regex, {"type": "custom", "name": "patch"})
+    assert await enforced(regex, "auto") == ""
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"syntax": "lark", "definition": "start: A"}, "tools[0].format.definition"),
+        ({"syntax": "lark", "definition": "start: (/a/"}, "tools[0].format.definition"),
+        ({"syntax": "regex", "definition": "("}, "tools[0].format.definition"),
+        ({"syntax": "regex", "definition": "(?=a)"}, "tools[0].format.definition"),
+        ({"syntax": "lark"}, "tools[0].format.definition"),
+        ({"definition": "start: /a/"}, "tools[0].format.syntax"),
+        ({"syntax": "ebnf", "definition": "start: /a/"}, "tools[0].format.syntax"),
+        ({"syntax": "regex", "definition": ""}, "tools[0].format.definition"),
+    ],
+)
+async def test_a_wrong_grammar_of_a_custom_tool_is_refused(says, form, param):
+    gateway = await says("abc")
+    tool = {"type": "custom", "name": "patch", "format": {"type": "grammar", **form}}
+    body = {"input": "Hi", "tools": [tool], "tool_choice": "required"}
+    answer = await gateway.post("/v1/responses", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
 async def test_a_custom_tools_call_and_its_output_go_back(says, client_of):
     gateway = await says(lambda prompt: prompt.partition("<tool_call></think>")[0])
     call = {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": PATCH}
