@@ -199,11 +199,20 @@ class CompletionRequest(GenerateOptions, kw_only=True):
     suffix: str | None = None
 
 
-class TextPart(Struct):
+class TextPart(Struct, tag="text"):
     """A part of a message; only text is supported."""
 
-    type: Literal["text"]
     text: str
+
+
+class RefusalPart(Struct, tag="refusal"):
+    """A part of an answer with which another model refused."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class CalledFunction(Struct):
@@ -233,7 +242,7 @@ class Message(Struct, kw_only=True):
     """One turn of a chat; parts are joined by line breaks."""
 
     role: Text
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
@@ -243,6 +252,7 @@ class Message(Struct, kw_only=True):
     audio: None = None
 
 
+Parts = list[TextPart | RefusalPart]
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -816,8 +826,6 @@ _SUPPORTED = {
     "content": "must be text: images, audio, video and files are not supported",
     "tools": "must be 'function' or 'custom': tools that run on the server are not supported",
     "tool_calls": "must be 'function' or 'custom': tools that run on the server are not supported",
-    "input": "must be message, reasoning, item_reference, or function_call, custom_tool_call or "
-    "the output of one",
 }
 
 

@@ -178,6 +178,60 @@ async def test_a_wrong_grammar_of_a_custom_tool_is_refused(says, form, param):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+async def test_tools_of_a_namespace_are_called_by_it(says, client_of):
+    """The prompt has its name before theirs; agents have a namespace for each MCP server."""
+    function = {"type": "function", "name": "f", "description": "d", "parameters": {}}
+    space = {
+        "type": "namespace", "name": "docs", "description": "Of documents.",
+        "tools": [function, {"type": "custom", "name": "patch"}, {"type": "mcp"}],
+    }  # fmt: skip
+    more = {"type": "additional_tools", "role": "developer", "tools": [{**function, "name": "g"}]}
+    call = '<tool_call>\n{"name": "%s", "arguments": {"input": "x"}}\n</tool_call>'
+    gateway = await says("".join(call % name for name in ("docs.f", "docs.patch", "g")))
+    asked = {"model": "tiny", "input": [more, {"role": "user", "content": "Hi"}], "tools": [space]}
+    async with client_of(gateway) as client:
+        answer = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            streamed = await stream.get_final_response()
+        back = [answer.output[1].to_dict(), asked["input"][1]]
+        await client.responses.create(model="tiny", input=back)
+    for one in (answer, streamed):
+        items = [(item.type, item.namespace, item.name) for item in one.output]
+        assert items == [
+            ("function_call", "docs", "f"),
+            ("custom_tool_call", "docs", "patch"),
+            ("function_call", None, "g"),
+        ]
+        assert [tool.type for tool in one.tools] == ["namespace"]
+    prompt = gateway.cluster.prefills[0].requests[-1].sequence.token_ids
+    assert "docs.patch" in gateway.tokenizer.decode(list(prompt))
+
+
+async def test_what_agents_send_beside_texts_is_dropped_and_named(says):
+    gateway = await says("abc")
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "x"}},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]},
+        {"role": "user", "content": "Why?"},
+    ]
+    tools = [*TOOLS, {"type": "web_search"}]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [tools[0], tools[-1]]}
+    body = {
+        "input": items, "tools": tools, "tool_choice": choice, "max_tool_calls": 3,
+        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+    }  # fmt: skip
+    answer = await gateway.post("/v1/responses", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-baton-dropped-tools"] == "web_search, web_search_call"
+    prompt = gateway.cluster.prefills[0].requests[-1].sequence.token_ids
+    assert "'No'" in gateway.tokenizer.decode(list(prompt))
+    missing = [{"role": "user", "content": [{"type": "input_text"}]}]
+    refused = await gateway.post("/v1/responses", {"input": missing})
+    assert refused.json()["error"]["param"] == "input[0].content[0].text"
+
+
 async def test_a_custom_tools_call_and_its_output_go_back(says, client_of):
     gateway = await says(lambda prompt: prompt.partition("<tool_call></think>")[0])
     call = {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": PATCH}
