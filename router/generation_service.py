@@ -30,7 +30,7 @@ from baton.errors import (
 )
 from baton.telemetry import propagation, tracing
 from baton.v1 import fleet_pb2, inference_pb2
-from router.admission import feasibility
+from router.admission import early_rejection
 from router.admission.admission import PromptChoices
 from router.admission.resume_ticket import ResumeTickets
 from router.admission.tenants import AdmissionLease, Tenant, Tenants
@@ -319,7 +319,7 @@ class GenerationService:
         admitted = admission.preview(admitted, tenant, request.priority, snapshot.prefill_rate)
         demand = version.dispatch.demand(RequestState(admitted))
         queue, now = version.wait_queue, time.monotonic()
-        refused = feasibility.why_refused(admitted, demand, snapshot, queue, now)
+        refused = early_rejection.why_refused(admitted, demand, snapshot, queue, now)
         response = explain(snapshot, demand, refused)
         response.tenant, response.queued = tenant.name, queue.depth
         response.model = str(version)
@@ -392,7 +392,7 @@ class GenerationService:
         snapshot, queue = version.fleet.snapshot(), version.wait_queue
         snapshot = snapshot.holding(state.request.adapter)
         try:
-            state.predicted_ttft_s = feasibility.check(
+            state.predicted_ttft_s = early_rejection.check(
                 state.request, demand, snapshot, queue, time.monotonic()
             )
         finally:

@@ -36,7 +36,7 @@ from router.admission.tenants import Tenants
 from router.canary import Canaries
 from router.dispatch.dispatch import Dispatch
 from router.fleet.fleet import Fleet
-from router.fleet.heartbeat import LivenessConfig
+from router.fleet.liveness import LivenessConfig
 from router.fleet.snapshot import UNREACHABLE
 from router.generation_service import GenerationService
 from router.grpc_service import FleetServicer, InferenceServicer, authorize

@@ -22,7 +22,7 @@ from msgspec import UNSET
 
 from baton.errors import BatonError, Cancelled, InvalidRequest, without_frames
 from baton.gateway import api
-from baton.gateway.failures import failure_at
+from baton.gateway.errors import failure_at
 from baton.gateway.headers import id_headers, limit_headers, session_of, with_request_id
 from baton.gateway.output import ChoiceOutput, PromptOutput, usage_of
 from baton.gateway.parsed_request import ParsedRequest

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from baton.errors import InvalidRequest
-from baton.gateway.failures import MESSAGES_PATH
+from baton.gateway.errors import MESSAGES_PATH
 from baton.net.http_errors import Header
 from baton.net.http_server import HttpExchange
 from baton.telemetry import propagation, tracing

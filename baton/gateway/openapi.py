@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from baton.gateway import api
-from baton.gateway.failures import OVERLOADED
+from baton.gateway.errors import OVERLOADED
 from baton.gateway.headers import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
 
 Part = dict[str, Any]

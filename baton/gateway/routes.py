@@ -43,7 +43,7 @@ from baton.gateway.embeddings import (
     pool,
 )
 from baton.gateway.endpoint import Endpoint
-from baton.gateway.failures import MESSAGES_PATH, MessageError, failure_at
+from baton.gateway.errors import MESSAGES_PATH, MessageError, failure_at
 from baton.gateway.generation import CompletionGeneration, generate
 from baton.gateway.headers import (
     ALLOW_ORIGIN,

@@ -1,7 +1,7 @@
 """The router of a simulation: its own admission, queueing and placement, over simulated workers.
 
-`feasibility`, `FairQueue`, `WaitQueue` and `scoring` are the router's. What stands here is the path
-of a request between them and the workers, as `router.dispatch` has it, without failures.
+`early_rejection`, `FairQueue`, `WaitQueue` and `scoring` are the router's own. This module is the
+path of a request between them and the workers, as in `router.dispatch`, without failures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.simulator.fleet import SimulatedFleet
 from baton.simulator.prompt import Prompt
 from baton.simulator.worker import SimulatedSequence, SimulatedWorker
 from baton.v1 import fleet_pb2
-from router.admission import feasibility
+from router.admission import early_rejection
 from router.fleet.snapshot import AssignedPrompt
 from router.placement import room, scoring
 from router.placement.scoring import Pair
@@ -136,7 +136,7 @@ class SimulatedRouter:
                 request, prompt, state, demand, self._loop.create_future(),
                 self._loop.create_future(),
             )  # fmt: skip
-            request.predicted_ttft_s = feasibility.check(
+            request.predicted_ttft_s = early_rejection.check(
                 state.request, demand, snapshot, queue, self._loop.time()
             )
             async with asyncio.timeout_at(state.request.deadline):

@@ -31,7 +31,7 @@ from benchmarks.shapes import GPU_SHAPES
 from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import SCALE_BYTES, KvPool, Slots
-from kvtransfer.transports.process_group import NcclTransport
+from kvtransfer.transports.gloo_nccl import NcclTransport
 
 _START_S, _TIMEOUT_S, _HOST = 60.0, 30.0, "127.0.0.1"
 _MOVED = 512 << 20  # bytes

@@ -15,7 +15,7 @@ from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
 from kvtransfer.shared_pool import check_folder
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.process_group import GlooTransport, NcclTransport
+from kvtransfer.transports.gloo_nccl import GlooTransport, NcclTransport
 from kvtransfer.transports.shm import ShmTransport
 
 log = logging.getLogger(__name__)

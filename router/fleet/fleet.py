@@ -17,8 +17,8 @@ from baton.errors import Unavailable
 from baton.registry import Membership
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.circuit_breaker import CircuitBreakers, Key
-from router.fleet.heartbeat import LivenessConfig
 from router.fleet.kv_index import KvIndex
+from router.fleet.liveness import LivenessConfig
 from router.fleet.member import Member
 from router.fleet.snapshot import EJECTED, Snapshot
 

@@ -14,8 +14,8 @@ from baton.net.failures import error_of
 from baton.net.message_stream import MAX_MESSAGE_BYTES, MessageStream
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
-from router.fleet.heartbeat import HeartbeatStream, LivenessConfig
 from router.fleet.kv_index import KvIndex
+from router.fleet.liveness import HeartbeatStream, LivenessConfig
 from router.fleet.snapshot import MISMATCH, READY, SILENT, STALLED, AssignedPrompt, WorkerView
 
 log = logging.getLogger(__name__)

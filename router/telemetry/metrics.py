@@ -219,7 +219,7 @@ def _refusal_cause(record: RequestRecord, error: Exception) -> str:
     if isinstance(error, Overloaded):
         if isinstance(error, LimitReached):
             return "tenant_limit"
-        # By its progress: wait queue, feasibility, the wait queue again.
+        # By its progress: wait queue, early rejection, the wait queue again.
         return "too_late" if record.state and not record.state.attempts else "queue_full"
     return next((cause for kind, cause in _CAUSES_BY_ERROR if isinstance(error, kind)), "internal")
 

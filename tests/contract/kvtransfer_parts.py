@@ -35,7 +35,7 @@ from kvtransfer.remote_pool import KV_MESSAGES, PoolServer, RemotePool
 from kvtransfer.sender import HandoffSender
 from kvtransfer.transports import shm
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.process_group import GlooTransport
+from kvtransfer.transports.gloo_nccl import GlooTransport
 from tests.contract.kvtransfer_driver import CPU, DRIVER
 from tests.waiting import WAIT_S
 

@@ -17,7 +17,7 @@ from baton.errors import TransferFailed
 from baton.rendezvous import Rendezvous
 from kvtransfer.checksum import WordChecksum
 from kvtransfer.pool import Checksum
-from kvtransfer.transports import process_group
+from kvtransfer.transports import gloo_nccl
 from tests.waiting import WAIT_S
 
 from .kvtransfer_parts import BLOCKS, POOLS, TRANSPORTS, Pair, expect_only, make_pool, slots
@@ -173,10 +173,8 @@ def test_who_has_the_connection_but_not_the_secret_is_found_out_by_its_hello(
     gloo_pair, monkeypatch, stranger
 ):
     transport, hello, main = gloo_pair.transport, Rendezvous.hello, threading.current_thread()
-    close, closed = process_group._GroupEnd.close, []
-    monkeypatch.setattr(
-        process_group._GroupEnd, "close", lambda end: closed.append(end) or close(end)
-    )
+    close, closed = gloo_nccl._GroupEnd.close, []
+    monkeypatch.setattr(gloo_nccl._GroupEnd, "close", lambda end: closed.append(end) or close(end))
 
     def guessed(meeting, rank):
         """Zeros where an end would send its own hello, if it is the stranger."""

@@ -12,7 +12,7 @@ from baton.errors import KvCorrupted, TransferFailed
 from kvtransfer import remote_pool
 from kvtransfer.pairing import rank_pairs
 from kvtransfer.remote_pool import RemoteChecksum
-from kvtransfer.transports.process_group import GlooTransport
+from kvtransfer.transports.gloo_nccl import GlooTransport
 from tests.waiting import WAIT_S
 
 from .kvtransfer_parts import (

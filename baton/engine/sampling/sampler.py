@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine.sampling import filters, randomness
+from baton.engine.sampling import randomness, top_k_top_p
 from baton.engine.token_counts import TokenCounts
 from baton.generation.sampling_params import SamplingParams
 from baton.generation.structured_output import GrammarMatcher
@@ -287,7 +287,7 @@ def _likeliest(logits: Tensor) -> Chosen:
 
 def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
     """One token for each row `[rows]`, by temperature, filters and the row's random number."""
-    return filters.sample(logits.numpy(), [row.params for row in rows], random_numbers(rows))
+    return top_k_top_p.sample(logits.numpy(), [row.params for row in rows], random_numbers(rows))
 
 
 def random_numbers(rows: Sequence[SampleRow]) -> npt.NDArray[np.float64]:

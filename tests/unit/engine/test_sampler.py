@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.runner import sample_rows
-from baton.engine.sampling import filters
+from baton.engine.sampling import top_k_top_p
 from baton.engine.sampling.randomness import splitmix64, uniform
 from baton.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, finish_reason
 from baton.engine.scheduler import ScheduledSequence
@@ -39,7 +39,7 @@ def probabilities(logits, rows, sampler=SAMPLER):
     adjusted = logits.clone()
     sampler._adjust(adjusted, rows)
     pairs = zip(adjusted.numpy(), [one.params for one in rows], strict=True)
-    weights = np.stack([filters.row_weights(*pair) for pair in pairs])
+    weights = np.stack([top_k_top_p.row_weights(*pair) for pair in pairs])
     return weights / weights.sum(1, keepdims=True)
 
 
@@ -225,13 +225,13 @@ def test_tokens_lie_where_the_cumulative_weight_passes_the_number():
     params = [SamplingParams(temperature=1.0)] * 500
     # So uneven that float64 sums round: never beyond the vocabulary.
     logits = (generator.random((500, VOCAB)) * -40).astype(np.float32)
-    assert filters.sample(logits, params, np.full(500, 1 - 2**-53)).max() < VOCAB
+    assert top_k_top_p.sample(logits, params, np.full(500, 1 - 2**-53)).max() < VOCAB
     logits = np.log(generator.random((500, VOCAB))).astype(np.float32)
     logits[generator.random((500, VOCAB)) < 0.98] = -np.inf
     logits[:, 100] = -7.0
     numbers = generator.random(500)
-    tokens = filters.sample(logits, params, numbers)
-    weights = np.stack([filters.row_weights(row, params[0]) for row in logits])
+    tokens = top_k_top_p.sample(logits, params, numbers)
+    weights = np.stack([top_k_top_p.row_weights(row, params[0]) for row in logits])
     assert (weights[np.arange(500), tokens] > 0).all()
     cumulative = weights.cumsum(1, dtype=np.float64)
     passed = cumulative > numbers[:, None] * cumulative[:, -1:]
@@ -244,7 +244,7 @@ def test_tokens_lie_where_the_cumulative_weight_passes_the_number():
 )
 def test_of_equals_as_many_stay_as_reach_top_p(top_k, top_p, kept):
     params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
-    row = filters.row_weights(np.zeros(8, np.float32), params)
+    row = top_k_top_p.row_weights(np.zeros(8, np.float32), params)
     assert row.tolist() == [1.0] * kept + [0.0] * (8 - kept)
 
 
@@ -253,7 +253,7 @@ def test_top_p_is_of_the_sum_of_all_weights(top_p, kept):
     """Four likely tokens, and thousands that make up a twelfth together."""
     row = np.full(3004, np.log(1 / 8192), np.float32)
     row[:4] = 0.0
-    weights = filters.row_weights(row, SamplingParams(temperature=1.0, top_p=top_p))
+    weights = top_k_top_p.row_weights(row, SamplingParams(temperature=1.0, top_p=top_p))
     assert abs(np.count_nonzero(weights) - kept) <= (kept > 4)
 
 
@@ -263,7 +263,7 @@ def test_extreme_numbers_give_a_token_that_is_kept(number):
     logits[0, 600:602] = 0.0
     params = [SamplingParams(temperature=1.0)]
     expected = 600 if number == 0.0 else 601
-    assert filters.sample(logits, params, np.array([number])).tolist() == [expected]
+    assert top_k_top_p.sample(logits, params, np.array([number])).tolist() == [expected]
 
 
 TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=12)

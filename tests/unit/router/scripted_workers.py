@@ -21,7 +21,7 @@ from baton.worker.dispatch_service import DispatchService, RouterStream
 from baton.worker.metrics import LoadTracker
 from router.dispatch.dispatch import Dispatch
 from router.fleet.fleet import Fleet
-from router.fleet.heartbeat import LivenessConfig
+from router.fleet.liveness import LivenessConfig
 from router.generation_service import GenerationService
 from router.models import Models, ModelVersion
 from router.placement import room

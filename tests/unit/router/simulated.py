@@ -1,4 +1,4 @@
-"""A fleet in simulated time, under the real fair queue, feasibility, wait queue and placement."""
+"""A fleet in simulated time, under the router's own queues, early rejection and placement."""
 
 import asyncio
 import heapq
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from baton.errors import Overloaded
 from baton.generation.sampling_params import SamplingParams
-from router.admission.feasibility import check
+from router.admission.early_rejection import check
 from router.fleet.snapshot import AssignedPrompt
 from router.placement import scoring
 from router.queueing.fair_queue import FairQueue

@@ -18,7 +18,7 @@ from baton.errors import (
 )
 from baton.v1 import common_pb2
 from router.dispatch.failover import record_failure
-from router.fleet.heartbeat import LivenessConfig
+from router.fleet.liveness import LivenessConfig
 
 from .scripted_workers import (
     LENGTH,

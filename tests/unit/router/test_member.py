@@ -10,7 +10,7 @@ import pytest
 from baton.errors import Stale, Unavailable
 from baton.local import certs
 from baton.net import tls
-from router.fleet.heartbeat import HeartbeatStream, LivenessConfig
+from router.fleet.liveness import HeartbeatStream, LivenessConfig
 from router.fleet.snapshot import AssignedPrompt
 
 from .scripted_workers import DecodeWorker, PrefillWorker, received, seen

@@ -1,12 +1,12 @@
 """Sampling of a token for each row of logits, with temperature, top-k, top-p and min-p.
 
-Semantics are those of `baton.engine.sampling.filters`, except that weights (probabilities relative
-to the largest) are summed as multiples of 2 ** -44, which is exact in any order. Top-k and top-p
-both search for a threshold: the largest weight at and above which there are k tokens, or a mass of
-p. A subset of the row gives bounds for the threshold. One pass over the row then sums the weights
-above the bounds and collects the tokens between them as candidates, among which the threshold is
-found by bisection of its bits: positive floats are ordered as their bits. If the bounds were wrong,
-or too many weights are equal, the bisection runs over the whole row.
+Semantics are those of `baton.engine.sampling.top_k_top_p`, except that weights (probabilities
+relative to the largest) are summed as multiples of 2 ** -44, which is exact in any order. Top-k and
+top-p both search for a threshold: the largest weight at and above which there are k tokens, or a
+mass of p. A subset of the row gives bounds for the threshold. One pass over the row then sums the
+weights above the bounds and collects the tokens between them as candidates, among which the
+threshold is found by bisection of its bits: positive floats are ordered as their bits. If the
+bounds were wrong, or too many weights are equal, the bisection runs over the whole row.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from baton.engine.kernels.triton.specs import (
     dtype_of,
     product_of,
 )
-from baton.engine.sampling.filters import sample as reference
 from baton.engine.sampling.randomness import uniform
 from baton.engine.sampling.sampler import GREEDY_BELOW, NUM_SETTINGS
+from baton.engine.sampling.top_k_top_p import sample as reference
 from baton.generation.sampling_params import SamplingParams
 
 _INFINITY = tl.constexpr(float("inf"))

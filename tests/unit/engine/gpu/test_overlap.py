@@ -19,7 +19,7 @@ from baton.engine import state_cache
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kernels.triton import sampling
-from baton.engine.sampling import filters, randomness
+from baton.engine.sampling import randomness, top_k_top_p
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
@@ -59,7 +59,7 @@ def _sample_without_the_interpreter(monkeypatch):
                 top_k=int(top_k), top_p=top_p, min_p=min_p,
             )  # fmt: skip
             row = logits[at].float().numpy()
-            drawn = filters.sample(row[None], [params], numbers[at : at + 1])[0]
+            drawn = top_k_top_p.sample(row[None], [params], numbers[at : at + 1])[0]
             finite = drawn < len(row)
             tokens[at] = int(row.argmax()) if finite and not temperature else int(drawn)
 

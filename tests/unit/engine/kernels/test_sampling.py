@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from baton.engine.kernels.triton.sampling import random_bits, sample, settings_of
-from baton.engine.sampling import filters, randomness
+from baton.engine.sampling import randomness, top_k_top_p
 from baton.generation.sampling_params import SamplingParams
 
 # Rows cut into a few parts, and room for so few candidates that samples are of every eighth token.
@@ -52,7 +52,7 @@ def sampled(logits, params, seeds, positions, config):
 def wanted(logits, params, seeds, positions):
     host = logits.float().numpy()
     numbers = randomness.uniform(seeds, positions)
-    drawn = filters.sample(
+    drawn = top_k_top_p.sample(
         host, [replace(row, temperature=row.temperature or 1) for row in params], numbers
     )
     greedy = [row.temperature == 0 for row in params]

@@ -14,8 +14,8 @@ from baton.errors import TransferFailed
 from baton.rendezvous import Rendezvous
 from kvtransfer.deadline import Deadline
 from kvtransfer.pool import Slots
-from kvtransfer.transports import process_group
-from kvtransfer.transports.process_group import NcclTransport, Staging
+from kvtransfer.transports import gloo_nccl
+from kvtransfer.transports.gloo_nccl import NcclTransport, Staging
 from tests.contract.kvtransfer_parts import make_pool, slots
 from tests.waiting import WAIT_S
 
@@ -49,10 +49,10 @@ class ProcessGroupNCCL:
 @pytest.fixture
 def nccl(monkeypatch):
     fake = types.SimpleNamespace(is_nccl_available=lambda: True, ProcessGroupNCCL=ProcessGroupNCCL)
-    for module in (process_group, rendezvous):
+    for module in (gloo_nccl, rendezvous):
         monkeypatch.setattr(module, "distributed", fake)
-    monkeypatch.setattr(process_group, "nccl_version", lambda: (2, 27, 5))
-    for name in (*process_group.NCCL_ENVIRONMENT, "NCCL_MULTI_RANK_GPU_ENABLE"):
+    monkeypatch.setattr(gloo_nccl, "nccl_version", lambda: (2, 27, 5))
+    for name in (*gloo_nccl.NCCL_ENVIRONMENT, "NCCL_MULTI_RANK_GPU_ENABLE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     return NcclTransport("127.0.0.1", 8 << 20)
@@ -63,7 +63,7 @@ def test_a_group_is_non_blocking_narrow_and_ahead_of_the_engine(nccl):
     group = nccl.build(Rendezvous(store, b"secret"), 1, 0.05)
     config = group.options.config
     assert (group.rank, group.size, config.blocking, config.min_ctas) == (1, 2, 0, 1)
-    assert config.max_ctas == process_group.NCCL_MAX_CTAS
+    assert config.max_ctas == gloo_nccl.NCCL_MAX_CTAS
     assert group.options.is_high_priority_stream
     with pytest.raises(RuntimeError, match=r"(?i)time"):
         store.get("0:1")  # as torch does for the communicator's id, which an abort cannot end
@@ -71,7 +71,7 @@ def test_a_group_is_non_blocking_narrow_and_ahead_of_the_engine(nccl):
 
 @pytest.mark.parametrize("version, shared", [((2, 27, 5), None), ((2, 30, 3), "1")])
 def test_one_gpu_is_shared_where_nccl_can(nccl, monkeypatch, version, shared):
-    monkeypatch.setattr(process_group, "nccl_version", lambda: version)
+    monkeypatch.setattr(gloo_nccl, "nccl_version", lambda: version)
     NcclTransport("127.0.0.1")
     assert os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == shared
     # Four times this is how long a group with a lost peer could not be freed.

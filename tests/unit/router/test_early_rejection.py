@@ -9,7 +9,7 @@ from itertools import cycle, islice
 import pytest
 
 from baton.errors import Overloaded
-from router.admission.feasibility import DOUBT, SAFETY, check, why_refused
+from router.admission.early_rejection import DOUBT, SAFETY, check, why_refused
 from router.placement.explain import explain
 from router.placement.scoring import rank_all
 from router.queueing.wait_queue import RETRY_AFTER_S, WaitQueue

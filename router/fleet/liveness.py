@@ -1,4 +1,4 @@
-"""A stream on which a worker must send heartbeats; it is opened again whenever it ends.
+"""Liveness of workers: a stream on which a worker must send heartbeats, opened again when it ends.
 
 Silence is counted in ticks of the router's own event loop, not read from a clock: a router that was
 itself stopped or starved counts one late tick and takes no worker for dead.
@@ -34,13 +34,13 @@ class LivenessConfig:
 
     @cached_property
     def tick_s(self) -> float:
-        """Between two looks at all workers."""
+        """Interval of the check of all workers."""
         return min(0.1, self.silence_s / 10)
 
     @property
     def heartbeat_ms(self) -> int:
-        """Requested of workers: one that is late by half an interval is suspected, and one that
-        has missed three is lost. Each costs a router about 0.14 ms, so they are no more frequent.
+        """Interval requested of workers. One that is late by half of it is suspected, one that has
+        missed three is lost. A heartbeat costs a router about 0.14 ms: hence no shorter interval.
 
         Any other message from the worker counts as a heartbeat, too.
         """
