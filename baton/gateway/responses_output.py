@@ -314,10 +314,8 @@ class ItemsOutput(ItemSink):
 
     def new_call(self, call: ToolCallDelta) -> Item:
         namespace, name = self._namespaces.get(call.name, (UNSET, call.name))
-        kind: type[FunctionCallItem | CustomToolCallItem] = FunctionCallItem
-        if call.name in self._custom_tools:
-            self._input, self._input_parts = CustomInput(), []
-            kind = CustomToolCallItem
+        is_custom = call.name in self._custom_tools
+        kind = CustomToolCallItem if is_custom else FunctionCallItem
         return kind(id=self._new_id(kind), call_id=call.id, name=name, namespace=namespace)
 
     def _new_id(self, kind: type[Item]) -> str:
@@ -332,6 +330,7 @@ class ItemsOutput(ItemSink):
         super().put(piece)
 
     def on_begin(self, item: Item) -> None:
+        self._input, self._input_parts = CustomInput(), []
         index = len(self.items) - 1
         self._item_members = {"item_id": item.id, "output_index": index}
         self._text_members = self._item_members

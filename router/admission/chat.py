@@ -328,7 +328,8 @@ def has_grammar(params: SamplingParams, chat: inference_pb2.Chat) -> bool:
     """Whether the chat's tools are made into a grammar, which takes some time."""
     if not _with_tools(chat):
         return False
-    restricted = params.structured_output is not None or any(t.HasField("input") for t in chat.tools)
+    has_inputs = any(tool.HasField("input") for tool in chat.tools)
+    restricted = has_inputs or params.structured_output is not None
     return restricted or _must_call(chat)
 
 

@@ -187,7 +187,7 @@ async def test_tools_of_a_namespace_are_called_by_it(says, client_of):
     }  # fmt: skip
     more = {"type": "additional_tools", "role": "developer", "tools": [{**function, "name": "g"}]}
     call = '<tool_call>\n{"name": "%s", "arguments": {"input": "x"}}\n</tool_call>'
-    gateway = await says("".join(call % name for name in ("docs.f", "docs.patch", "g")))
+    gateway = await says("".join(call % n for n in ("docs.f", "docs.patch", "docs.patch", "g")))
     asked = {"model": "tiny", "input": [more, {"role": "user", "content": "Hi"}], "tools": [space]}
     async with client_of(gateway) as client:
         answer = await client.responses.create(**asked)
@@ -199,9 +199,10 @@ async def test_tools_of_a_namespace_are_called_by_it(says, client_of):
         items = [(item.type, item.namespace, item.name) for item in one.output]
         assert items == [
             ("function_call", "docs", "f"),
-            ("custom_tool_call", "docs", "patch"),
+            *2 * [("custom_tool_call", "docs", "patch")],
             ("function_call", None, "g"),
         ]
+        assert [item.input for item in one.output[1:3]] == ["x", "x"]
         assert [tool.type for tool in one.tools] == ["namespace"]
     prompt = gateway.cluster.prefills[0].requests[-1].sequence.token_ids
     assert "docs.patch" in gateway.tokenizer.decode(list(prompt))
