@@ -305,12 +305,13 @@ def _add(turns: list[api.Message], role: str, block: Block, place: str) -> None:
 
 def _result(block: Block, place: str) -> str:
     content = block.content or ""
+    if isinstance(content, dict):
+        raise InvalidRequest(f"{place}.content must be text or blocks", f"{place}.content")
     if not isinstance(content, str):
-        parts = content if isinstance(content, list) else []
         # What a reference names is among the tools.
         content = "\n".join(
             _text(part, f"{place}.content[{i}]")
-            for i, part in enumerate(parts)
+            for i, part in enumerate(content)
             if part.type != "tool_reference"
         )
     is_marked = content.lower().startswith("error") or not block.is_error

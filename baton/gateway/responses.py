@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -44,7 +45,7 @@ class InputItem(Struct, kw_only=True):
     content: Content | None = None  # of a message, or of reasoning
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None  # of a function
+    arguments: str | dict[str, Any] | None = None  # of a function
     input: str | None = None  # of a custom tool
     output: Content | None = None
     namespace: str | None = None  # of the tool that is called
@@ -443,6 +444,8 @@ def _add(turn: api.Message, item: InputItem, place: str) -> None:
     else:
         name = full_name(item.namespace, _required(item.name, f"{place}.name"))
         arguments = item.arguments or ""
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
         if item.kind == "custom_tool_call":
             arguments = arguments_of(item.input or "")
         function = api.CalledFunction(arguments, name)

@@ -186,7 +186,7 @@ def test_texts_of_documents_and_results_are_shown_and_references_dropped():
         {"role": "assistant", "content": calls},
         {
             "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": "1", "content": result}],
+            "content": [result],
         },
     ]
     thinking = {"type": "adaptive", "budget_tokens": 0}
@@ -196,6 +196,9 @@ def test_texts_of_documents_and_results_are_shown_and_references_dropped():
         "T\nOne.\nS\nhttp://x\nTwo.\nThree.", "So far.", "T\nTwo.\nThree.",
     ]  # fmt: skip
     assert not chat.HasField("max_thinking_tokens")
+    result["content"] = {"type": "text", "text": "x"}
+    with pytest.raises(InvalidRequest, match="text or blocks"):
+        parse_message(json.dumps(body).encode())
     image = {"type": "image", "source": {"type": "base64", "data": "AA"}}
     pdf = {"type": "document", "source": {"type": "base64", "data": "AA"}}
     for block in (image, pdf):

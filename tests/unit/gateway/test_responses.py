@@ -213,6 +213,7 @@ async def test_what_agents_send_beside_texts_is_dropped_and_named(says):
     items = [
         {"role": "user", "content": "Hi"},
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "x"}},
+        {"type": "tool_search_call", "arguments": {}, "call_id": "1", "status": "completed"},
         {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]},
         {"role": "user", "content": "Why?"},
@@ -225,7 +226,9 @@ async def test_what_agents_send_beside_texts_is_dropped_and_named(says):
     }  # fmt: skip
     answer = await gateway.post("/v1/responses", body)
     assert answer.status_code == 200, answer.text
-    assert answer.headers["x-baton-dropped-tools"] == "web_search, web_search_call"
+    assert (
+        answer.headers["x-baton-dropped-tools"] == "web_search, web_search_call, tool_search_call"
+    )
     prompt = gateway.cluster.prefills[0].requests[-1].sequence.token_ids
     assert "'No'" in gateway.tokenizer.decode(list(prompt))
     missing = [{"role": "user", "content": [{"type": "input_text"}]}]
