@@ -58,7 +58,7 @@ class Shape:
         return 3 * self.hidden * self.intermediate
 
     def experts_taken(self, tokens: int) -> float:
-        """How many experts of a layer so many tokens take, if each is as likely; 0: it has none."""
+        """Expected number of a layer's experts that `tokens` tokens take; 0 without experts."""
         if not self.experts:
             return 0.0
         return self.experts * (1 - (1 - self.per_token / self.experts) ** tokens)

@@ -32,13 +32,13 @@ from baton.errors import (
     TransferFailed,
 )
 from baton.generation.structured_output import GrammarCompiler, GrammarMatcher
+from baton.net.tasks import in_background
 from baton.v1 import decode_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.worker.dispatch_service import RouterStream
 from baton.worker.messages import ModelLimits, compiled_grammar, sequence_of
 from decode_worker.events import DecodeSpans, EventStream
 from decode_worker.handoff import Handoff, State, Transfer
-from kvtransfer.deadline import in_background
 from kvtransfer.incoming import IncomingLink
 from kvtransfer.pool import Slots
 from kvtransfer.rank_ends import LinkChecksum

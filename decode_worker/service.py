@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from baton.net.tasks import uninterrupted
 from baton.v1 import handoff_pb2 as pb
 from decode_worker.handoff_manager import HandoffManager
 from kvtransfer.control import ControlServicer
-from kvtransfer.deadline import uninterrupted
 from kvtransfer.incoming import IncomingLinks
 
 

@@ -20,11 +20,12 @@ from baton import kv_descriptor
 from baton.cuda import gpu_uuid, nccl_version
 from baton.errors import KvMismatch, Overloaded, Stale, TransferFailed, Unavailable
 from baton.log_format import RateLimit
+from baton.net.tasks import in_background
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import copier, pairing, rank_ends
 from kvtransfer.checksum import Checksum
-from kvtransfer.deadline import Deadline, in_background
+from kvtransfer.deadline import Deadline
 from kvtransfer.interface import FindWorker, ReceivingEnd, Transport
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.rank_ends import LinkChecksum, RankEnds, RankPool, local_pool

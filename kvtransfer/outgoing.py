@@ -30,11 +30,12 @@ from baton.errors import (
 )
 from baton.log_format import about
 from baton.net.backoff import Backoff
+from baton.net.tasks import cancelled, in_background
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2
 from kvtransfer import pairing, rank_ends
 from kvtransfer.checksum import Checksum
 from kvtransfer.control import Control
-from kvtransfer.deadline import Deadline, in_background
+from kvtransfer.deadline import Deadline
 from kvtransfer.interface import FindWorker, SendingEnd, Transport
 from kvtransfer.pairing import ONE_HOST, Kind
 from kvtransfer.pool import Slots
@@ -254,16 +255,12 @@ class OutgoingLinks:
         """Closes every link; running handoffs fail. Aborts get one last try; later ones are tried
         for the time of one call."""
         self._closed, self.give_up_s = True, _ABORT_S
-        for task in self._opening.values():
-            task.cancel()
-        await asyncio.gather(*self._opening.values(), return_exceptions=True)
+        await cancelled(*self._opening.values())
         for link in list(self._links.values()):
             self._drop(link)
         if self._aborts:
             await asyncio.wait(set(self._aborts), timeout=_CLOSE_S)
-        for abort in self._aborts:
-            abort.cancel()
-        await asyncio.gather(*self._aborts, return_exceptions=True)
+        await cancelled(*self._aborts)
         while self._closing:
             await asyncio.gather(*self._closing)
 

@@ -7,7 +7,6 @@ worker still holds its blocks.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from dataclasses import KW_ONLY, dataclass, replace
@@ -20,9 +19,10 @@ from opentelemetry.trace import Tracer
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, TransferFailed
 from baton.kv_groups import KvGroups
 from baton.log_format import about
+from baton.net.tasks import uninterrupted, wait_at_most
 from baton.telemetry import tracing
 from baton.v1 import handoff_pb2, prefill_pb2
-from kvtransfer.deadline import Deadline, uninterrupted
+from kvtransfer.deadline import Deadline
 from kvtransfer.outgoing import OutgoingLink, OutgoingLinks
 from kvtransfer.pairing import Kind
 from kvtransfer.pool import Slots
@@ -177,9 +177,7 @@ class HandoffSender:
             put.add_done_callback(when_written)
         else:
             tried = self.links.abort(link, request)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.abort_wait_s):
-                    await tried.wait()
+            await wait_at_most(self.abort_wait_s, tried.wait())
 
     async def _run(self) -> TransferStats:
         try:

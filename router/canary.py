@@ -20,7 +20,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -208,10 +208,7 @@ def why_worse(new: VersionStats, old: VersionStats, max_slowdown: float, level: 
     p = fisher_greater(new.errors, new.ended, old.errors, old.ended)
     if p < level:
         return f"more errors (Fisher's p {p:.2g} < {level:.2g}): {_figures(new, old)}"
-    for name, ours, theirs in (
-        ("TTFT", new.ttft_s, old.ttft_s),
-        ("TPOT", new.tpot_s, old.tpot_s),
-    ):
+    for name, ours, theirs in _latencies(new, old):
         if min(len(ours), len(theirs)) < _MIN_VALUES:
             continue
         medians = statistics.median(ours), statistics.median(theirs)
@@ -293,13 +290,18 @@ def rank_greater(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return 0.5 * math.erfc((above - n * m / 2 - 0.5) / deviation / math.sqrt(2))
 
 
+def _latencies(
+    new: VersionStats, old: VersionStats
+) -> Iterator[tuple[str, Sequence[float], Sequence[float]]]:
+    """Name and both versions' values of each latency, in seconds."""
+    yield "TTFT", new.ttft_s, old.ttft_s
+    yield "TPOT", new.tpot_s, old.tpot_s
+
+
 def _figures(new: VersionStats, old: VersionStats) -> str:
     """Both versions' figures, the new one's first."""
     texts = [f"errors {new.errors} of {new.ended}, before {old.errors} of {old.ended}"]
-    for name, ours, theirs in (
-        ("TTFT", new.ttft_s, old.ttft_s),
-        ("TPOT", new.tpot_s, old.tpot_s),
-    ):
+    for name, ours, theirs in _latencies(new, old):
         if ours and theirs:
             median, before = (statistics.median(one) * 1e3 for one in (ours, theirs))
             texts.append(f"median {name} {median:.3g} ms, before {before:.3g} ms")

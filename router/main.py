@@ -24,6 +24,7 @@ from baton.generation.structured_output import GrammarCompiler
 from baton.net.metrics_server import serving
 from baton.net.rpc import max_request_bytes
 from baton.net.server import EventLoop, Health, bind, measure_lag, settle
+from baton.net.tasks import wait_at_most
 from baton.registry import EtcdRegistry, Membership, RouteTable
 from baton.telemetry import tracing
 from baton.telemetry.metrics.recorder import Recorder
@@ -123,9 +124,8 @@ async def _run(
         settle()
         probed = health.probed(config.host, config.health_port, shared is not None)
         await stack.enter_async_context(probed)
-        if config.metrics_port is not None:
-            page = serving(recorder.render, config.host, config.metrics_port)
-            await stack.enter_async_context(page)
+        page = serving(recorder.render, config.host, config.metrics_port)
+        await stack.enter_async_context(page)
         for protocol in protocols:
             await stack.enter_async_context(protocol(service))
         formats = "; ".join(f"{s.name} ({text.chat_formats})" for s, text in texts)
@@ -357,9 +357,7 @@ async def _leave(longest_s: float, service: GenerationService, server: grpc.aio.
     Their requests have at most the time of a request without a deadline.
     """
     ports = [leave() for leave in service.on_leave]
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(longest_s):
-            await asyncio.gather(server.stop(longest_s), *ports)
+    await wait_at_most(longest_s, asyncio.gather(server.stop(longest_s), *ports))
 
 
 async def _drain(
@@ -381,6 +379,4 @@ async def _drain(
         except TimeoutError:
             log.warning("%d requests did not finish in time and end UNAVAILABLE", service.running)
             service.give_up()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STOP_GRACE_S):
-                    await service.idle()
+            await wait_at_most(STOP_GRACE_S, service.idle())

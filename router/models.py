@@ -68,7 +68,7 @@ class ModelVersion:
         return {"gen_ai.request.model": self.name, "baton.model.version": self.version}
 
     def traffic_now(self) -> fleet_pb2.ModelTraffic:
-        """What it does at this router."""
+        """The version's present load and rates at this router."""
         traffic = fleet_pb2.ModelTraffic(
             model=self.name,
             version=self.version,
@@ -82,7 +82,7 @@ class ModelVersion:
 
     @property
     def why_not_ready(self) -> str:
-        """What is missing to generate tokens; empty if nothing is."""
+        """Why it cannot generate tokens yet; empty once it can."""
         return self.fleet.snapshot().why_not_ready
 
     @property
@@ -363,5 +363,5 @@ def _natural(version: str) -> str:
 
 
 def _is_described(record: common_pb2.WorkerRecord) -> bool:
-    """Whether it has a server and says what its tokenizer is."""
+    """Whether the record is complete: a starting worker has no address and tokenizer yet."""
     return record.state != common_pb2.WORKER_STATE_STARTING

@@ -52,7 +52,7 @@ class TenantShare:
 
     @property
     def share(self) -> float:
-        """Its share, relative to other tenants' shares."""
+        """Weight in fair queueing, relative to other tenants."""
         return self.weight * PRIORITY_FACTORS[self.priority]
 
 
@@ -135,7 +135,7 @@ class TokenizedRequest:
 
     @property
     def kv_salt(self) -> str:
-        """What its cached KV is told apart by: its salt and its adapter."""
+        """Salt of its blocks in prefix caches: of its own salt and its adapter."""
         return adapted_salt(self.cache_salt, self.adapter)
 
     @property

@@ -116,7 +116,7 @@ class RouteServicer(route_pb2_grpc.RouteServiceServicer):
         return ModelRoute(name=asked.name, targets=targets, canary=canary, changed_ms=_now_ms())
 
     def _first(self, name: str) -> list[RouteTarget]:
-        """What a name without a route stands for, as targets."""
+        """The targets of a name without a route: its default version."""
         version = self._models.resolve(name, "").version
         return [RouteTarget(model=version.name, version=version.version, weight=1.0)]
 

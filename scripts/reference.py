@@ -31,7 +31,7 @@ from baton.engine.backends.gpu.backend import LEAST_CAPABILITY, refused
 from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS, Architecture, ExpertNames
 from baton.engine.models.model_config import ModelConfig
 from baton.gateway import api, messages, responses
-from baton.telemetry.metrics import table
+from baton.telemetry.metrics import instruments
 from baton.text.tool_parsers import FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,24 +42,24 @@ END = "<!-- generated: end -->"
 def metrics() -> Iterator[str]:
     """The table of metrics, and the histograms' buckets."""
     for title, process in (
-        ("The router", table.ROUTER),
-        ("Workers", table.WORKERS),
-        ("The planner", table.PLANNER),
-        ("Every process", table.EVERYBODY),
+        ("The router", instruments.ROUTER),
+        ("Workers", instruments.WORKERS),
+        ("The planner", instruments.PLANNER),
+        ("Every process", instruments.EVERYBODY),
     ):
         yield f"## {title}\n"
         yield "| name in Prometheus, in OpenTelemetry | kind, unit | attributes | |"
         yield "|---|---|---|---|"
         processes = process if isinstance(process, tuple) else (process,)
-        for one in table.TABLE:
+        for one in instruments.INSTRUMENTS:
             if one.processes == processes:
                 attributes = ", ".join(f"`{name}`" for name in one.attributes)
-                series = one.samples[0] if one.kind == table.COUNTER else one.series
+                series = one.samples[0] if one.kind == instruments.COUNTER else one.series
                 names = f"`{series}`<br>`{one.name}`"
                 yield f"| {names} | {one.kind}, `{one.unit}` | {attributes} | {one.text} |"
         yield ""
     yield "## Buckets\n\n| histogram | upper bounds |\n|---|---|"
-    for one in table.TABLE:
+    for one in instruments.INSTRUMENTS:
         if one.buckets:
             yield f"| `{one.name}` | {', '.join(f'{bound:g}' for bound in one.buckets)} |"
     yield ""

@@ -15,7 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core
     os.environ["OMP_NUM_THREADS"] = "1"
 
 import tests.interpreted  # noqa: F401
-from tests.preloaded import Preloaded
+from tests.preloaded import RANKS, Preloaded
 
 # Other examples in each run; no deadline: machines are busy.
 hypothesis.settings.register_profile("suite", max_examples=50, deadline=None)
@@ -25,6 +25,5 @@ hypothesis.settings.load_profile("suite")
 @pytest.fixture(scope="session", autouse=True)
 def preloaded() -> Iterator[Preloaded]:
     """Ranks and peers, dozens of processes, do not import torch each for themselves."""
-    ranks = {"baton.engine.rank_process", "baton.worker.remote_rank"}
-    with Preloaded({*ranks, "tests.contract.kvtransfer_peer"}) as preloaded:
+    with Preloaded({*RANKS, "tests.contract.kvtransfer_peer"}) as preloaded:
         yield preloaded

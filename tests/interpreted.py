@@ -11,6 +11,7 @@ are done by torch instead.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import sys
@@ -38,6 +39,7 @@ def _interpret() -> None:
     _round_as_gpus_do(interpreter)
     _count_with_any_numpy(interpreter)
     _patch_language_once(interpreter)
+    _make_types_cheaply(interpreter)
 
 
 def _round_as_gpus_do(interpreter: Any) -> None:
@@ -100,6 +102,51 @@ def _patch_language_once(interpreter: Any) -> None:
 
     languages = [interpreter.tl, interpreter.tl.core]
     interpreter._patch_lang = patch_once
+
+
+def _make_types_cheaply(interpreter: Any) -> None:
+    """Half of a kernel's time went into types: each tensor's shape is wrapped number by number, a
+    table of types is built at each look into it, and each sum of integers is computed again in 64
+    bits, for an assertion that is made in a debugger alone.
+    """
+    tl, builder = interpreter.tl, interpreter.interpreter_builder
+    core = tl.core
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+    numpy_type, numpy_types = interpreter._get_np_dtype, dict[str, Any]()
+
+    def numpy_type_of(of: Any) -> Any:
+        name = (scalar := of.scalar).name
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type(scalar)
+        return numpy_types[name]
+
+    interpreter._get_np_dtype = numpy_type_of
+
+    make_block, blocks = core.block_type.__init__, dict[Any, tuple[Any, ...]]()
+
+    def init_block(block: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple(one.value if isinstance(one, core.constexpr) else one for one in shape)
+        if key not in blocks:
+            make_block(block, element_ty, shape)
+            blocks[key] = block.shape, block.numel, str(block.shape)
+        block.element_ty = element_ty
+        block.shape, block.numel, text = blocks[key]
+        block.name = f"<{text}, {element_ty}>"
+
+    core.block_type.__init__ = init_block
+
+    make_tensor, shapes = core.tensor.__init__, dict[Any, tuple[Any, Any]]()
+
+    def init_tensor(tensor: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape.values) if type.is_block() else ()
+        if key not in shapes:
+            make_tensor(tensor, handle, type)
+            shapes[key] = tensor.shape, tensor.numel
+        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+        tensor.shape, tensor.numel = shapes[key]
+
+    core.tensor.__init__ = init_tensor
 
 
 _interpret()

@@ -7,7 +7,8 @@ Importing torch takes a core over a second, for each worker and each rank that a
 server imports it once, and nothing that starts a thread. The programs are real processes and
 children of the caller, with their own environment, descriptors, process group and exit status: the
 server forks twice, and the kernel gives what the fork between leaves to the caller, who is the
-nearest "subreaper" meanwhile. When the caller ends, however it does, the server ends.
+nearest "subreaper" meanwhile. When the caller ends, however it does, the server ends. A worker of
+several ranks starts them in the same way, from a server that was forked with it.
 
 Run as a module, this is the server.
 """
@@ -23,6 +24,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import runpy
 import socket
 import subprocess
@@ -32,11 +34,17 @@ import time
 import traceback
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 from unittest import mock
 
-IMPORTED = ["prefill_worker.worker", "decode_worker.worker", "router.main", "baton.gateway"]
-_PR_SET_CHILD_SUBREAPER = 36
+IMPORTED = (
+    *("prefill_worker.worker", "decode_worker.worker", "router.main", "baton.gateway.routes"),
+    *("baton.cli", "baton.local.up", "baton.local.router_processes", "baton.client"),
+    *("baton.engine.tensor_parallel", "baton.worker.remote_rank"),
+)
+RANKS = frozenset({"baton.engine.rank_process", "baton.worker.remote_rank"})
+_SEVERAL_RANKS = re.compile(r'(?:--tp[ =]|"tp":\s*)[2-9]')  # in a worker's command line
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MOST_BYTES, _MOST_DESCRIPTORS = 1 << 20, 64
 _HIGH = 512  # descriptors from here on are free in a new process
 _START = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -104,13 +112,27 @@ class Preloaded:
             self._resources.callback(self._server.close)
         return self._server
 
+    def fork_server(self) -> None:
+        """Makes a fork of this process, which has imported all and started no thread, the
+        server."""
+        self._server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork():
+            theirs.close()
+            return
+        os.dup2(theirs.fileno(), _HIGH)
+        os.closerange(0, _HIGH)
+        for _ in range(3):
+            os.open(os.devnull, os.O_RDWR)
+        theirs.detach()
+        serve(socket.socket(fileno=_HIGH))
 
-def serve(requests: socket.socket) -> dict[str, Any]:
-    """Forks for each request; returns it in the fork. Ends with the other end of the connection."""
+
+def serve(requests: socket.socket) -> NoReturn:
+    """Forks for each request and runs it in the fork. Ends with the other end of the connection."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, _MOST_DESCRIPTORS)
         if not message:
-            sys.exit()
+            os._exit(0)
         request = json.loads(message)
         read, write = os.pipe()
         if not (between := os.fork()):
@@ -122,7 +144,7 @@ def serve(requests: socket.socket) -> dict[str, Any]:
                 time.sleep(0)
             requests.detach()
             become(request, descriptors)
-            return dict(request)
+            run(request["argv"])
         os.waitpid(between, 0)
         requests.send(os.read(read, 16))
         for descriptor in (read, write, *descriptors):
@@ -143,17 +165,21 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for its life
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    name = request["argv"][0].rpartition(".")[2].encode()
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name)  # its command line stays the server's
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     sys.argv = list(request["argv"])
 
 
-def run(module: str) -> None:
+def run(argv: list[str]) -> NoReturn:
     """Runs the program and ends this process without tearing down all that was imported."""
     status: object = 0
+    if _SEVERAL_RANKS.search(" ".join(argv)):
+        Preloaded(RANKS).__enter__().fork_server()
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         status = ended.code
     except BaseException:
@@ -174,5 +200,4 @@ if __name__ == "__main__":
     for module in IMPORTED:
         importlib.import_module(module)
     gc.freeze()  # forks share what is there
-    program = serve(socket.socket(fileno=int(sys.argv[1])))["argv"][0]
-    run(program)
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -10,16 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Self
-
-import psutil
 
 _PIECE_BYTES = 1 << 14
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing discards what is unsent and resets
+
+
+@dataclass(eq=False)
+class _Connection:
+    name_of: Callable[[int], str]
+    writers: list[asyncio.StreamWriter]  # to the caller, and to the server once it is connected
+
+    @cached_property
+    def caller(self) -> str:
+        """Its process; found when a fault first asks, as finding it takes a while."""
+        return self.name_of(self.writers[0].get_extra_info("peername")[1])
 
 
 @dataclass
@@ -29,7 +41,7 @@ class Proxy:
     port: int
     name_of: Callable[[int], str] = str
     address: str = ""
-    _connections: list[tuple[str, list[asyncio.StreamWriter]]] = field(default_factory=list)
+    _connections: list[_Connection] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _held: set[str] = field(default_factory=set)
     _released: asyncio.Event = field(default_factory=asyncio.Event)  # the next `release`
@@ -51,9 +63,9 @@ class Proxy:
 
     def cut(self, caller: str = "") -> None:
         """Resets the connections of `caller`, or all."""
-        for name, writers in self._connections:
-            if caller in ("", name):
-                _reset(writers)
+        for one in self._connections:
+            if not caller or one.caller == caller:
+                _reset(one.writers)
 
     def hold(self, caller: str = "") -> None:
         """From now on nothing passes, neither way, on old and new connections of `caller`."""
@@ -67,56 +79,55 @@ class Proxy:
 
     def slow(self, bytes_per_s: float, caller: str = "") -> None:
         """Lets at most so many bytes a second pass on each connection; 0 is no limit."""
-        self._bytes_per_s[caller] = bytes_per_s
+        self._bytes_per_s.pop(caller, None)
+        if bytes_per_s:
+            self._bytes_per_s[caller] = bytes_per_s
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = (self.name_of(writer.get_extra_info("peername")[1]), [writer])
+        connection = _Connection(self.name_of, [writer])
         self._connections.append(connection)
         # A task of ours, for asyncio complains of its own when they are cancelled.
         task = asyncio.create_task(self._serve(reader, connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(
-        self,
-        reader: asyncio.StreamReader,
-        connection: tuple[str, list[asyncio.StreamWriter]],
-    ) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, connection: _Connection) -> None:
         """Forwards both ways until one of the ends closes; then both are closed."""
-        caller, (writer,) = connection
+        (writer,) = connection.writers
         pumps = []
         try:
-            await self._unheld(caller)
+            await self._unheld(connection)
             with contextlib.suppress(OSError):  # nothing listens there now
                 far_reader, far = await asyncio.open_connection("127.0.0.1", self.port)
-                connection[1].append(far)
+                connection.writers.append(far)
                 ways = ((reader, far), (far_reader, writer))
-                pumps = [asyncio.create_task(self._pump(caller, *way)) for way in ways]
+                pumps = [asyncio.create_task(self._pump(connection, *way)) for way in ways]
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            _reset(connection[1])  # before any wait, which may be cancelled
+            _reset(connection.writers)  # before any wait, which may be cancelled
             self._connections.remove(connection)
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _pump(
-        self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, connection: _Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Copies one direction; even its end is not seen while the connection is held."""
         with contextlib.suppress(OSError):
             while True:
                 data = await reader.read(_PIECE_BYTES)
-                await self._unheld(caller)
+                await self._unheld(connection)
                 if not data:
                     return
                 writer.write(data)
                 await writer.drain()
-                if rate := self._bytes_per_s.get(caller) or self._bytes_per_s.get(""):
+                rates = self._bytes_per_s
+                if rate := rates and (rates.get(connection.caller) or rates.get("")):
                     await asyncio.sleep(len(data) / rate)
 
-    async def _unheld(self, caller: str) -> None:
-        while self._held & {"", caller}:
+    async def _unheld(self, connection: _Connection) -> None:
+        while self._held and ("" in self._held or connection.caller in self._held):
             await self._released.wait()
 
 
@@ -131,9 +142,22 @@ def _reset(writers: list[asyncio.StreamWriter]) -> None:
 
 
 def owner(port: int, pids: Mapping[str, int]) -> str:
-    """The one of `pids`, by name, that has a connection from 127.0.0.1:`port`; "unknown" else."""
-    for name, pid in pids.items():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if any(one.laddr.port == port for one in psutil.Process(pid).net_connections("tcp4")):
-                return name
+    """The one of `pids`, by name, that has a connection from 127.0.0.1:`port`; "unknown" else.
+
+    In one pass over the kernel's tables: the loop that asks forwards all connections, and while it
+    is late, callers connect again.
+    """
+    row = re.compile(rb": [0-9A-F]*0100007F:%04X (?:\S+ +){7}(\d+) " % port)
+    tables = (Path("/proc/net", name).read_bytes() for name in ("tcp", "tcp6"))
+    if found := next(filter(None, map(row.search, tables)), None):
+        file = f"socket:[{int(found[1])}]"
+        return next((name for name, pid in pids.items() if file in _open_files(pid)), "unknown")
     return "unknown"
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    """What the descriptors of a process refer to, of one that may end meanwhile."""
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                yield str(descriptor.readlink())

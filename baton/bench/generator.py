@@ -7,7 +7,6 @@ lateness, so that it is not mistaken for the server's.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -17,6 +16,7 @@ from itertools import chain, islice
 
 from baton.bench.request import INTERRUPTED, Demand, Outcome
 from baton.bench.servers import Server
+from baton.net.tasks import wait_at_most
 
 _AHEAD_TOKENS = 4_000_000  # prompt tokens prepared before the start: about 20 MB
 _CHECK_S = 0.01
@@ -71,9 +71,7 @@ class Generator:
         async with self._timed(), asyncio.TaskGroup() as sends:
             for demand, body in prepared:
                 if (left_s := demand.at_s - self._now_s()) > 0:
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(left_s):
-                            await self._stop.wait()
+                    await wait_at_most(left_s, self._stop.wait())
                 if self._stop.is_set():
                     break
                 sends.create_task(self._send(demand, body, demand.at_s))

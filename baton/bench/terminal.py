@@ -13,6 +13,7 @@ from typing import Any
 from baton.bench.generator import Run
 from baton.bench.report import Report, failures_of
 from baton.bench.stats import FIGURES, INTERFERENCE_FIGURES, Figure, percentile
+from baton.net.tasks import running
 from baton.tables import align
 
 _SWEPT = (
@@ -122,11 +123,8 @@ class Progress:
                 await asyncio.sleep(_EVERY_S)
                 self.say(f"{what}, {number * _EVERY_S:.0f} s: {_status(run)}")
 
-        task = asyncio.create_task(repeat())
-        try:
+        async with running(repeat(), "progress"):
             yield
-        finally:
-            task.cancel()
 
 
 def _status(run: Run) -> str:

@@ -39,18 +39,14 @@ def add_commands(commands: options.Commands) -> None:
         help="unload: for sequences that use it; then it stays (default: as workers drain)",
     )  # fmt: skip
     options.add_question_options(parser)
-    options.add_key_option(parser)
     parser.set_defaults(run=_run, timeout=120.0, parser=parser)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from baton import Client
-
     given = (args.name is not None) + (args.directory is not None)
     if given != {"load": 2, "unload": 1, "list": 0}[args.action]:
         args.parser.error("write: load NAME DIR, unload NAME, or list")
-    key = options.api_key(args)
-    with options.calling(args.target, args.timeout), Client(args.target, api_key=key) as client:
+    with options.connected(args) as client:
         if args.action == "list":
             found = listed(client.status(timeout=args.timeout)["workers"])
             rows = [{**one, "identity": one["identity"][:_SHORT]} for one in found]

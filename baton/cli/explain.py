@@ -35,17 +35,13 @@ def add_commands(commands: options.Commands) -> None:
     add("--max-tokens", type=int, metavar="TOKENS", help="longest completion (default: 64)")
     add("--cache-salt", metavar="TEXT", help="salt of the prefix cache (default: none)")
     options.add_question_options(parser)
-    options.add_key_option(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
     prompt = prompt_of(args)
     asked = {"max_tokens": args.max_tokens, "cache_salt": args.cache_salt}
-    from baton import Client
-
-    key = options.api_key(args)
-    with options.calling(args.target, args.timeout), Client(args.target, api_key=key) as client:
+    with options.connected(args) as client:
         explanation = client.explain(prompt, timeout=args.timeout, **asked)
     print(json.dumps(explanation) if args.json else render(explanation))
     return 0

@@ -185,14 +185,8 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_remote(args: argparse.Namespace, prompt: Any, show: Callable[[str], None]) -> Completion:
-    from baton import Client
-
     asked: dict[str, Any] = {"model": getattr(args, "model", None), **asked_of(args)}
-    with (
-        options.calling(args.target, args.timeout),
-        Client(args.target, api_key=options.api_key(args)) as client,
-        client.stream(prompt, **asked) as stream,
-    ):
+    with options.connected(args) as client, client.stream(prompt, **asked) as stream:
         for delta in stream:
             show(delta.text)
         return stream.completion

@@ -30,9 +30,9 @@ def add_commands(commands: options.Commands) -> None:
     summary = "check whether a process accepts requests"
     parser = options.add_command(commands, "health", summary, _TEXT, _EXAMPLES)
     text = "address of a router or worker (default: from this environment)"
-    options.add_question_options(parser, text, json=False)
-    parser.set_defaults(target="")
-    parser.set_defaults(run=_run, extra="router")
+    options.add_target_option(parser, text)
+    options.add_timeout_option(parser)
+    parser.set_defaults(run=_run, extra="router", target="")
 
 
 def _run(args: argparse.Namespace) -> int:

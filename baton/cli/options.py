@@ -11,7 +11,7 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from baton.config import (
     HTTP_PORT,
@@ -27,6 +27,9 @@ from baton.config import (
 )
 from baton.config.options import Option
 from baton.errors import ConfigError, DeadlineExceeded, Unavailable
+
+if TYPE_CHECKING:
+    from baton import Client
 
 DEFAULT_TARGET = f"127.0.0.1:{RouterConfig.port}"
 CONFIGS: dict[str, type[Any]] = {
@@ -308,16 +311,29 @@ def use_tls(args: argparse.Namespace) -> None:
     tls.use(tls.Credentials(cert, key, Path(args.tls_ca), server_name=args.tls_name))
 
 
-def add_question_options(
-    parser: argparse.ArgumentParser, text: str = _TARGET_TEXT, json: bool = True
-) -> None:
-    """Adds the options of commands that query a router: target, timeout and --json."""
-    add_target_option(parser, text)
+def add_timeout_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --timeout of commands that query a router."""
     parser.add_argument(
         "--timeout", type=seconds, default=5.0, metavar="SECONDS", help="for its answer"
     )
+
+
+def add_question_options(parser: argparse.ArgumentParser, json: bool = True) -> None:
+    """Adds the options of commands that query a router; see `connected`."""
+    add_target_option(parser)
+    add_timeout_option(parser)
     if json:
         parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_key_option(parser)
+
+
+@contextlib.contextmanager
+def connected(args: argparse.Namespace) -> Iterator[Client]:
+    """A client for the target, key and time-out of a command. Raises ConfigError."""
+    from baton import Client
+
+    with calling(args.target, args.timeout), Client(args.target, api_key=api_key(args)) as client:
+        yield client
 
 
 @contextlib.contextmanager

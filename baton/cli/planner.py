@@ -39,15 +39,11 @@ def planner_config(args: argparse.Namespace) -> PlannerConfig:
 
 
 def _run(args: argparse.Namespace) -> int:
-    process_setup.raise_file_limit()
-    process_setup.follow_parent(args)
     config = planner_config(args)
-    process_setup.log_to_stderr(config.log_level, config.log_format)
+    process_setup.start_service(args, config)
     import uvloop
 
-    from baton.net import tls
     from baton.net.server import EventLoop
     from baton.planner import main
 
-    tls.use_config(config, config.insecure)
     return uvloop.run(main.run(config, options.api_key(args)), loop_factory=EventLoop)

@@ -9,6 +9,7 @@ import os
 import resource
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from baton import log_format
 from baton.config import EngineConfig
@@ -112,6 +113,19 @@ def follow_parent(args: argparse.Namespace) -> None:
         from baton.net import http_server
 
         http_server.inherit(map(int, args.listeners.split(",")))
+
+
+def start_service(args: argparse.Namespace, config: Any) -> None:
+    """Prepares this process for a service: open files, parent, log, TLS. Raises ConfigError.
+
+    config: of a `ListenConfig` and `TlsConfig`.
+    """
+    from baton.net import tls
+
+    raise_file_limit()
+    follow_parent(args)
+    log_to_stderr(config.log_level, config.log_format)
+    tls.use_config(config, config.insecure)
 
 
 def log_to_stderr(level: str, form: str) -> None:

@@ -26,19 +26,16 @@ def add_commands(commands: options.Commands) -> None:
     parser.add_argument("worker", metavar="WORKER", help="its --name or its incarnation")
     parser.add_argument("role", choices=ROLES, help="what routers shall prefer it for")
     options.add_question_options(parser, json=False)
-    options.add_key_option(parser)
     parser.set_defaults(run=_run, extra="router")
 
 
 def _run(args: argparse.Namespace) -> int:
     import grpc
 
-    from baton import Client
     from baton.net import rpc
     from baton.v1 import worker_pb2, worker_pb2_grpc
 
-    key = options.api_key(args)
-    with options.calling(args.target, args.timeout), Client(args.target, api_key=key) as client:
+    with options.connected(args) as client:
         workers = client.status(timeout=args.timeout)["workers"]
     addresses = {worker["incarnation"]: worker["address"] for worker in workers}
     name = find(args.worker, list(addresses))

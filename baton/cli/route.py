@@ -72,17 +72,13 @@ def add_commands(commands: options.Commands) -> None:
         help="how much slower the new version's median TTFT and TPOT may be",
     )
     options.add_question_options(parser)
-    options.add_key_option(parser)
     parser.set_defaults(run=_run, extra="router")
 
 
 def _run(args: argparse.Namespace) -> int:
     if args.action != "show" and not args.route:
         raise InvalidRequest(f"{args.action} needs a NAME", "NAME")
-    from baton import Client
-
-    key = options.api_key(args)
-    with options.calling(args.target, args.timeout), Client(args.target, api_key=key) as client:
+    with options.connected(args) as client:
         routes = _ask(client, args)
     if args.json:
         print(json.dumps({"routes": routes}))
@@ -94,7 +90,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _ask(client: Client, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Does what the command asks for; the routes to show."""
+    """Performs the command's action; returns the routes to print."""
     name, _, text = (args.route or "").partition("=")
     if args.action == "show":
         found = client.routes(timeout=args.timeout)

@@ -40,10 +40,8 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
 
 
 def _run(args: argparse.Namespace) -> int:
-    process_setup.raise_file_limit()
-    process_setup.follow_parent(args)
     config = router_config(args)
-    process_setup.log_to_stderr(config.log_level, config.log_format)
+    process_setup.start_service(args, config)
     shared = None
     if args.process_of:
         from router.shared_state import SharedState
@@ -54,10 +52,7 @@ def _run(args: argparse.Namespace) -> int:
         from baton.local import router_processes
 
         return asyncio.run(router_processes.run(config))
-    from baton.net import tls
     from router import main
-
-    tls.use_config(config, config.insecure)
 
     frontends = []
     if config.http_port:

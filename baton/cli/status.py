@@ -56,15 +56,11 @@ def add_commands(commands: options.Commands) -> None:
     summary = "show the cluster's state"
     parser = options.add_command(commands, "status", summary, _TEXT, _EXAMPLES)
     options.add_question_options(parser)
-    options.add_key_option(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from baton import Client
-
-    key = options.api_key(args)
-    with options.calling(args.target, args.timeout), Client(args.target, api_key=key) as client:
+    with options.connected(args) as client:
         status = client.status(timeout=args.timeout)
     print(json.dumps(status) if args.json else render(status))
     return 0

@@ -45,23 +45,17 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
 
 
 def _run(args: argparse.Namespace) -> int:
-    process_setup.raise_file_limit()
-    process_setup.follow_parent(args)
     config = worker_config(args)
-    process_setup.log_to_stderr(config.log_level, config.log_format)
+    process_setup.start_service(args, config)
     from baton.local.model_check import check_model
 
     check_model(config.engine, worker=True)  # it takes longer to import torch
     process_setup.limit_cpu(config.engine.threads, config.engine.cpus)
-    from baton.net import tls
-    from baton.worker import node
-
-    tls.use_config(config, config.insecure)
-
     if config.node_rank:
         from baton.worker import rank_hosts
 
         return rank_hosts.run(config)
+    from baton.worker import node
     from decode_worker.worker import DecodePart
     from prefill_worker.worker import PrefillPart
 

@@ -212,7 +212,7 @@ def models_of(response: inference_pb2.ListModelsResponse) -> list[Model]:
 def adapter_results(
     response: fleet_pb2.LoadFleetAdapterResponse | fleet_pb2.UnloadFleetAdapterResponse,
 ) -> dict[str, str]:
-    """By worker why it refused, or an empty text."""
+    """The error of each worker by incarnation; empty where it succeeded."""
     return {one.worker: one.error for one in response.results}
 
 

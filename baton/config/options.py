@@ -251,8 +251,18 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
-def _own(cls: type[Any]) -> Iterator[Option]:
+def _own(cls: type[Any]) -> tuple[Option, ...]:
+    """The options of a class without those of its parts."""
+    if cls not in _OPTIONS:
+        _OPTIONS[cls] = tuple(_collect(cls))
+    return _OPTIONS[cls]
+
+
+def _collect(cls: type[Any]) -> Iterator[Option]:
     for field in dataclasses.fields(cls):
         if one := field.metadata.get("option"):
             owner: Any = next(base for base in cls.__mro__ if field.name in vars(base))
             yield replace(one, field=field.name, group=one.group or owner.GROUP)
+
+
+_OPTIONS: dict[type[Any], tuple[Option, ...]] = {}  # by class

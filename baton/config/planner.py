@@ -52,7 +52,7 @@ class PlanConfig:
         60.0,
         "--window SECONDS",
         "time over which rates are measured; a number of workers changes once it was too low, or "
-        "too high, for so long",
+        "too high, for this time",
         least=1,
     )
     cooldown_s: float = option(

@@ -143,7 +143,7 @@ class BatchBuilder:
 
 
 def lora_slots(scheduled: list[ScheduledSequence]) -> Ints | None:
-    """As of `StepBatch`."""
+    """The step's `StepBatch.lora_slots`."""
     slots = [item.sequence.lora_slot for item in scheduled]
     if max(slots) < 0:
         return None
@@ -151,7 +151,7 @@ def lora_slots(scheduled: list[ScheduledSequence]) -> Ints | None:
 
 
 def state_tables(scheduled: list[ScheduledSequence]) -> Ints | None:
-    """As of `StepBatch`."""
+    """The step's `StepBatch.state_tables`."""
     tables = [item.sequence.state_blocks for item in scheduled]
     return np.array(tables, np.int32) if tables[0] else None
 

@@ -17,12 +17,12 @@ class BusyShare:
         self._sum_s = self._at = 0.0
 
     def add(self, ended: float, seconds: float) -> None:
-        """Counts what took that long until then."""
+        """Adds work of `seconds` that ended at `ended`."""
         self._sum_s = self._left(ended) + seconds
         self._at = ended
 
     def share(self, now: float) -> float:
-        """Rounded, so that not every step changes what is reported."""
+        """The share at `now`, rounded so that not every step changes what is reported."""
         return round(min(1.0, self._left(now) / _SHARE_S) * 16) / 16
 
     def _left(self, now: float) -> float:

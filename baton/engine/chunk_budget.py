@@ -63,7 +63,6 @@ class ChunkBudget:
         )
 
     def record_step(self, step: StepSize, seconds: float) -> None:
-        """Records the duration of a step."""
         if step.num_chunk_tokens >= self._MIN_MEASURED:
             self._sum_tokens = self._sum_tokens * self._DECAY + step.num_tokens
             self._sum_s = self._sum_s * self._DECAY + seconds

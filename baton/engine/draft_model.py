@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 CATCH_UP_SHARE = 0.25  # duration of a catch-up chunk, as a share of a prompt's chunk
 MIN_CATCH_UP = 32  # tokens of a catch-up chunk, as few as `ChunkBudget` measures
-_READY_TOKENS = 2  # at most so many are to be computed after a step whose proposals were accepted
+_READY_TOKENS = 2  # most tokens to compute after a step whose proposals were accepted
 _RECENT = 0.1  # weight of the last duration in a mean
 _PROBE_STEPS = 32  # between attempts where proposals were not worth their cost
 
@@ -109,8 +109,8 @@ def load_draft(
 class DraftSequence(Sequence):
     """A sequence on the draft model: the known tokens of another, then those proposed for it.
 
-    known: number of known tokens at the last step · num_kept: computed tokens that its prefix cache
-    was told of · wanted: number of tokens to propose in this step.
+    known: number of known tokens at the last step · num_kept: computed tokens that are in the
+    prefix cache · wanted: number of tokens to propose in this step.
     """
 
     rate: AcceptanceRate = field(default_factory=AcceptanceRate)
@@ -143,7 +143,7 @@ class DraftSequence(Sequence):
 
     @property
     def row(self) -> SampleRow:
-        """What is sampled after its last token."""
+        """The sampling input for the token after its last one."""
         proposed = len(self.tokens) - self.known
         of_sequence = self.token_counts, self.grammar
         return SampleRow(self.params, self.tokens, self.prompt_tokens, proposed, *of_sequence)
@@ -231,7 +231,7 @@ class ModelProposer(Proposer, Generic[D]):
         return worthwhile(draft.rate.value, price, limit) or int(draft.probes)
 
     def _draft_of(self, sequence: Sequence) -> D:
-        """What is known of a sequence, from now on."""
+        """The draft state of a sequence, which is created on first use."""
         draft = self._drafts.get(sequence)
         if draft is None:
             rate = AcceptanceRate(self._rate.value)
@@ -327,7 +327,7 @@ class DraftProposer(ModelProposer[DraftSequence]):
         draft.num_kept = draft.num_computed
 
     def _known_rows(self, drafts: list[DraftSequence]) -> list[tuple[DraftSequence, int]]:
-        """As far as the budget allows."""
+        """Draft sequences with their numbers of known tokens to compute, within the budget."""
         budget, rows = self._kv.chunk.tokens, list[tuple[DraftSequence, int]]()
         for draft in drafts:
             count = draft.num_pending if draft.wanted else 0

@@ -94,7 +94,7 @@ class RankProcess:
             self.process.wait()
 
     def _status(self) -> str:
-        """How a process whose connection has ended has ended."""
+        """Describes the end of a process whose connection is closed."""
         assert self.process is not None
         try:
             return f"it ended with status {self.process.wait(_STOP_S)}"

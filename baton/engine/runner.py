@@ -50,7 +50,7 @@ class StepOutput(NamedTuple):
     token_ids: list[int] = []  # noqa: RUF012 (never written)
 
     def by_id(self, step: ScheduledStep) -> dict[str, SampledTokens]:
-        """What each sequence of its step got."""
+        """Sampled tokens by sequence ID."""
         plain = zip(step.sequences, self.token_ids, strict=bool(self.token_ids))
         return {
             scheduled.sequence.seq_id: SampledTokens((one,)) for scheduled, one in plain
@@ -159,7 +159,7 @@ class StepRunner:
         """Writes an adapter to a slot that no sequence uses."""
 
     def close(self) -> None:
-        """Ends other ranks; no step follows."""
+        """Stops other ranks; no step follows."""
 
     def wait_for_writes(self, blocks: list[int] | None = None) -> None:
         """Waits until no step uses these blocks, which others are about to write.

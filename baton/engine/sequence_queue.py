@@ -30,12 +30,10 @@ class SequenceQueue:
 
     @property
     def first(self) -> Sequence:
-        """The sequence that runs first."""
         return self._entries[0][2]
 
     @property
     def last(self) -> Sequence:
-        """The sequence that runs last."""
         return self._entries[-1][2]
 
     def add(self, sequence: Sequence) -> None:

@@ -289,7 +289,7 @@ class _History:
 
 
 def _terms(tokens: Words, positions: npt.NDArray[np.int64]) -> Words:
-    """What each token adds to the hashes from its position on."""
+    """Each token's term in the hashes of its position and all later ones."""
     return splitmix64(tokens + (positions.astype(np.uint64) << np.uint64(32)))
 
 
@@ -317,7 +317,6 @@ class _Slots:
     def write(
         self, blocks: npt.NDArray[np.int64], slots: npt.NDArray[np.int64], kv: Words, group: int
     ) -> None:
-        """Writes a slot of each of these blocks of a group."""
         self._words[blocks, :, :, :, slots] = self._content(kv, group)
 
     def first_wrong(self, blocks: list[int], start: int, kv: Words, group: int) -> int | None:

@@ -220,7 +220,7 @@ class TensorParallelModel:
 
     @property
     def collectives(self) -> Collectives:
-        """What joins ranks that have a pool each."""
+        """The collectives between ranks that have a pool each."""
         return self._exchange if isinstance(self._exchange, GroupCollectives) else SINGLE_RANK
 
     def check(self) -> None:

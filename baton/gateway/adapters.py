@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from typing import ClassVar
 
-import msgspec
 from msgspec import Struct
 
 from baton.errors import DeadlineExceeded, Unavailable
 from baton.gateway import api
-from baton.gateway.endpoint import Endpoint
+from baton.gateway.endpoint import Call, Endpoint
 from baton.gateway.openapi import ERRORS, Operation, Routes
-from baton.net.http_server import HttpExchange
 from baton.v1 import fleet_pb2
 from router import adapters
-from router.generation_service import Caller, GenerationService
 
 
 class LoadLoraAdapter(Struct, kw_only=True):
@@ -37,48 +34,38 @@ class UnloadLoraAdapter(Struct, kw_only=True):
 
 
 class AdapterChanged(Struct):
-    """What each worker answered: an empty text where it is done."""
+    """The error of each worker by incarnation; empty where it succeeded."""
 
     object: str
     workers: dict[str, str]
 
 
-async def _load(
-    service: GenerationService, body: LoadLoraAdapter, caller: Caller, exchange: HttpExchange
-) -> None:
-    service.check_operator(caller)
+async def _load(body: LoadLoraAdapter, call: Call) -> None:
+    call.service.check_operator(call.caller)
     request = fleet_pb2.LoadFleetAdapterRequest(
         name=body.lora_name, directory=body.lora_path, model=body.base_model_name or ""
     )
     began = time.monotonic()
-    results = await adapters.load(service.models, request, caller.time_left_s)
-    _answer(exchange, caller, began, "load", results)
+    results = await adapters.load(call.service.models, request, call.caller.time_left_s)
+    _answer(call, began, "load", results)
 
 
-async def _unload(
-    service: GenerationService, body: UnloadLoraAdapter, caller: Caller, exchange: HttpExchange
-) -> None:
-    service.check_operator(caller)
+async def _unload(body: UnloadLoraAdapter, call: Call) -> None:
+    call.service.check_operator(call.caller)
     request = fleet_pb2.UnloadFleetAdapterRequest(name=body.lora_name)
     began = time.monotonic()
-    results = await adapters.unload(service.models, request, caller.time_left_s)
-    _answer(exchange, caller, began, "unload", results)
+    results = await adapters.unload(call.service.models, request, call.caller.time_left_s)
+    _answer(call, began, "unload", results)
 
 
-def _answer(
-    exchange: HttpExchange,
-    caller: Caller,
-    began: float,
-    change: str,
-    results: list[fleet_pb2.AdapterResult],
-) -> None:
+def _answer(call: Call, began: float, change: str, results: list[fleet_pb2.AdapterResult]) -> None:
     if failed := [f"{one.worker}: {one.error}" for one in results if one.error]:
         text = f"not all workers did {change} the adapter: {'; '.join(failed)}"
-        limit_s = caller.time_left_s
+        limit_s = call.caller.time_left_s
         is_late = limit_s is not None and time.monotonic() - began >= limit_s
         raise DeadlineExceeded(text) if is_late else Unavailable(text)
     workers = {one.worker: one.error for one in results}
-    exchange.answer(200, msgspec.json.encode(AdapterChanged("adapter", workers)))
+    call.answer(AdapterChanged("adapter", workers))
 
 
 ROUTES: Routes = {

@@ -1,7 +1,7 @@
-"""Responses that run in the background: nobody waits, and any process may end or follow them.
+"""Responses that run in the background; any router process can stream or cancel them.
 
-What they stream is written to the database a few times a second, and all who follow a response read
-it there: the client that asked for it, and those that come later, or to another process.
+The events of a stream are written to the database a few times a second. Every client of a stream
+reads them there: the one that sent the request, later ones, and those of other processes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from baton.gateway.response_types import Response, ResponseError
 from baton.gateway.responses_output import ResponseGeneration, encode_event
 from baton.net.http_errors import HttpError
 from baton.net.http_server import HttpExchange
+from baton.net.tasks import cancelled, wait_at_most
 from router.output.sink import UNREAD_S
 
 log = logging.getLogger(__name__)
@@ -57,10 +58,7 @@ class BackgroundResponses:
         try:
             yield
         finally:
-            tasks = [watch, *(one.task for one in self._running.values())]
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await cancelled(watch, *(one.task for one in self._running.values()))
 
     def check_room(self) -> None:
         """Raises Overloaded if too many run."""
@@ -99,7 +97,7 @@ class BackgroundResponses:
         return response
 
     def cancel(self, response_id: str) -> None:
-        """Ends a response, if it runs in this process."""
+        """Cancels a response if it runs in this process."""
         if one := self._running.get(response_id):
             one.task.cancel()
 
@@ -137,11 +135,8 @@ class BackgroundResponses:
             if not found.events and (response.is_lost or not response.is_running):
                 exchange.end(_last_event(response, after + 1))
                 return
-            if not found.events:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(KEEP_ALIVE_S):
-                        await changed.wait()
-                        continue
+            if not found.events and await wait_at_most(KEEP_ALIVE_S, changed.wait()):
+                continue
             exchange.write(found.events or WAITING)
             if not await exchange.drained(UNREAD_S):
                 return

@@ -28,7 +28,7 @@ from baton.gateway.batch_runner import SECRET_HEADER, TENANT_HEADER, RunnerRepor
 from baton.gateway.batch_store import lock_file, try_lock
 from baton.gateway.endpoint import MAX_BODY_BYTES, Endpoint
 from baton.gateway.headers import caller_of
-from baton.net import http_server
+from baton.net import http_server, tasks
 from baton.net.backoff import Backoff
 from baton.net.http_server import HttpExchange
 from router.generation_service import GenerationService
@@ -71,14 +71,11 @@ async def running(
         MAX_BODY_BYTES + 4096,
     )  # fmt: skip
     connections = config.batch_concurrency + _SPARE_CONNECTIONS
-    async with http_server.serving(answer, listener, connections, plain=True):
-        task = asyncio.create_task(_keep_runner(settings, service), name="batches")
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+    async with (
+        http_server.serving(answer, listener, connections, plain=True),
+        tasks.running(_keep_runner(settings, service), "batches"),
+    ):
+        yield
 
 
 async def _keep_runner(settings: RunnerSettings, service: GenerationService) -> None:

@@ -234,7 +234,7 @@ def _why_ends(batch: Batch, is_full: bool) -> str:
 
 
 class _Job:
-    """One batch that runs, or is ended."""
+    """One batch that runs or is being ended."""
 
     task: asyncio.Task[None]
 

@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import operator
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,7 +23,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, quoted
-from baton.gateway.database import Database
+from baton.gateway.database import Database, usable
 from baton.net.http_errors import HttpError
 
 MAX_FILE_BYTES = 200 << 20  # OpenAI's, as are the next two
@@ -197,8 +196,7 @@ class LineResult(NamedTuple):
 
 def prepare(folder: Path) -> None:
     """Creates the folder and its database. Raises ConfigError where they cannot be used."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with usable(folder, "--batch-dir"):
         for pattern in ("*/file-*.json", "*/batch_*.json"):
             if found := next(folder.glob(pattern), None):
                 raise ConfigError(
@@ -208,9 +206,6 @@ def prepare(folder: Path) -> None:
         with lock_file(folder) as lock:
             try_lock(lock)
         BatchStore(folder, 0).close()
-    except (OSError, sqlite3.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--batch-dir {folder} cannot be used: {reason}") from error
 
 
 def lock_file(folder: Path) -> BinaryIO:

@@ -35,14 +35,14 @@ from baton.gateway.batch_store import (
     FilesQuery,
 )
 from baton.gateway.database import DatabaseThread
-from baton.gateway.endpoint import Endpoint
+from baton.gateway.endpoint import Call, Endpoint
 from baton.gateway.headers import caller_of
 from baton.gateway.openapi import BYTES, ERRORS, Handler, Operation, Routes
 from baton.log_format import audit
 from baton.net.http_errors import Header, HttpError
 from baton.net.http_server import UNREAD_S, HttpExchange
 from router.admission.tenants import Tenant
-from router.generation_service import Caller, GenerationService
+from router.generation_service import GenerationService
 
 log = logging.getLogger(__name__)
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it logs clients' mistakes
@@ -132,20 +132,13 @@ class BatchApi:
         endpoint = Endpoint(partial(api.decode, BatchRequest), self._create_batch)
         await endpoint(self.service, exchange)
 
-    async def _create_batch(
-        self,
-        service: GenerationService,
-        request: BatchRequest,
-        caller: Caller,
-        exchange: HttpExchange,
-    ) -> None:
-        tenant = self.tenant_of(exchange)
+    async def _create_batch(self, request: BatchRequest, call: Call) -> None:
+        tenant = self.tenant_of(call.exchange)
         if request.endpoint not in self.endpoints:
             known = ", ".join(self.endpoints)
             raise InvalidRequest(f"endpoint must be one of {known}", "endpoint")
         tenant.charge_request()
-        batch = await self.in_store(BatchStore.create, tenant.name, request)
-        exchange.answer(200, msgspec.json.encode(batch))
+        call.answer(await self.in_store(BatchStore.create, tenant.name, request))
 
     async def content(self, exchange: HttpExchange) -> None:
         """Sends a file's content, as fast as the client reads it."""

@@ -42,7 +42,7 @@ class Context(NamedTuple):
 
 
 class _Output(Struct):
-    """Of a stored response: the items that it adds to a conversation."""
+    """The part of a stored response that is added to a conversation."""
 
     output: Raw
 
@@ -53,7 +53,6 @@ class ConversationStore(ResponseStore):
     def create_conversation(
         self, tenant: str, conversation: StoredConversation, items: Sequence[StoredItem]
     ) -> None:
-        """Adds a conversation."""
         with self._transaction():
             self._db.execute(
                 "INSERT INTO conversations (id, tenant, created_at, expires_at, metadata, bytes) "
@@ -65,7 +64,6 @@ class ConversationStore(ResponseStore):
             self._make_room(tenant)
 
     def conversation(self, tenant: str, conversation_id: str) -> StoredConversation:
-        """A conversation."""
         row = self._row(
             "SELECT * FROM conversations WHERE id = ? AND tenant = ? AND expires_at >= ?",
             conversation_id, tenant, time.time(),
@@ -125,7 +123,6 @@ class ConversationStore(ResponseStore):
         return [StoredItem(*row) for row in found]
 
     def item(self, tenant: str, conversation_id: str, item_id: str) -> bytes:
-        """An item in JSON."""
         self.conversation(tenant, conversation_id)
         row = self._row(
             "SELECT body FROM items WHERE conversation = ? AND id = ?", conversation_id, item_id

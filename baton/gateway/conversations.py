@@ -27,7 +27,6 @@ from baton.gateway.openapi import ERRORS, Operation, Routes
 from baton.gateway.response_api import ItemsQuery, ResponseApi
 from baton.gateway.responses import InputItem, shown_items
 from baton.net.http_server import HttpExchange
-from router.generation_service import Caller, GenerationService
 
 MAX_ITEMS = 20  # of a request, as OpenAI
 _PREFIX = "/v1/conversations"
@@ -106,16 +105,13 @@ class ConversationApi:
         _answer_page(exchange, items, len(items))
 
     async def get(self, exchange: HttpExchange) -> None:
-        """Answers with a conversation."""
         _answer(exchange, await self._call(exchange, ConversationStore.conversation))
 
     async def delete(self, exchange: HttpExchange) -> None:
-        """Deletes a conversation and its items."""
         await self._call(exchange, ConversationStore.delete_conversation)
         exchange.answer(200, _encode(ConversationDeleted(_ids(exchange)[0])))
 
     async def items(self, exchange: HttpExchange) -> None:
-        """Answers with a page of items."""
         query = query_of(ItemsQuery, exchange)
         found = await self._call(
             exchange, ConversationStore.items, query.after, query.limit + 1,
@@ -124,11 +120,9 @@ class ConversationApi:
         _answer_page(exchange, found, query.limit)
 
     async def item(self, exchange: HttpExchange) -> None:
-        """Answers with an item."""
         exchange.answer(200, await self._call(exchange, ConversationStore.item, _ids(exchange)[1]))
 
     async def delete_item(self, exchange: HttpExchange) -> None:
-        """Deletes an item; answers with its conversation."""
         item_id = _ids(exchange)[1]
         _answer(exchange, await self._call(exchange, ConversationStore.delete_item, item_id))
 
@@ -143,12 +137,9 @@ class ConversationApi:
     def _endpoint(
         kind: type[api.T], answer: Callable[[api.T, HttpExchange], Awaitable[None]]
     ) -> Endpoint[api.T]:
-        async def answered(
-            service: GenerationService, body: api.T, caller: Caller, exchange: HttpExchange
-        ) -> None:
-            await answer(body, exchange)
-
-        return Endpoint(lambda text: api.decode(kind, text), answered)
+        return Endpoint(
+            lambda text: api.decode(kind, text), lambda body, call: answer(body, call.exchange)
+        )
 
 
 def _ids(exchange: HttpExchange) -> tuple[str, str]:

@@ -22,6 +22,17 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
+@contextlib.contextmanager
+def usable(folder: Path, option: str) -> Iterator[None]:
+    """Creates a folder for a database, which is opened inside. Raises ConfigError if it cannot."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield
+    except (OSError, sqlite3.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{option} {folder} cannot be used: {reason}") from error
+
+
 class Database:
     """A database for one thread, committed to disk; it blocks, and raises sqlite3.Error."""
 
@@ -58,7 +69,7 @@ class Database:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Everything within is written at its end, or nothing is."""
+        """A transaction: commits at the end, rolls back on an error."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import msgspec
 from msgspec import Struct
 
 from baton.errors import InvalidRequest
 from baton.gateway import api
+from baton.gateway.endpoint import Call, Endpoint
+from baton.gateway.openapi import ERRORS, Operation, Routes
 from baton.gateway.pooling import InputRequests, parse_inputs, run_inputs
-from baton.net.http_server import HttpExchange
 from baton.v1 import inference_pb2
-from router.generation_service import Caller, GenerationService
 
 
 class PoolingRequest(api.EmbeddingRequest, kw_only=True):
@@ -83,30 +82,28 @@ def parse_pooling(text: bytes) -> ParsedEmbeddings:
     return ParsedEmbeddings(inputs, body.encoding_format == "base64", body.dimensions, body.task)
 
 
-async def embed(
-    service: GenerationService, parsed: ParsedEmbeddings, caller: Caller, exchange: HttpExchange
-) -> None:
+async def embed(parsed: ParsedEmbeddings, call: Call) -> None:
     """Answers with the embedding of each input."""
     parsed.inputs.requests.base.sampling.embedding = True
-    found = await run_inputs(service, parsed.inputs, caller, exchange)
+    found = await run_inputs(parsed.inputs, call)
     data = [
         api.Embedding(_embedding(end, parsed), index) for index, end in enumerate(found.finishes)
     ]
-    exchange.answer(200, msgspec.json.encode(api.Embeddings(data, found.model, found.usage)))
+    call.answer(api.Embeddings(data, found.model, found.usage))
 
 
-async def pool(
-    service: GenerationService, parsed: ParsedEmbeddings, caller: Caller, exchange: HttpExchange
-) -> None:
+async def pool(parsed: ParsedEmbeddings, call: Call) -> None:
     """Answers with each input's embedding, or the scores of its labels."""
     inputs, task = parsed.inputs, parsed.task
     if task is None:
         base = inputs.requests.base
-        scoring = service.resolve(base.model, base.session, caller).version.admission.scoring
+        scoring = call.service.resolve(
+            base.model, base.session, call.caller
+        ).version.admission.scoring
         task = "classify" if scoring and not scoring.token_ids else "embed"
     sampling = inputs.requests.base.sampling
     sampling.embedding, sampling.classification = task == "embed", task == "classify"
-    found = await run_inputs(service, inputs, caller, exchange)
+    found = await run_inputs(inputs, call)
     data = [
         Pooled(
             _embedding(end, parsed)
@@ -117,7 +114,7 @@ async def pool(
         for index, end in enumerate(found.finishes)
     ]
     answer = PoolingAnswer(f"pool-{found.request_id}", data, found.model, found.usage)
-    exchange.answer(200, msgspec.json.encode(answer))
+    call.answer(answer)
 
 
 def _embedding(end: inference_pb2.Finish, parsed: ParsedEmbeddings) -> list[float] | str:
@@ -146,3 +143,15 @@ def _encoded(values: array.array[float], parsed: ParsedEmbeddings) -> list[float
     if sys.byteorder == "big":
         values.byteswap()
     return base64.b64encode(values).decode()
+
+
+ROUTES: Routes = {
+    "/v1/embeddings": {"POST": Operation(
+        Endpoint(parse_embeddings, embed),
+        "Embed texts.", api.Embeddings, ERRORS, api.EmbeddingRequest,
+    )},
+    "/pooling": {"POST": Operation(
+        Endpoint(parse_pooling, pool),
+        "Embed or classify texts.", PoolingAnswer, ERRORS, PoolingRequest,
+    )},
+}  # fmt: skip

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from baton.errors import InvalidRequest, quoted
-from baton.gateway.headers import caller_of, limit_headers
+from baton.gateway.headers import caller_of, limit_headers, with_request_id
 from baton.net.http_errors import HttpError
 from baton.net.http_server import HttpExchange
 from baton.net.rpc import MAX_MESSAGE_BYTES, max_request_bytes
@@ -22,23 +24,41 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Call:
+    """A request to an endpoint: who calls, what serves it, and the exchange that is answered."""
+
+    service: GenerationService
+    caller: Caller
+    exchange: HttpExchange
+
+    def with_request_id(self, request_id: str | None) -> Call:
+        """Adds a request id from the body; an id in the headers takes precedence."""
+        return replace(self, caller=with_request_id(self.exchange, self.caller, request_id))
+
+    def limit_headers(self) -> dict[bytes, bytes]:
+        """Response headers with what is left of the tenant's rate limits."""
+        return limit_headers(self.service.tenant_of(self.caller), self.exchange.path)
+
+    def answer(self, body: Any) -> None:
+        """Answers with `body` in JSON."""
+        self.exchange.answer(200, msgspec.json.encode(body))
+
+
+@dataclass(frozen=True)
 class Endpoint(Generic[T]):
     """The handler of POSTs to one path: `parse` decodes the body, `answer` responds to it."""
 
     parse: Callable[[bytes], T]
-    answer: Callable[[GenerationService, T, Caller, HttpExchange], Awaitable[None]]
+    answer: Callable[[T, Call], Awaitable[None]]
 
     async def __call__(
         self, service: GenerationService, exchange: HttpExchange, caller: Caller | None = None
     ) -> None:
         """Answers a POST; `caller` replaces the caller that the headers name."""
-        caller = caller or caller_of(exchange)
-        exchange.answer_headers = {
-            **exchange.answer_headers,
-            **limit_headers(service, caller, exchange),
-        }
-        service.tenant_of(caller).check()
-        await self.answer(service, await self._parsed(service, exchange), caller, exchange)
+        call = Call(service, caller or caller_of(exchange), exchange)
+        exchange.answer_headers |= call.limit_headers()
+        service.tenant_of(call.caller).check()
+        await self.answer(await self._parsed(service, exchange), call)
 
     async def _parsed(self, service: GenerationService, exchange: HttpExchange) -> T:
         """Parses the body as JSON under any content-type, because `curl -d` sends a form's.

@@ -22,12 +22,12 @@ from msgspec import UNSET
 
 from baton.errors import BatonError, Cancelled, InvalidRequest, without_frames
 from baton.gateway import api
+from baton.gateway.endpoint import Call
 from baton.gateway.errors import failure_at
-from baton.gateway.headers import id_headers, limit_headers, session_of, with_request_id
+from baton.gateway.headers import id_headers, session_of
 from baton.gateway.output import ChoiceOutput, PromptOutput, usage_of
 from baton.gateway.parsed_request import ParsedRequest
 from baton.net.http_errors import Failure, Header
-from baton.net.http_server import HttpExchange
 from baton.v1 import inference_pb2
 from router.admission.admission import PromptChoices
 from router.admission.tenants import ReservedChoices
@@ -52,28 +52,21 @@ STREAM_HEADERS: tuple[Header, ...] = (
 )
 
 
-async def generate(
-    kind: Callable[..., Generation],
-    service: GenerationService,
-    parsed: ParsedRequest,
-    caller: Caller,
-    exchange: HttpExchange,
-) -> None:
+async def generate(kind: Callable[..., Generation], parsed: ParsedRequest, call: Call) -> None:
     """Answers a request; a client that disconnects cancels it."""
-    caller = with_request_id(exchange, caller, parsed.options.request_id)
-    await kind(service, parsed, caller, exchange).run()
+    await kind(parsed, call.with_request_id(parsed.options.request_id)).run()
 
 
 @dataclass
 class Generation(ABC):
     """One request. Subclasses write the answer of their endpoint."""
 
-    service: GenerationService
     parsed: ParsedRequest
-    caller: Caller
-    exchange: HttpExchange
+    call: Call
 
     def __post_init__(self) -> None:
+        self.service, self.caller = self.call.service, self.call.caller
+        self.exchange = self.call.exchange
         self.unread = UnreadLimit()
         self._sent = False  # whether an event was sent since the last `_keep_alive`
         self.created = int(time.time())
@@ -159,13 +152,13 @@ class Generation(ABC):
         if not self.started.request_id:
             self.started = started
             ids = id_headers(self.exchange, started.request_id, started.trace_id)
-            ids |= limit_headers(self.service, self.caller, self.exchange)
+            ids |= self.call.limit_headers()
             if dropped := self.parsed.options.dropped_tools:
                 types = [re.sub(r"[^\w.-]", "?", one) for one in dropped[:_MAX_DROPPED_SHOWN]]
                 ids[DROPPED_HEADER] = ", ".join(types).encode("ascii", "replace")
                 text = "request %s: tools that are no functions were dropped: %s"
                 log.info(text, started.request_id, ", ".join(types))
-            self.exchange.answer_headers = {**self.exchange.answer_headers, **ids}
+            self.exchange.answer_headers |= ids
 
     def send(self, event: bytes) -> None:
         """Sends an event of the stream. Raises Cancelled if too much is unread."""

@@ -12,7 +12,8 @@ from baton.gateway.errors import MESSAGES_PATH
 from baton.net.http_errors import Header
 from baton.net.http_server import HttpExchange
 from baton.telemetry import propagation, tracing
-from router.generation_service import CALLERS_ID, Caller, GenerationService, is_callers_id
+from router.admission.tenants import Tenant
+from router.generation_service import CALLERS_ID, Caller, is_callers_id
 
 TIMEOUT_HEADER = "x-request-timeout"
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86400.0
@@ -77,14 +78,12 @@ def id_headers(
     return headers
 
 
-def limit_headers(
-    service: GenerationService, caller: Caller, exchange: HttpExchange
-) -> dict[bytes, bytes]:
+def limit_headers(tenant: Tenant, path: str) -> dict[bytes, bytes]:
     """Response headers with what is left of the tenant's rate limits, as the path's API names them:
     `x-ratelimit-limit-tokens`, or for messages `anthropic-ratelimit-tokens-limit`."""
-    is_message, now = exchange.path.startswith(MESSAGES_PATH), datetime.now(UTC)
+    is_message, now = path.startswith(MESSAGES_PATH), datetime.now(UTC)
     headers = {}
-    for one in service.tenant_of(caller).rate_limits():
+    for one in tenant.rate_limits():
         full_at = (now + timedelta(seconds=math.ceil(one.reset_s))).strftime("%Y-%m-%dT%H:%M:%SZ")
         reset = full_at if is_message else f"{one.reset_s:.3f}s"
         values = {"limit": one.limit, "remaining": one.remaining, "reset": reset}
@@ -101,7 +100,7 @@ def with_request_id(exchange: HttpExchange, caller: Caller, request_id: str | No
     if not request_id or is_callers_id(exchange.headers.get(_REQUEST_ID, b"").decode("latin-1")):
         return caller
     exchange.headers[_REQUEST_ID] = request_id.encode()
-    exchange.answer_headers = {**exchange.answer_headers, **id_headers(exchange)}
+    exchange.answer_headers |= id_headers(exchange)
     return replace(caller, metadata=(*caller.metadata, (CALLERS_ID, request_id)))
 
 

@@ -246,7 +246,6 @@ def _tool_choice(choice: MessageToolChoice) -> Any:
 
 
 def _messages(body: CountTokensRequest) -> list[api.Message]:
-    """The messages of the chat."""
     turns = list[api.Message]()
     system = body.system or ()
     texts = [system] if isinstance(system, str) else [block.text for block in system]

@@ -12,8 +12,16 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from baton.errors import InvalidRequest, quoted
 from baton.gateway import api
+from baton.gateway.endpoint import Call, Endpoint
+from baton.gateway.errors import MESSAGES_PATH, MessageError
 from baton.gateway.generation import Generation, generate
-from baton.gateway.messages import MessagesRequest
+from baton.gateway.messages import (
+    CountTokensRequest,
+    MessagesRequest,
+    parse_count_tokens,
+    parse_message,
+)
+from baton.gateway.openapi import MESSAGE_ERRORS, Operation, Routes
 from baton.gateway.output import ItemSink
 from baton.gateway.parsed_request import ParsedRequest
 from baton.gateway.tokenize import count_chat
@@ -22,7 +30,6 @@ from baton.net.http_errors import Failure
 from baton.net.http_server import HttpExchange
 from baton.text.json_repair import repaired
 from baton.v1 import common_pb2, inference_pb2
-from router.generation_service import Caller, GenerationService
 
 VERSION_HEADER = b"anthropic-version"
 FIRST_VERSION = b"2023-06-01"  # with these events; clients of later ones understand the answers
@@ -104,20 +111,16 @@ _DELTAS: dict[type[Content], tuple[str, str]] = {
 Emit = Callable[..., None]
 
 
-async def answer_message(
-    service: GenerationService, parsed: ParsedRequest, caller: Caller, exchange: HttpExchange
-) -> None:
+async def answer_message(parsed: ParsedRequest, call: Call) -> None:
     """Answers a request to /v1/messages."""
-    _check_version(exchange)
-    await generate(MessageGeneration, service, parsed, caller, exchange)
+    _check_version(call.exchange)
+    await generate(MessageGeneration, parsed, call)
 
 
-async def count_tokens(
-    service: GenerationService, parsed: ParsedRequest, caller: Caller, exchange: HttpExchange
-) -> None:
+async def count_tokens(parsed: ParsedRequest, call: Call) -> None:
     """Answers with the number of the conversation's tokens."""
-    _check_version(exchange)
-    exchange.answer(200, _encode(TokenCount(await count_chat(service, parsed, caller))))
+    _check_version(call.exchange)
+    call.answer(TokenCount(await count_chat(parsed, call)))
 
 
 def _check_version(exchange: HttpExchange) -> None:
@@ -177,7 +180,7 @@ class MessageGeneration(Generation):
     def on_start(self, started: inference_pb2.Started) -> None:
         super().on_start(started)
         request_id = {REQUEST_ID_HEADER: started.request_id.encode()}
-        self.exchange.answer_headers = {**self.exchange.answer_headers, **request_id}
+        self.exchange.answer_headers |= request_id
 
     def _emit(self, kind: str, **members: Any) -> None:
         self.send(self._begin() + self._event(kind, **members))
@@ -265,3 +268,17 @@ class BlocksOutput(ItemSink):
     def _event(self, kind: str, **members: Any) -> None:
         if self._emit is not None:
             self._emit(kind, index=len(self.items) - 1, **members)
+
+
+ROUTES: Routes = {
+    MESSAGES_PATH: {"POST": Operation(
+        Endpoint(parse_message, answer_message),
+        "Answer a conversation, in Anthropic's format.", MessageAnswer, MESSAGE_ERRORS,
+        MessagesRequest, streams=True, error=MessageError,
+    )},
+    f"{MESSAGES_PATH}/count_tokens": {"POST": Operation(
+        Endpoint(parse_count_tokens, count_tokens),
+        "Count a conversation's tokens, in Anthropic's format.", TokenCount, MESSAGE_ERRORS,
+        CountTokensRequest, error=MessageError,
+    )},
+}  # fmt: skip

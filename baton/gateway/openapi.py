@@ -45,7 +45,7 @@ _DESCRIPTIONS = {
     "stream": "Send output as server-sent events while it is generated.",
     "stream_options": "With stream only: include_usage adds a last chunk with the usage.",
     "echo": "Begin text and log-probabilities with those of the prompt.",
-    "prompt_logprobs": "Log-probabilities of the prompt, with so many alternatives; not streamed.",
+    "prompt_logprobs": "Number of alternatives in the prompt's log-probabilities; not streamed.",
     "top_logprobs": "Number of alternatives to return; needs logprobs.",
     "priority": "low, normal or high; or vLLM's number: below 0 is high, above 0 is low.",
     "ttft_target_ms": "Refuse at once if the first token cannot be ready in this time.",

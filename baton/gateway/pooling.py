@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
 from baton.gateway import api
+from baton.gateway.endpoint import Call
 from baton.gateway.generation import run_choices
-from baton.gateway.headers import id_headers, limit_headers, with_request_id
+from baton.gateway.headers import id_headers
 from baton.gateway.parsed_request import ParsedRequest, priority_of
 from baton.net.http_server import HttpExchange
 from baton.v1 import common_pb2, inference_pb2
-from router.generation_service import Caller, GenerationService
 from router.output.sink import Piece
 
 _WANTED = ("sampling.embedding", "sampling.classification")
@@ -73,22 +73,17 @@ def parse_inputs(
     return InputRequests(requests, body.request_id, use_activation)
 
 
-async def run_inputs(
-    service: GenerationService, inputs: InputRequests, caller: Caller, exchange: HttpExchange
-) -> Answered:
+async def run_inputs(inputs: InputRequests, call: Call) -> Answered:
     """Runs all requests of a body; cancelling it cancels them. Raises InvalidRequest by field."""
-    caller, parsed = with_request_id(exchange, caller, inputs.request_id), inputs.requests
-    base = parsed.base
-    target = service.resolve(base.model, base.session, caller)
+    call, parsed = call.with_request_id(inputs.request_id), inputs.requests
+    base, exchange = parsed.base, call.exchange
+    target = call.service.resolve(base.model, base.session, call.caller)
     sinks = [_FinishSink(exchange) for _ in range(parsed.num_prompts)]
     try:
-        await run_choices(service, parsed, caller, sinks, target)
+        await run_choices(call.service, parsed, call.caller, sinks, target)
     except InvalidRequest as error:
         raise error.renamed(parsed.fields.get(error.field, error.field)) from error
-    exchange.answer_headers = {
-        **exchange.answer_headers,
-        **limit_headers(service, caller, exchange),
-    }
+    exchange.answer_headers |= call.limit_headers()
     tokens = sum(sink.end.usage.prompt_tokens for sink in sinks)
     return Answered(
         [sink.end for sink in sinks],

@@ -12,18 +12,17 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import Annotated, ClassVar, Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from baton.errors import InvalidRequest
 from baton.gateway import api
+from baton.gateway.endpoint import Call, Endpoint
+from baton.gateway.openapi import ERRORS, Operation, Routes
 from baton.gateway.pooling import Answered, InputRequests, parse_inputs, run_inputs
-from baton.net.http_server import HttpExchange
 from baton.text.scoring import DOCUMENT, QUERY
 from baton.v1 import inference_pb2
-from router.generation_service import Caller, GenerationService
 
 
 class ClassifyRequest(api.InputRequest, kw_only=True):
@@ -186,36 +185,30 @@ def parse_rerank(text: bytes) -> ParsedRanking:
     return ParsedRanking(_classified(body, pairs, "documents"), shown, body.top_n or 0)
 
 
-async def classify(
-    service: GenerationService, inputs: InputRequests, caller: Caller, exchange: HttpExchange
-) -> None:
+async def classify(inputs: InputRequests, call: Call) -> None:
     """Answers with the labels of each input."""
-    found = await run_inputs(service, inputs, caller, exchange)
+    found = await run_inputs(inputs, call)
     data = []
     for index, end in enumerate(found.finishes):
         best = max(end.labels, key=lambda label: label.logit)
         data.append(Classification(index, best.name, inputs.scores(end), len(end.labels)))
     now = int(time.time())
     answer = Classifications(f"classify-{found.request_id}", now, found.model, data, found.usage)
-    exchange.answer(200, msgspec.json.encode(answer))
+    call.answer(answer)
 
 
-async def score(
-    service: GenerationService, inputs: InputRequests, caller: Caller, exchange: HttpExchange
-) -> None:
+async def score(inputs: InputRequests, call: Call) -> None:
     """Answers with the score of each pair."""
-    found, scores = await _scored(service, inputs, caller, exchange)
+    found, scores = await _scored(inputs, call)
     data = [Score(index, value) for index, value in enumerate(scores)]
     now = int(time.time())
     answer = Scores(f"score-{found.request_id}", now, found.model, data, found.usage)
-    exchange.answer(200, msgspec.json.encode(answer))
+    call.answer(answer)
 
 
-async def rerank(
-    service: GenerationService, parsed: ParsedRanking, caller: Caller, exchange: HttpExchange
-) -> None:
+async def rerank(parsed: ParsedRanking, call: Call) -> None:
     """Answers with the documents by relevance; those of equal scores keep their order."""
-    found, scores = await _scored(service, parsed.inputs, caller, exchange)
+    found, scores = await _scored(parsed.inputs, call)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     results = [
         RankedDocument(
@@ -226,30 +219,26 @@ async def rerank(
         for index in order[: parsed.top_n or None]
     ]
     answer = Ranking(f"rerank-{found.request_id}", found.model, found.usage, results)
-    exchange.answer(200, msgspec.json.encode(answer))
+    call.answer(answer)
 
 
-async def _scored(
-    service: GenerationService, inputs: InputRequests, caller: Caller, exchange: HttpExchange
-) -> tuple[Answered, list[float]]:
+async def _scored(inputs: InputRequests, call: Call) -> tuple[Answered, list[float]]:
     """The score of each pair: of a model with one label, or the cosine of an embedding model's two
     vectors. Raises InvalidRequest for other models."""
     base = inputs.requests.base
-    admission = service.resolve(base.model, base.session, caller).version.admission
+    admission = call.service.resolve(base.model, base.session, call.caller).version.admission
     scoring = admission.scoring
     if scoring is None and admission.tokenizer.embeds:
-        return await _cosines(service, inputs, caller, exchange)
+        return await _cosines(inputs, call)
     if scoring and (count := len(scoring.labels)) > 1:
         raise InvalidRequest(
             f"this model has {count} labels, and a score is of one: use /classify", "model"
         )
-    found = await run_inputs(service, inputs, caller, exchange)
+    found = await run_inputs(inputs, call)
     return found, [inputs.scores(end)[0] for end in found.finishes]
 
 
-async def _cosines(
-    service: GenerationService, inputs: InputRequests, caller: Caller, exchange: HttpExchange
-) -> tuple[Answered, list[float]]:
+async def _cosines(inputs: InputRequests, call: Call) -> tuple[Answered, list[float]]:
     """The cosine of the embeddings of each pair, of which each text is computed once."""
     pairs = []
     for chat in inputs.requests.prompts:
@@ -263,7 +252,7 @@ async def _cosines(
     requests = replace(inputs.requests, prompts=prompts)
     sampling = requests.base.sampling
     sampling.classification, sampling.embedding = False, True
-    found = await run_inputs(service, replace(inputs, requests=requests), caller, exchange)
+    found = await run_inputs(replace(inputs, requests=requests), call)
     vectors = {
         text: np.asarray(end.embedding, np.float64)
         for text, end in zip(prompts, found.finishes, strict=True)
@@ -299,3 +288,21 @@ def _pair(query: str, document: str, instruction: str | None) -> inference_pb2.C
             if text is not None
         ]
     )
+
+
+_score = {"POST": Operation(
+    Endpoint(parse_score, score),
+    "Score pairs of texts.", Scores, ERRORS, ScoreRequest,
+)}  # fmt: skip
+_rerank = {"POST": Operation(
+    Endpoint(parse_rerank, rerank),
+    "Order documents by their relevance for a query.", Ranking, ERRORS, RerankRequest,
+)}  # fmt: skip
+ROUTES: Routes = {
+    "/classify": {"POST": Operation(
+        Endpoint(parse_classify, classify),
+        "Classify texts.", Classifications, ERRORS, ClassifyRequest,
+    )},
+    **dict.fromkeys(("/score", "/v1/score"), _score),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _rerank),
+}  # fmt: skip

@@ -22,9 +22,9 @@ from baton.gateway.batch_store import Page, page_of
 from baton.gateway.batches import query_of
 from baton.gateway.conversation_store import ConversationStore, stored_items
 from baton.gateway.database import DatabaseThread
-from baton.gateway.endpoint import Endpoint
+from baton.gateway.endpoint import Call, Endpoint
 from baton.gateway.generation import generate
-from baton.gateway.headers import caller_of, with_request_id
+from baton.gateway.headers import caller_of
 from baton.gateway.openapi import ERRORS, Operation, Routes
 from baton.gateway.parsed_request import ParsedRequest
 from baton.gateway.response_store import ResponseStore, StoredResponse
@@ -41,7 +41,7 @@ from baton.gateway.responses_output import ResponseGeneration
 from baton.gateway.tokenize import count_chat
 from baton.net.http_errors import HttpError
 from baton.net.http_server import HttpExchange
-from router.generation_service import Caller, GenerationService
+from router.generation_service import GenerationService
 
 _encode = msgspec.json.encode
 _PREFIX = "/v1/responses/"
@@ -110,14 +110,8 @@ class ResponseApi:
 
     # Requests.
 
-    async def _create(
-        self,
-        service: GenerationService,
-        parsed: ParsedRequest,
-        caller: Caller,
-        exchange: HttpExchange,
-    ) -> None:
-        tenant = service.tenant_of(caller).name
+    async def _create(self, parsed: ParsedRequest, call: Call) -> None:
+        tenant = call.service.tenant_of(call.caller).name
         parsed = await self._with_context(parsed, tenant)
         body = parsed.options
         assert isinstance(body, ResponsesRequest)
@@ -125,35 +119,29 @@ class ResponseApi:
         if not body.background:
             keep = partial(self._keep, tenant, body) if stores or body.conversation else None
             start = partial(ResponseGeneration, keep=keep, stores=stores)
-            await generate(start, service, parsed, caller, exchange)
+            await generate(start, parsed, call)
             return
         if not stores:
             text = "background needs store and a router with --response-dir"
             raise InvalidRequest(text, "background")
         self._background.check_room()
-        caller = with_request_id(exchange, caller, body.request_id)
+        call = call.with_request_id(body.request_id)
         keep = partial(self._keep, tenant, body)
         try:
-            generation = ResponseGeneration(service, parsed, caller, exchange, keep, stores)
+            generation = ResponseGeneration(parsed, call, keep, stores)
             response = await self._background.begin(
                 tenant, generation, partial(self._continue, tenant, body)
             )
         except InvalidRequest as error:
             raise parsed.renamed(error) from error
         if body.stream:
-            await self._background.follow(tenant, response.id, -1, exchange)
+            await self._background.follow(tenant, response.id, -1, call.exchange)
         else:
-            exchange.answer(200, _encode(response))
+            call.answer(response)
 
-    async def _count(
-        self,
-        service: GenerationService,
-        parsed: ParsedRequest,
-        caller: Caller,
-        exchange: HttpExchange,
-    ) -> None:
-        parsed = await self._with_context(parsed, service.tenant_of(caller).name)
-        exchange.answer(200, _encode(InputTokens(await count_chat(service, parsed, caller))))
+    async def _count(self, parsed: ParsedRequest, call: Call) -> None:
+        parsed = await self._with_context(parsed, call.service.tenant_of(call.caller).name)
+        call.answer(InputTokens(await count_chat(parsed, call)))
 
     async def _with_context(self, parsed: ParsedRequest, tenant: str) -> ParsedRequest:
         """The request behind the response or conversation, and with the items, that it names."""

@@ -7,14 +7,13 @@ processes of a machine, and routers that share the folder, see the same response
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from baton.errors import ConfigError, InvalidRequest, quoted
-from baton.gateway.database import Database
+from baton.errors import InvalidRequest, quoted
+from baton.gateway.database import Database, usable
 from baton.net.http_errors import HttpError
 
 MAX_HISTORY_BYTES = 16 << 20  # of a conversation, as of a body
@@ -100,12 +99,8 @@ class StoredEvents(NamedTuple):
 
 def prepare(folder: Path) -> None:
     """Creates the folder and its database. Raises ConfigError where they cannot be used."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with usable(folder, "--response-dir"):
         ResponseStore(folder, 0, 0.0).close()
-    except (OSError, sqlite3.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--response-dir {folder} cannot be used: {reason}") from error
 
 
 class ResponseStore(Database):

@@ -27,6 +27,9 @@ from baton.gateway import (
     batch_store,
     batches,
     conversations,
+    embeddings,
+    messages_output,
+    rerank,
     response_api,
     response_store,
 )
@@ -34,16 +37,8 @@ from baton.gateway.batches import BatchApi
 from baton.gateway.chat import ChatOutput, parse_chat
 from baton.gateway.completions import CompletionOutput, parse_completion
 from baton.gateway.conversations import ConversationApi
-from baton.gateway.embeddings import (
-    PoolingAnswer,
-    PoolingRequest,
-    embed,
-    parse_embeddings,
-    parse_pooling,
-    pool,
-)
 from baton.gateway.endpoint import Endpoint
-from baton.gateway.errors import MESSAGES_PATH, MessageError, failure_at
+from baton.gateway.errors import failure_at
 from baton.gateway.generation import CompletionGeneration, generate
 from baton.gateway.headers import (
     ALLOW_ORIGIN,
@@ -52,34 +47,12 @@ from baton.gateway.headers import (
     id_headers,
     preflight_headers,
 )
-from baton.gateway.messages import (
-    CountTokensRequest,
-    MessagesRequest,
-    parse_count_tokens,
-    parse_message,
-)
-from baton.gateway.messages_output import MessageAnswer, TokenCount, answer_message, count_tokens
 from baton.gateway.openapi import (
     ERRORS,
-    MESSAGE_ERRORS,
     Handler,
     Operation,
     Routes,
     document,
-)
-from baton.gateway.rerank import (
-    Classifications,
-    ClassifyRequest,
-    Ranking,
-    RerankRequest,
-    ScoreRequest,
-    Scores,
-    classify,
-    parse_classify,
-    parse_rerank,
-    parse_score,
-    rerank,
-    score,
 )
 from baton.gateway.response_api import ResponseApi
 from baton.gateway.tokenize import (
@@ -326,14 +299,6 @@ async def _openapi(service: GenerationService, exchange: HttpExchange) -> None:
 
 _completion = partial(CompletionGeneration, kind=CompletionOutput)
 _chat = partial(CompletionGeneration, kind=ChatOutput)
-_score = {"POST": Operation(
-    Endpoint(parse_score, score),
-    "Score pairs of texts.", Scores, ERRORS, ScoreRequest,
-)}  # fmt: skip
-_rerank = {"POST": Operation(
-    Endpoint(parse_rerank, rerank),
-    "Order documents by their relevance for a query.", Ranking, ERRORS, RerankRequest,
-)}  # fmt: skip
 ROUTES: Routes = {
     "/": _get_and_head(Operation(_page)),
     "/v1/completions": {"POST": Operation(
@@ -353,30 +318,9 @@ ROUTES: Routes = {
         Endpoint(parse_chat, render),
         "The tokens of a chat; nothing runs.", RenderedRequest, ERRORS, api.ChatRequest,
     )},
-    MESSAGES_PATH: {"POST": Operation(
-        Endpoint(parse_message, answer_message),
-        "Answer a conversation, in Anthropic's format.", MessageAnswer, MESSAGE_ERRORS,
-        MessagesRequest, streams=True, error=MessageError,
-    )},
-    f"{MESSAGES_PATH}/count_tokens": {"POST": Operation(
-        Endpoint(parse_count_tokens, count_tokens),
-        "Count a conversation's tokens, in Anthropic's format.", TokenCount, MESSAGE_ERRORS,
-        CountTokensRequest, error=MessageError,
-    )},
-    "/v1/embeddings": {"POST": Operation(
-        Endpoint(parse_embeddings, embed),
-        "Embed texts.", api.Embeddings, ERRORS, api.EmbeddingRequest,
-    )},
-    "/pooling": {"POST": Operation(
-        Endpoint(parse_pooling, pool),
-        "Embed or classify texts.", PoolingAnswer, ERRORS, PoolingRequest,
-    )},
-    "/classify": {"POST": Operation(
-        Endpoint(parse_classify, classify),
-        "Classify texts.", Classifications, ERRORS, ClassifyRequest,
-    )},
-    **dict.fromkeys(("/score", "/v1/score"), _score),
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _rerank),
+    **messages_output.ROUTES,
+    **embeddings.ROUTES,
+    **rerank.ROUTES,
     "/tokenize": {"POST": Operation(
         Endpoint(parse_tokenize, tokenize),
         "Token ids of a prompt or a chat.", api.Tokens, ERRORS, api.TokenizeRequest,

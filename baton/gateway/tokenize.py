@@ -5,20 +5,18 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-import msgspec
 from google.protobuf.json_format import MessageToDict
 from msgspec import Struct
 
 from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.gateway.chat import chat_message
+from baton.gateway.endpoint import Call
 from baton.gateway.headers import session_of
 from baton.gateway.output import token_text
 from baton.gateway.parsed_request import ParsedRequest
-from baton.net.http_server import HttpExchange
 from baton.v1 import inference_pb2
 from router.admission.validation import check_prompt
-from router.generation_service import Caller, GenerationService
 from router.models import Target
 
 
@@ -37,17 +35,12 @@ def parse_tokenize(text: bytes) -> tuple[inference_pb2.TokenizeRequest, bool]:
     return request, bool(body.return_token_strs)
 
 
-async def tokenize(
-    service: GenerationService,
-    parsed: tuple[inference_pb2.TokenizeRequest, bool],
-    caller: Caller,
-    exchange: HttpExchange,
-) -> None:
+async def tokenize(parsed: tuple[inference_pb2.TokenizeRequest, bool], call: Call) -> None:
     """Answers with the token ids of a prompt or a chat."""
     request, with_strings = parsed
     try:
-        target = service.resolve(request.model, "", caller)
-        found = await service.tokenize(request, caller, target)
+        target = call.service.resolve(request.model, "", call.caller)
+        found = await call.service.tokenize(request, call.caller, target)
     except InvalidRequest as error:
         field = "prompt" if request.HasField("text") else "messages"
         raise error.renamed(field) from error
@@ -55,7 +48,7 @@ async def tokenize(
     tokenizer = target.version.admission.tokenizer
     strings = [token_text(tokenizer, token)[0] for token in tokens] if with_strings else None
     answer = api.Tokens(len(tokens), found.max_context, tokens, strings)
-    exchange.answer(200, msgspec.json.encode(answer))
+    call.answer(answer)
 
 
 class RenderedRequest(Struct):
@@ -70,12 +63,11 @@ class RenderedRequest(Struct):
     cache_salt: str | None = None
 
 
-async def render(
-    service: GenerationService, parsed: ParsedRequest, caller: Caller, exchange: HttpExchange
-) -> None:
+async def render(parsed: ParsedRequest, call: Call) -> None:
     """Answers with what a chat, or each prompt of a completion, is for a worker; runs nothing."""
     base, rendered = parsed.base, list[RenderedRequest]()
-    target = service.resolve(base.model, base.session or session_of(exchange), caller)
+    session = base.session or session_of(call.exchange)
+    target = call.service.resolve(base.model, session, call.caller)
     params = MessageToDict(base.sampling, preserving_proto_field_name=True)
     key = secrets.token_hex(16)
     try:
@@ -83,7 +75,7 @@ async def render(
             request = parsed.request(index)
             if request.suffix:
                 raise InvalidRequest("prompts with a suffix are not rendered", "suffix")
-            token_ids = await _tokens_of(service, request, caller, target)
+            token_ids = await _tokens_of(request, call, target)
             limit = target.version.max_context
             vocab_size = target.version.admission.tokenizer.vocab_size
             check_prompt(token_ids, (), vocab_size, limit, 0)
@@ -102,14 +94,11 @@ async def render(
             )
     except InvalidRequest as error:
         raise parsed.renamed(error) from error
-    exchange.answer(200, msgspec.json.encode(rendered if parsed.prompts else rendered[0]))
+    call.answer(rendered if parsed.prompts else rendered[0])
 
 
 async def _tokens_of(
-    service: GenerationService,
-    request: inference_pb2.GenerateRequest,
-    caller: Caller,
-    target: Target,
+    request: inference_pb2.GenerateRequest, call: Call, target: Target
 ) -> list[int]:
     """The tokens of a request's prompt, cut to their end if it asks for that."""
     form = request.WhichOneof("input")
@@ -123,17 +112,17 @@ async def _tokens_of(
             asked.text = request.text
         if request.HasField("add_special_tokens"):
             asked.add_special_tokens = request.add_special_tokens
-        token_ids = list((await service.tokenize(asked, caller, target)).token_ids)
+        token_ids = list((await call.service.tokenize(asked, call.caller, target)).token_ids)
     return token_ids[-request.truncate_prompt_tokens :]
 
 
-async def count_chat(service: GenerationService, parsed: ParsedRequest, caller: Caller) -> int:
+async def count_chat(parsed: ParsedRequest, call: Call) -> int:
     """The number of tokens of a chat's prompt. Raises InvalidRequest naming the body's field."""
     base = parsed.base
     request = inference_pb2.TokenizeRequest(model=base.model, chat=base.chat)
     try:
-        target = service.resolve(base.model, base.session, caller)
-        return len((await service.tokenize(request, caller, target)).token_ids)
+        target = call.service.resolve(base.model, base.session, call.caller)
+        return len((await call.service.tokenize(request, call.caller, target)).token_ids)
     except InvalidRequest as error:
         raise parsed.renamed(error) from error
 
@@ -143,12 +132,7 @@ def parse_detokenize(text: bytes) -> api.DetokenizeRequest:
     return api.decode(api.DetokenizeRequest, text)
 
 
-async def detokenize(
-    service: GenerationService,
-    body: api.DetokenizeRequest,
-    caller: Caller,
-    exchange: HttpExchange,
-) -> None:
+async def detokenize(body: api.DetokenizeRequest, call: Call) -> None:
     """Answers with the text of token ids."""
-    text = await service.detokenize(body.model or "", body.tokens, caller)
-    exchange.answer(200, msgspec.json.encode(api.Detokenized(text)))
+    text = await call.service.detokenize(body.model or "", body.tokens, call.caller)
+    call.answer(api.Detokenized(text))

@@ -248,7 +248,6 @@ class _Names:
         return matcher.is_error() or matcher.try_consume_tokens(list(b'{"')) == 2
 
     def matching(self, names: Iterable[str], pattern: str) -> list[str]:
-        """The names that the pattern matches."""
         matcher = self._matcher(patternProperties={pattern: True}, additionalProperties=False)
         starts = {name: f"{{{json.dumps(name, ensure_ascii=False)}:".encode() for name in names}
         return [
@@ -292,7 +291,6 @@ class _Horn:
         self.rules: list[tuple[int, list[int]]] = []
 
     def new(self) -> int:
-        """Adds a statement."""
         self._count += 1
         return self._count - 1
 
@@ -303,7 +301,6 @@ class _Horn:
         return head
 
     def holds(self) -> list[bool]:
-        """Whether each statement holds."""
         held, missing = [False] * self._count, [len(set(body)) for _, body in self.rules]
         uses: list[list[int]] = [[] for _ in held]
         for at, (_, body) in enumerate(self.rules):

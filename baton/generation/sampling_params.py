@@ -44,7 +44,6 @@ class StructuredOutput:
 
     @classmethod
     def from_proto(cls, message: common_pb2.StructuredOutput) -> StructuredOutput:
-        """Converts a message."""
         return cls(message.json_schema, message.regex, tuple(message.choice), message.grammar)
 
     def validate(self) -> None:
@@ -73,7 +72,6 @@ class Reasoning:
 
     @classmethod
     def from_proto(cls, message: common_pb2.Reasoning) -> Reasoning:
-        """Converts a message."""
         most = message.max_tokens if message.HasField("max_tokens") else None
         return cls(message.begin_token_id, message.end_token_id, message.begun, most)
 

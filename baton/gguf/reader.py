@@ -132,7 +132,6 @@ class GgufFile:
 
     @property
     def files(self) -> list[Path]:
-        """All files of the model."""
         return sorted({self.path, *(tensor.file for tensor in self.tensors.values())})
 
     @property

@@ -21,11 +21,12 @@ from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import certs, commands, ports, resources
 from baton.local.etcd_process import EmbeddedEtcd
 from baton.local.model_check import check_model
-from baton.local.process import ChildProcess, cancelled
+from baton.local.process import ChildProcess
 from baton.local.router_processes import RouterProcess, SharedPorts
 from baton.local.supervisor import Supervisor
 from baton.net import tls
 from baton.net.backoff import Backoff
+from baton.net.tasks import cancelled
 from baton.registry import EtcdRegistry, Membership
 from baton.v1 import fleet_pb2
 from baton.v1.common_pb2 import WORKER_STATE_READY, WorkerRecord
@@ -188,7 +189,6 @@ class LocalCluster(Supervisor):
             self._say(f"{each} starting…")
 
     def _use_tls(self) -> None:
-        """Makes certificates."""
         folder = tempfile.TemporaryDirectory(prefix="baton-tls-")
         self._stack.callback(folder.cleanup)
         self.certs = Path(folder.name)

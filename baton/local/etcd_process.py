@@ -20,6 +20,7 @@ from baton.local import ports
 from baton.local.child import tied
 from baton.local.process import ChildProcess
 from baton.net.backoff import Backoff
+from baton.net.tasks import cancelled
 from baton.registry.etcd_client import EtcdClient
 
 log = logging.getLogger(__name__)
@@ -178,9 +179,7 @@ class EmbeddedEtcd:
                 raise type(error)(f"{error}; etcd said: {said}") from error
             raise
         finally:
-            for task in (answered, exited):
-                task.cancel()
-            await asyncio.wait({answered, exited})
+            await cancelled(answered, exited)
             await client.close()
 
     def _command(self) -> list[str]:

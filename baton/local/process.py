@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 from baton.errors import ConfigError, Unavailable
 from baton.local.ports import Listener
@@ -188,10 +188,3 @@ class ChildProcess:
                 text = line[:_MAX_LINE_BYTES].decode(errors="replace").rstrip()
                 self.log.append(text)
                 self.on_line(text)
-
-
-async def cancelled(task: asyncio.Task[Any] | None) -> None:
-    """Cancels a task and waits for its end."""
-    if task is not None:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

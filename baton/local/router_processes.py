@@ -98,7 +98,6 @@ class SharedPorts:
 
 async def run(config: RouterConfig) -> int:
     """Runs a router's processes until SIGINT or SIGTERM, then drains them; see `supervisor.run`."""
-    tls.use_config(config, config.insecure)
     tls.current().check_exposed(config.host)
 
     async def start(stack: AsyncExitStack) -> Supervisor:

@@ -16,7 +16,8 @@ from contextlib import AsyncExitStack
 from typing import Self
 
 from baton.errors import BatonError, DeadlineExceeded, Unavailable
-from baton.local.process import ChildProcess, cancelled
+from baton.local.process import ChildProcess
+from baton.net.tasks import cancelled, wait_at_most
 
 INTERRUPTED = 130
 _STOP_GRACE_S = 3.0  # beyond the drain time, before SIGKILL
@@ -101,7 +102,8 @@ class Supervisor(ABC):
         Raises Unavailable if it cannot be started; if it has run before, it is retried later.
         """
         process = self.processes[name]
-        await cancelled(self._supervisors.get(name))
+        if name in self._supervisors:
+            await cancelled(self._supervisors[name])
         process.wanted = True
         try:
             await process.start()
@@ -149,9 +151,7 @@ class Supervisor(ABC):
         self._supervise_from_now(new)
         if leave_s := self._leave_s(old):
             old.signal(signal.SIGUSR1)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(leave_s):
-                    await old.wait()
+            await wait_at_most(leave_s, old.wait())
         status = await old.stop(self._drain_s + _RESTART_GRACE_S)
         self._passing.discard(old)
         self._tell_of_drain(name, status)
@@ -175,7 +175,7 @@ class Supervisor(ABC):
             text = f"{process.name} does not serve after {self._start_timeout_s:g} s"
             raise DeadlineExceeded(text) from None
         finally:
-            await asyncio.gather(cancelled(serving), cancelled(ending))
+            await cancelled(serving, ending)
 
     def _tell_of_drain(self, name: str, status: int) -> None:
         if status:
@@ -284,7 +284,7 @@ class Supervisor(ABC):
         return [process for process in self.processes.values() if process.wanted]
 
     async def _stop_all(self) -> None:
-        await asyncio.gather(*map(cancelled, self._supervisors.values()))
+        await cancelled(*self._supervisors.values())
         timeout_s = self._drain_s + _STOP_GRACE_S
         try:
             for group in self._groups():

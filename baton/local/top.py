@@ -31,6 +31,7 @@ from baton.errors import ConfigError, Unavailable
 from baton.local import top_view
 from baton.local.top_view import PolledRouter, Status, WorkerLine, polling
 from baton.local.trace_tree import bytes_text
+from baton.net.tasks import wait_at_most
 from baton.v1 import fleet_pb2
 
 _PLAIN_WIDTH = 160  # without a terminal
@@ -123,9 +124,7 @@ async def watch(addresses: Sequence[str], interval_s: float, api_key: str | None
                 moment = Moment(tuple(top_view.processes(routers)), time.monotonic(), time.time())
                 live.update(frame(moment, view, console.width), refresh=True)
                 # Redrawn without an answer, too: clock and time since the last answer go on.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(interval_s):
-                        await changed.wait()
+                await wait_at_most(interval_s, changed.wait())
                 await asyncio.sleep(_DRAW_S)
     return 0
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from baton.config import shown_name
 from baton.errors import BatonError
 from baton.net import rpc
+from baton.net.tasks import cancelled
 from baton.registry.membership import ROLES
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
 
@@ -108,9 +109,7 @@ async def polling(
     try:
         yield routers
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*tasks)
 
 
 def good(status: Status) -> int:

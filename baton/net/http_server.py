@@ -107,7 +107,7 @@ class HttpExchange:
         self.query = query  # behind the path's question mark, encoded
         self.keep_alive = keep_alive
         self.started = False  # to be answered
-        self.answer_headers: Mapping[bytes, bytes] = {}  # of its answer, whatever that will be
+        self.answer_headers: dict[bytes, bytes] = {}  # of its answer, whatever that will be
         self.writable = writable  # while the client reads what it is sent
         self._transport = transport
         self.headers = headers  # of the request, by their names in lower case
@@ -127,8 +127,8 @@ class HttpExchange:
     async def body(self, max_bytes: int, max_dropped_bytes: int) -> bytes | None:
         """The request's body; None when it is larger.
 
-        Of a larger one so much is read all the same, and dropped: a client that still sends when
-        its connection is closed does not see the answer.
+        max_dropped_bytes: of a larger body, read and dropped, because a client that still sends
+        when its connection is closed does not see the answer.
         """
         self._max_bytes, self._max_dropped_bytes = max_bytes, max_dropped_bytes
         self._is_whole = True
@@ -166,7 +166,7 @@ class HttpExchange:
                 await came.wait()
 
     def has_progressed(self) -> bool:
-        """Whether a body that is read in parts has come on since the last call."""
+        """Whether enough of a body that is read in parts has arrived since the last call."""
         more, self._size_seen = self._size - self._size_seen, self._size
         return self._part_came is not None and (self._is_paused or more >= MIN_BODY_BYTES)
 
@@ -216,7 +216,7 @@ class HttpExchange:
 
     @property
     def unread_bytes(self) -> int:
-        """What was sent and is not on its way to the client yet."""
+        """The size of the connection's write buffer."""
         return self._transport.get_write_buffer_size()
 
     def answer(
@@ -329,8 +329,8 @@ async def serving(
 ) -> AsyncIterator[Port]:
     """Has every request answered while inside; at the end what is being answered may finish.
 
-    A client that hangs up cancels its answer. Connections are at most so many, and at most half of
-    the files that the process may open. On a loopback address, and with `allowed_hosts`, requests
+    A client that hangs up cancels its answer. There are at most `max_connections`, and at most half
+    as many as the process may open files. On a loopback address, and with `allowed_hosts`, requests
     must be for this host or one of those: see `is_allowed_host`. `plain` is without TLS, also where
     this process has it.
     """
@@ -476,7 +476,7 @@ class Connection(asyncio.Protocol):
             self._expect("request", HEADERS_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone: what it asked is given up."""
+        """The client has closed the connection: cancels its request."""
         self.closed.set_result(None)
         self._expect("", 0.0)
         self._port.connections.discard(self)
@@ -516,11 +516,11 @@ class Connection(asyncio.Protocol):
                 self._body_head = b""
 
     def pause_writing(self) -> None:
-        """The client leaves what it was sent unread."""
+        """The write buffer is full: the client does not read."""
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        """It has read most of that."""
+        """The client has read most of the write buffer."""
         self._writable.set()
 
     def on_message_begin(self) -> None:
@@ -532,7 +532,6 @@ class Connection(asyncio.Protocol):
         self._bytes_left, self._headers_left = MAX_HEADER_BYTES, MAX_HEADERS
 
     def on_url(self, part: bytes) -> None:
-        """A part of what is asked for."""
         self._url += part
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -680,7 +679,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def _has_unread(self) -> bool:
-        """Whether something has come that was not read yet."""
+        """Whether the socket has unread bytes."""
         descriptor = self.transport.get_extra_info("socket").fileno()
         (waiting,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
         return bool(waiting)

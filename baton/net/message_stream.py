@@ -71,14 +71,14 @@ class MessageStream(Generic[Received, Sent]):
         return self._open
 
     def flush(self) -> None:
-        """What was added leaves at the end of this turn."""
+        """Sends the open message at the end of this turn of the event loop."""
         if self._open is not None and not self._at_once:
             self._at_once = True
             if not self._wake_writer():
                 self._loop.call_soon(self.seal)
 
     def seal(self) -> None:
-        """What is added from now on belongs to another message."""
+        """Completes the open message; later additions start another."""
         if (message := self._taken()) is None or self._ended:
             return
         self._sealed.append(serialized(message))

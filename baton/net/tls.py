@@ -94,7 +94,7 @@ class Credentials:
         return self.cert_file is not None
 
     def port(self) -> grpc.ServerCredentials:
-        """For a gRPC server's port."""
+        """Credentials of a gRPC server's port; they follow changes of the files."""
         assert self._server is not None
         server, served = self._server, self._server.current
 
@@ -112,7 +112,7 @@ class Credentials:
         )
 
     def context(self) -> ssl.SSLContext:
-        """For other servers' ports."""
+        """The context of other servers' ports; it follows changes of the files."""
         assert self._server is not None
         server, context = self._server, self._server.current
 

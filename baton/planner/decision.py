@@ -77,8 +77,8 @@ class Policy:
     # By role. The least are those of the roles that the cluster has.
     least: Mapping[str, int] = field(default_factory=lambda: {PREFILL: 1, DECODE: 1, MIXED: 0})
     most: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(ROLES, 100))
-    window_s: float = 60.0  # a number changes if it was too low, or too high, for so long
-    hold_s: float = 10.0  # roles change if they were out of balance for so long
+    window_s: float = 60.0  # that a number must be too low, or too high, before it changes
+    hold_s: float = 10.0  # that roles must be out of balance before they change
     cooldown_s: float = 30.0  # between two changes of roles
     stale_s: float = 30.0  # age of observations from which on nothing is changed
 

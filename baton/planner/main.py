@@ -22,6 +22,7 @@ from baton.log_format import about
 from baton.net import rpc
 from baton.net.metrics_server import serving
 from baton.net.server import Health, bind
+from baton.net.tasks import cancelled
 from baton.planner import decision
 from baton.planner.decision import Decision, Flip, Observation, Policy, State
 from baton.planner.observer import Observer, Statuses, Version, versions_of
@@ -30,8 +31,8 @@ from baton.planner.scaler import PublishedPlan, ScalerServicer
 from baton.registry import Election, EtcdRegistry, LedKey, plan_of
 from baton.registry.membership import ROLES
 from baton.telemetry import tracing
+from baton.telemetry.metrics.instruments import MODEL
 from baton.telemetry.metrics.recorder import Recorder
-from baton.telemetry.metrics.table import MODEL
 from baton.v1 import externalscaler_pb2_grpc, planner_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -71,9 +72,8 @@ async def run(config: PlannerConfig, api_key: str | None = None) -> int:
         await server.start()
         await health.set(True)
         await stack.enter_async_context(health.probed(config.host, config.health_port))
-        if config.metrics_port is not None:
-            page = serving(recorder.render, config.host, config.metrics_port)
-            await stack.enter_async_context(page)
+        page = serving(recorder.render, config.host, config.metrics_port)
+        await stack.enter_async_context(page)
         how = "changes roles" if config.plan.apply else "a dry run: says what it would change"
         log.info("planner %s at %s (%s)", config.incarnation, address, how)
         await stack.enter_async_context(_running(planner, routers, stop))
@@ -91,8 +91,7 @@ async def _running(planner: Planner, routers: Routers, stop: asyncio.Event) -> A
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancelled(task)
         if not task.cancelled():
             planner.failure = task.exception()
 
@@ -311,7 +310,7 @@ def _labels(model: str, version: str) -> dict[str, str]:
 
 
 def _states_of(plan: planner_pb2.Plan) -> dict[Version, State]:
-    """What a new leader goes on with."""
+    """The decision states that a new leader takes over from a plan."""
     ago_s = max(0.0, (_unix_ms() - plan.flipped_ms) / 1e3)
     flipped_s = _now() - ago_s if plan.flipped_ms else -math.inf
     wanted: defaultdict[Version, dict[str, int]] = defaultdict(dict)

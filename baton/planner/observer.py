@@ -62,7 +62,7 @@ class Observer:
 
     version: Version = ("", "")
     window_s: float = 60.0
-    silent_s: float = 30.0  # after so long a router that does not answer has no requests any more
+    silent_s: float = 30.0  # after which a router that does not answer counts as without requests
     _counts: dict[str, deque[_Counts]] = field(default_factory=dict)  # by incarnation of a router
     _answered: dict[str, float] = field(default_factory=dict)  # by address, when last
     _steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_MAX_STEPS))

@@ -29,7 +29,7 @@ class Routers:
         self._log = RateLimit(log)
 
     async def statuses(self) -> dict[str, fleet_pb2.GetStatusResponse | None]:
-        """By address; None for one that does not answer in time."""
+        """Answers by address; None for a router that does not answer in time."""
         addresses = await self._addresses()
         for address in self._channels.keys() - addresses:
             await self._channels.pop(address).close(None)

@@ -17,7 +17,7 @@ from baton.config.worker import ROLES
 from baton.errors import InvalidRequest, Unavailable
 from baton.v1 import externalscaler_pb2, externalscaler_pb2_grpc, planner_pb2
 
-PLAN_S = 300.0  # a plan that was not confirmed for so long counts no more
+PLAN_S = 300.0  # after which a plan that was not confirmed is ignored
 
 
 class PublishedPlan:

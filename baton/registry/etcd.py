@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
 
 from google.protobuf import json_format
 
 from baton.config import RegistryConfig
 from baton.errors import BatonError, Unavailable
 from baton.net.backoff import Backoff
+from baton.net.tasks import running
 from baton.registry.election import Election, LedKey
 from baton.registry.etcd_client import EtcdClient
 from baton.registry.lease import EtcdRegistration
@@ -82,7 +82,7 @@ class EtcdRegistry:
         await self._client.connect(registration.key)
         try:
             await registration.write()
-            async with _running(registration.keep(), f"keep {registration.key}"):
+            async with running(registration.keep(), f"keep {registration.key}"):
                 yield
         finally:  # also of a failure behind which the key may be written
             await registration.revoke()
@@ -94,7 +94,7 @@ class EtcdRegistry:
         watch.take(await self._client.connect(self._config.workers_prefix))
         watch.publish(connected=True)
         try:
-            async with _running(watch.follow(), "watch members"):
+            async with running(watch.follow(), "watch members"):
                 yield watch.membership
         finally:
             watch.close()
@@ -104,7 +104,7 @@ class EtcdRegistry:
         """Lists the routes of model names, then follows them until exit. Raises as `watch`."""
         table = RouteTable(self._client, self._config.routes_prefix)
         await table.load()
-        async with _running(table.follow(), "watch routes"):
+        async with running(table.follow(), "watch routes"):
             yield table
 
     @asynccontextmanager
@@ -115,7 +115,7 @@ class EtcdRegistry:
         await self._client.connect(prefix)
         election = Election(self._client, prefix + "leader", self._config.lease_ttl_s, name)
         try:
-            async with _running(election.run(), "election"):
+            async with running(election.run(), "election"):
                 yield election, LedKey(self._client, prefix + _PLAN, election)
         finally:
             await election.resign()
@@ -151,16 +151,6 @@ def plan_of(value: bytes) -> planner_pb2.Plan:
     except (json_format.ParseError, UnicodeDecodeError) as error:
         log.warning("etcd holds no plan but %r: %s", value[:100], error)
         return planner_pb2.Plan()
-
-
-@asynccontextmanager
-async def _running(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
-    task = asyncio.create_task(work, name=name)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 class _Watch:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 CALL_S = 2.0  # one attempt at one endpoint
 START_S = 10.0  # until the first answer, at start
-QUIET_S = 5.0  # a watch that brings nothing for so long checks that its endpoint is alive
+QUIET_S = 5.0  # after which a watch without events checks that its endpoint is alive
 
 OPTIONS: list[tuple[str, Any]] = [
     # etcd cuts off clients that ping more often than every 5 s, or with no call under way.

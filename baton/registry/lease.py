@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import logging
 
@@ -12,6 +11,7 @@ from google.protobuf.message import Message
 
 from baton.errors import BatonError, Stale
 from baton.net.backoff import Backoff
+from baton.net.tasks import wait_at_most
 from baton.registry.etcd_client import CALL_S, EtcdClient
 from baton.registry.membership import copy_for_update
 from baton.v1.common_pb2 import WorkerRecord, WorkerState
@@ -76,9 +76,7 @@ class EtcdRegistration:
         backoff = Backoff()
         try:
             while True:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._renew_s):
-                        await self._unwritten.wait()
+                await wait_at_most(self._renew_s, self._unwritten.wait())
                 try:
                     await self.write()
                     backoff.reset()

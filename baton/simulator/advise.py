@@ -69,7 +69,7 @@ class Tried:
 
     @property
     def share(self) -> float:
-        """Of the requests: those that met the limits."""
+        """The share of requests that met the limits."""
         share: float = self.stats["goodput"]["share"]
         return share
 
@@ -106,7 +106,6 @@ class Advice:
     tried: list[Tried] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         best = self.best
         return {
             "advice": {

@@ -103,7 +103,6 @@ class SimulatedFleet:
 
     @property
     def roles(self) -> Counter[str]:
-        """Number of workers by role."""
         return Counter(member.role for member in self.members.values())
 
     @property

@@ -47,7 +47,7 @@ class WorkerSpec:
 class SimulatedSequence:
     """A request on one worker, which computes its prompt, decodes it, or both.
 
-    priority: earliest first, on the loop's clock · prompt_s: advances virtual time by so much ·
+    priority: earliest first, on the loop's clock · prompt_s: advance of virtual time ·
     new_tokens: to be sampled here · on_token: called at the first one, unless another worker
     samples that · on_end: called at the last one · hands_over: whether its blocks are kept until
     `release`, after its first token.
@@ -96,7 +96,6 @@ class _Steps:
 
     @property
     def num_tokens(self) -> int:
-        """Of each step."""
         return self.num_chunk_tokens + self.num_decoding
 
 

@@ -61,7 +61,6 @@ class ChatTemplate:
 
     @property
     def has_tools(self) -> bool:
-        """Whether the template supports tools."""
         return "tools" in self.source
 
     @cached_property

@@ -129,7 +129,7 @@ class DispatchService:
             return True
 
     def _is_late(self) -> bool:
-        """Whether messages have had their time in this turn of the event loop."""
+        """Whether messages have used up their time in this turn of the event loop."""
         now = time.perf_counter()
         if not self._turn_ends:
             self._turn_ends = now + TURN_S
@@ -169,7 +169,7 @@ class RouterStream(MessageStream[RouterMessage, WorkerMessage]):
         self.outgoing.failures.append(failure_of(error, handoff_id))
 
     def leave(self) -> None:
-        """Ends the stream after what is on its way and a last report."""
+        """Ends the stream after pending messages and a last report."""
         self._report_is_due, self._report_after = True, 0.0
         _ = self.outgoing
         self.close()

@@ -95,18 +95,18 @@ class Part(ABC):
 
     @abstractmethod
     def dispatch(self, router: RouterStream, message: RouterMessage) -> Iterator[None]:
-        """Does what a router asks for, a part at a step."""
+        """Handles a router's message; may yield between its parts."""
 
     @abstractmethod
     def lost(self, router: RouterStream) -> None:
-        """A router's connection has ended: frees what runs for it."""
+        """A router's connection has ended: cancels its sequences and prompts."""
 
     @abstractmethod
     def on_step(self, report: StepReport) -> None:
         """Handles a step's report, on the event loop."""
 
     def pairs(self) -> list[worker_pb2.PairStatus]:
-        """Its links to other workers, as their sending end."""
+        """Status of the KV links on which this worker sends."""
         return []
 
     @abstractmethod
@@ -115,7 +115,7 @@ class Part(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Gives up what still runs and frees everything."""
+        """Cancels what still runs and frees all resources."""
 
 
 class Node(WorkerServiceServicer):
@@ -231,11 +231,11 @@ class Node(WorkerServiceServicer):
         return worker_pb2.LoadReport(load=self.load(), state=self.record.state, pairs=self.pairs())
 
     def pairs(self) -> list[worker_pb2.PairStatus]:
-        """Its links to other workers, as their sending end."""
+        """Status of the KV links on which this worker sends."""
         return [pair for part in self.parts for pair in part.pairs()]
 
     def lost(self, router: RouterStream) -> None:
-        """A router's connection has ended: frees what runs for it."""
+        """A router's connection has ended: cancels its sequences and prompts."""
         for part in self.parts:
             part.lost(router)
 
@@ -447,11 +447,8 @@ async def _run(config: WorkerConfig, parts: Sequence[type[Part]]) -> int:
     trace = tracing.setup(service, config.otlp, instance, config.trace_sample, config.otlp_logs)
     registry = EtcdRegistry(config.registry)
     try:
-        async with contextlib.AsyncExitStack() as stack:
-            node = Node(config, registry, trace, parts)
-            if config.metrics_port is not None:
-                page = serving(node.metrics.render, config.host, config.metrics_port)
-                await stack.enter_async_context(page)
+        node = Node(config, registry, trace, parts)
+        async with serving(node.metrics.render, config.host, config.metrics_port):
             await node.run(partial(_load, config))
     finally:
         await registry.close()

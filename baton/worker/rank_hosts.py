@@ -32,6 +32,7 @@ from baton.errors import ConfigError, Unavailable
 from baton.net import object_connection, tls
 from baton.net.backoff import Backoff
 from baton.net.object_connection import Messages, ObjectConnection
+from baton.net.tasks import wait_at_most
 from baton.registry import EtcdRegistry
 from baton.rendezvous import listening_socket
 from baton.v1.common_pb2 import RankHost
@@ -264,9 +265,7 @@ async def _until_one_ends(ranks: list[RankProcess], stop: asyncio.Event, drain_s
             log.info("asking the worker to drain")
             for rank in ranks:
                 rank.connection.send(Drain())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(drain_s + _STOP_S):
-                    await ended.wait()
+            await wait_at_most(drain_s + _STOP_S, ended.wait())
         for wait in waits:
             wait.cancel()
     finally:

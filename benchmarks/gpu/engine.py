@@ -288,9 +288,9 @@ class Measuring:
                 self.rival = Transformers(Setup("", self.shape.vocab, 0, (), 0, 0, 0, options))
             except Exception as error:  # depends on its version
                 self._no_rival("decode", "", error)
-        # No prompt is computed, so few graphs with chunks are captured.
+        # No prompt is computed, so few graphs with chunks are captured; in a dry run, by one model.
         limits = (max(batches), part.sized(2048, 64), BLOCK_SIZE)
-        with closing(ours.driver(*limits, graphs=True)) as driver:
+        with closing(ours.driver(*limits, graphs=beside or not part.smoke)) as driver:
             part.measure("decode", self._decode_cases(driver, batches))
         limits = (8, part.sized(max(PROMPTS) + 64, 128), part.sized(CHUNK, 4))
         with closing(ours.driver(*limits, graphs=not part.smoke)) as driver:
@@ -299,7 +299,7 @@ class Measuring:
             part.measure("prefill", cases)
         if self.skewed and max(batches) >= len(self.skewed):
             limits = (len(self.skewed), max(self.skewed) + 2 * STEPS, BLOCK_SIZE)
-            with closing(ours.driver(*limits, graphs=True)) as driver:
+            with closing(ours.driver(*limits, graphs=not part.smoke)) as driver:
                 part.measure("decode compared", self._compared_cases(driver))
         return None
 
@@ -327,7 +327,6 @@ class Measuring:
         return [batch for batch in wanted if self._blocks(batch) * block <= room]
 
     def _decode_cases(self, driver: Driver, batches: list[int]) -> Iterator[Case]:
-        """A case for each batch size."""
         for batch in batches:
             yield self._title(f"batch {batch}"), partial(self.decode, driver, batch)
 

@@ -104,11 +104,9 @@ class Part:
         return smoke if self.smoke else full
 
     def row(self, table: str, name: str, cells: Cells) -> None:
-        """Sends a row of a table."""
         self.send({"table": table, "name": name, "cells": cells})
 
     def note(self, table: str, text: str) -> None:
-        """Sends a note on a table."""
         self.send({"table": table, "note": text})
 
     def attempt(self, table: str, name: str, measure: Callable[[], Cells | None]) -> bool:

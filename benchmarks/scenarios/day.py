@@ -69,7 +69,7 @@ def demands(args: argparse.Namespace) -> list[Demand]:
 
 
 def _first(parts: Sequence[tuple[int, int]], tokens: int) -> tuple[tuple[int, int], ...]:
-    """The parts of a prompt that is cut to so many tokens."""
+    """The parts of a prompt that is cut to `tokens`."""
     taken = []
     for seed, length in parts:
         if tokens > 0:

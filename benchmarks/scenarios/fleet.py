@@ -113,7 +113,7 @@ async def main(args: argparse.Namespace) -> int:
 
 
 async def _until_ready(cluster: LocalCluster, workers: int) -> None:
-    """Returns once the router finds so many READY. Raises Failed with what it finds instead."""
+    """Returns once the router finds this many READY. Raises Failed with their states."""
     states: Counter[str] = Counter()
     try:
         async with asyncio.timeout(_SEEN_S), AsyncClient(cluster.address) as client:

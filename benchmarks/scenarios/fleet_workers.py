@@ -34,8 +34,8 @@ from baton.net.message_stream import MAX_MESSAGE_BYTES
 from baton.net.metrics_server import serving
 from baton.net.server import EventLoop, bind, measure_lag, settle
 from baton.registry import EtcdRegistry
+from baton.telemetry.metrics import instruments
 from baton.telemetry.metrics.recorder import Gaps
-from baton.telemetry.metrics.table import instruments_of
 from baton.text import text_fingerprint
 from baton.v1 import common_pb2, prefill_pb2, worker_pb2
 from baton.v1.decode_pb2 import ReserveRequest
@@ -65,7 +65,7 @@ def first_token_age_s(token_id: int) -> float:
 
 
 SENT: Counter[str] = Counter()  # messages, by kind
-LAG = Gaps(instruments_of("router")["baton.event_loop.lag"])
+LAG = Gaps(instruments.for_process("router")["baton.event_loop.lag"])
 
 
 class Router(RouterStream):
@@ -258,7 +258,7 @@ _ROLES = {"prefill": PrefillWorker, "decode": DecodeWorker}
 
 
 async def _run(number: int, config: WorkerConfig) -> int:
-    """Serves so many workers until SIGTERM."""
+    """Serves `number` workers until SIGTERM."""
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)

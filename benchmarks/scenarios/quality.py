@@ -171,7 +171,7 @@ def encode(tokenizer: Tokenizer, documents: list[str], tokens_max: int) -> Tenso
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="a model directory (default: demo)")
     parser.add_argument("--text", type=Path, help="a text file, UTF-8")
-    parser.add_argument("--tokens", type=int, default=65536, help="at most so many of a text")
+    parser.add_argument("--tokens", type=int, default=65536, help="most tokens of a text: 65536")
     parser.add_argument("--threads", type=int, default=0, help="default: torch's own choice")
 
 

@@ -6,9 +6,9 @@ and 32 tokens of output; over gRPC, over HTTP, and over HTTP as one whole answer
 latencies: the first output bounds a token's way from a worker to its caller. Many callers show the
 CPU time of each process for 1,000 requests and, for the router, for a token of output as well, in
 `json.dumps` of one chunk of OpenAI's stream: measured in the same run, that makes machines
-comparable. Then workers that are timers send times as tokens: so long a first token takes from a
-worker to its chunk of a stream, with and without other callers. In the end requests wait for
-workers that are full: what each of them takes of the router's memory.
+comparable. Then workers that are timers send the time as a token: the delay from a worker to the
+chunk of a stream, with and without other callers. In the end requests wait for workers that are
+full: the router's memory for each of them.
 """
 
 from __future__ import annotations

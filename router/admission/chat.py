@@ -90,7 +90,6 @@ class ChatFormats:
         )
 
     def __str__(self) -> str:
-        """The formats, for logs."""
         tools = f"tool calls as {self.tools.name}" if self.tools else "no tool calls"
         return f"{tools}, {'reasoning' if self.reasoning or self.has_channels else 'no reasoning'}"
 

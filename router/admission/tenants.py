@@ -350,10 +350,6 @@ class Tenants:
         """The fair queue of the workers of a model."""
         return self._fair_queues.setdefault(model, FairQueue(self._clock))
 
-    def drop_model(self, model: str) -> None:
-        """Forgets a model's fair queue, when it has no more requests."""
-        self._fair_queues.pop(model, None)
-
     def tenant_for(self, metadata: Metadata | None) -> Tenant:
         """The tenant whose key the call carries. Raises Unauthenticated."""
         key = None if self.is_open else _key(metadata or ())

@@ -20,7 +20,7 @@ DEFAULT_TENANT = "default"  # of callers without a key
 
 @dataclass(frozen=True)
 class TenantConfig:
-    """One tenant of the file; the defaults limit nothing."""
+    """A tenant's entry; the defaults set no limits."""
 
     name: str
     weight: float = 1.0

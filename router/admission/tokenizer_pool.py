@@ -133,7 +133,7 @@ class TokenizerPool:
             newest.ids.set_exception(refusal)
 
     def _kill(self, process: _Process) -> None:
-        """Does not wait for its exit, which takes a while with much memory."""
+        """Kills a process without waiting for its exit, which takes a while with much memory."""
         end = process.kill()
         self._ending.add(end)
         end.add_done_callback(self._ending.discard)

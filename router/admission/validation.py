@@ -92,7 +92,7 @@ def check_length(num_tokens: int, limit: int) -> None:
 
 
 def check_chars(num_chars: int, limit: int) -> None:
-    """Checks that a text is not so long that its tokens cannot fit."""
+    """Raises ContextOverflow for a text whose tokens cannot fit."""
     if limit and num_chars > limit * MAX_CHARS_PER_TOKEN:
         raise ContextOverflow(
             f"the prompt has {num_chars} characters and the context holds {limit} tokens, "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from baton.errors import BatonError, InternalError, InvalidRequest, TransferFailed
+from baton.net.tasks import wait_at_most
 from baton.telemetry import tracing
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.fleet.member import Event, Member
@@ -59,7 +59,7 @@ class Attempt:
         self._assigned = worker
 
     def unassign(self) -> None:
-        """Ends that: the prompt is computed, or will not be; idempotent."""
+        """Undoes `assign`: the prompt is computed, or will not be; idempotent."""
         if self._assigned is not None:
             self._assigned.unassign(self.handoff_id)
             self._assigned = None
@@ -188,9 +188,8 @@ class Attempt:
             assert self._prefill_over is not None
             least_s, most_s = _COMMIT_ACK_S
             elapsed_s = asyncio.get_running_loop().time() - self._began
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(most_s, max(least_s, elapsed_s))):
-                    await asyncio.shield(self._prefill_over)
+            longest_s = min(most_s, max(least_s, elapsed_s))
+            await wait_at_most(longest_s, asyncio.shield(self._prefill_over))
 
     def _output(
         self,

@@ -229,7 +229,6 @@ class Snapshot:
         return self._holding[adapter]
 
     def only(self, names: Set[str]) -> Snapshot:
-        """A snapshot of these workers only."""
         workers = tuple(view for view in self.workers if view.incarnation in names)
         return Snapshot(workers, self.excluded_pairs, self.index, is_named=len(names) > 1)
 
@@ -413,7 +412,7 @@ class Table:
         return new
 
     def assigned_before(self, virtual_finish: float) -> Column:
-        """By worker: tokens of its assigned prompts that are computed by then."""
+        """Tokens of assigned prompts that are computed by this virtual time, by worker."""
         before: Column = np.add.reduce(self._tokens * (self._finish <= virtual_finish), 1)
         return before
 

@@ -16,7 +16,7 @@ _STOP = common_pb2.FINISH_REASON_STOP
 
 
 class Delivery:
-    """One request's way from a worker's events to its sink."""
+    """Delivers one request's events from its workers to its sink."""
 
     def __init__(
         self,

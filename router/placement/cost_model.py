@@ -193,7 +193,7 @@ class Costs:
 
     @property
     def _is_small(self) -> Flags:
-        """Where so little is left to compute that decode workers always do it."""
+        """Where few enough tokens are uncached for decode workers to compute them always."""
         small: Flags = self.uncached <= self.demand.local_prefill_max_tokens
         return small
 

@@ -1,4 +1,4 @@
-"""The router's metrics; `baton.telemetry.metrics.table` defines their names."""
+"""The router's metrics; `baton.telemetry.metrics.instruments` defines their names."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class RouterStats:
 
     @property
     def counts(self) -> fleet_pb2.RouterCounts:
-        """Of all requests."""
+        """Counts of all requests."""
         return self._all.counts
 
     def latency(self) -> fleet_pb2.Latency:

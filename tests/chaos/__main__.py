@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from baton.local.supervisor import INTERRUPTED, cancel_on_signals
 from tests.chaos.harness import Harness
 from tests.chaos.judge import ChaosStats
 from tests.chaos.load import COMPLETE, oracle_runs
@@ -41,7 +42,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="baton-chaos-") as directory:
         versions = Versions(Path(directory)) if args.versions else None
         tp = (args.prefill_tp, args.decode_tp)
-        stats = asyncio.run(run(seed, args.minutes * 60.0, tp, versions))
+        try:
+            stats = asyncio.run(run(seed, args.minutes * 60.0, tp, versions))
+        except asyncio.CancelledError:
+            log(f"interrupted: everything is stopped (seed {seed})")
+            return INTERRUPTED
     log(stats.render())
     if not stats.violations:
         log(f"the promise was kept (seed {seed})")
@@ -56,7 +61,11 @@ def main() -> int:
 async def run(
     seed: int, seconds: float, tp: tuple[int, int], versions: Versions | None
 ) -> ChaosStats:
-    """Rounds of at most ROUND_S, the nth with the seed `seed + n`, on one cluster."""
+    """Rounds of at most ROUND_S, the nth with the seed `seed + n`, on one cluster.
+
+    SIGINT and SIGTERM cancel it, which ends all of its processes.
+    """
+    cancel_on_signals(log)
     log("asking the oracle…")
     ask = versions.runs if versions else oracle_runs
     runs = await asyncio.to_thread(ask, NEW_TOKENS)

@@ -11,9 +11,10 @@ import json
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from baton.client import AsyncClient
 from baton.errors import BatonError
@@ -38,6 +39,18 @@ async def load_of(record: WorkerRecord) -> worker_pb2.Load:
             answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=ANSWER_S)
     load: worker_pb2.Load = answer.load
     return load
+
+
+def used_links(pairs: Iterable[Mapping[str, Any]], living: Collection[str]) -> set[tuple[str, str]]:
+    """The pairs of living workers that have handed KV over, by the names of their processes.
+
+    `pairs`: of the SDK's status. `living`: incarnations.
+    """
+    return {
+        (one["prefill"].rpartition("-")[0], one["decode"].rpartition("-")[0])
+        for one in pairs
+        if one["sent_bytes"] and one["prefill"] in living and one["decode"] in living
+    }
 
 
 async def busy_workers(cluster: LocalCluster) -> list[str]:

@@ -26,6 +26,7 @@ from baton.local.router_processes import RouterProcess
 from baton.net import rpc
 from baton.registry.membership import ROLES
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1.common_pb2 import WorkerRecord
 from tests.chaos.versions import ADAPTER, NAME, Changes
 from tests.etcd_members import leader_of
 from tests.proxy import Proxy
@@ -72,6 +73,7 @@ SLOW_BYTES_PER_S = 200_000.0
 STOPPED_S, RUNNING_S = 0.15, 0.05  # a sluggish process does the two by turns
 KV_SHARE = 0.5  # of handoffs, each of which is a put for each pair of ranks
 RANK = "baton.engine.rank_process"  # in the command of a worker's other ranks
+RANK_NAME = RANK.rpartition(".")[2]  # of a forked process: its command is another's
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,16 @@ class Outages:
     def names(self, role: str) -> list[str]:
         """The processes of a role."""
         return [name for name, its in self.roles.items() if its == role]
+
+
+async def set_role(record: WorkerRecord, role: str) -> None:
+    """Has a worker take a role; one that does not answer now keeps its own."""
+    numbers = {name: number for number, name in ROLES.items()}
+    with contextlib.suppress(BatonError), rpc.translated():
+        async with rpc.channel(record.address, role="worker") as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            request = worker_pb2.SetRoleRequest(role=numbers[role])
+            await stub.SetRole(request, timeout=RECOVERED_S)
 
 
 @dataclass
@@ -303,20 +315,18 @@ class Injector:
                 await changes.kill_planner()
 
     async def _change_role(self, fault: Fault) -> None:
-        """Has the worker take another role; one that does not answer now keeps its own."""
+        """Has the worker take another role."""
         pid = self.cluster.processes[fault.target].pid
         records = self.cluster.membership.records.values()
         for record in [one for one in records if one.pid == pid]:
-            role = list(ROLES)[int(fault.share * len(ROLES))]
-            with contextlib.suppress(BatonError), rpc.translated():
-                async with rpc.channel(record.address, role="worker") as channel:
-                    stub = worker_pb2_grpc.WorkerServiceStub(channel)
-                    await stub.SetRole(worker_pb2.SetRoleRequest(role=role), timeout=RECOVERED_S)
+            await set_role(record, list(ROLES.values())[int(fault.share * len(ROLES))])
 
     def _rank(self, fault: Fault) -> psutil.Process:
         """The target's process, or one of the ranks that it started."""
         first = psutil.Process(self.cluster.processes[fault.target].pid)
-        ranks = [first, *(one for one in first.children() if RANK in one.cmdline())]
+        others = first.children()
+        ranks = [one for one in others if RANK in one.cmdline() or one.name() == RANK_NAME]
+        ranks.insert(0, first)
         return ranks[int(fault.share * len(ranks))]
 
     async def _back(self, name: str, starts: int) -> None:

@@ -33,24 +33,23 @@ from baton.local.cluster import LocalCluster
 from baton.local.etcd_process import EmbeddedEtcd
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore, is_complete
+from baton.registry.membership import ROLES
 from tests.chaos import checks, kv_faults, process
-from tests.chaos.faults import KINDS, OF_VERSIONS, Injector, Outages, plan
+from tests.chaos.faults import KINDS, OF_VERSIONS, Injector, Outages, plan, set_role
 from tests.chaos.judge import ChaosStats, violation
 from tests.chaos.load import CUT, ChaosRequest, Outcome, Run, run_load, send
 from tests.chaos.versions import ADAPTER, FIRST, NAME, SECOND, Changes, Versions
 from tests.etcd_members import etcd_members
 from tests.proxy import Proxy, owner
-from tests.waiting import LoopLag, eventually
+from tests.waiting import WAIT_S, LoopLag, eventually
 
 ROOT = Path(__file__).parents[2]
 # Float32, so that tokens can be compared.
 ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=48 << 20, tp_backend="gloo")
-IDLE_S = 45.0  # a reservation's lease is 30 s, and nothing may be held after it
-RELEASE_S = 15.0
-RECOVERY_S = 90.0  # for every process to be back after the last fault
-TRACE_S = 20.0  # for the spans of the last requests to arrive
+IDLE_S = 90.0  # a reservation's lease is 30 s, and nothing may be held after it
+RELEASE_S = 60.0
+TRACE_S = 60.0  # for the spans of the last requests to arrive
 _EXPORT_S = 6.0  # spans that are younger die with their process
-_WARM_UPS = 30  # rounds in which every pair of workers must have used its link
 
 
 @dataclass
@@ -71,6 +70,7 @@ class Harness:
         self._before = set(psutil.Process().children(recursive=True))
         self._store = SpanStore(max_traces=20_000, max_spans=1_000_000)
         self._proxies: dict[str, Proxy] = {}
+        self._warm_ups = itertools.count()
         async with AsyncExitStack() as resources:
             temporary = tempfile.TemporaryDirectory(prefix="baton-chaos-")
             self._directory = Path(resources.enter_context(temporary))
@@ -121,6 +121,7 @@ class Harness:
                 kv_faults.VARIABLE: str(self._directory / "kv.json"),
                 process.HELD_VARIABLE: str(self._directory),
             },
+            start_timeout_s=WAIT_S,
         )
         await enter(self.cluster)
         if self.cluster.etcd is not None:
@@ -132,23 +133,38 @@ class Harness:
     async def _warm_up(self, runs: Sequence[Run]) -> None:
         """Requests every run several times at once, until every pair of workers has used its link.
 
-        What links hold is then part of the baseline.
+        What links hold is then part of the baseline. Workers are given back the roles that the last
+        round's faults and planners changed: only a pair of two roles hands over for certain.
         """
-        pairs = self.workers**2 * (2 if self.versions else 1)
+
+        async def unused() -> set[tuple[str, str]]:
+            await self._restore_roles()
+            salt = f"warm-up {next(self._warm_ups)}"  # what decode caches is not sent
+            asked = [ChaosRequest(run, len(run.whole.token_ids), salt) for run in (*runs, *runs)]
+            await asyncio.gather(*(send(client, request) for request in asked))
+            pairs = (await client.status())["pairs"]
+            return self._pairs() - checks.used_links(pairs, self.cluster.membership.records)
+
         async with AsyncClient(self.cluster.targets) as client:
-            for salt in map(str, range(_WARM_UPS)):
-                requests = [
-                    ChaosRequest(run, len(run.whole.token_ids), salt) for run in (*runs, *runs)
-                ]
-                await asyncio.gather(*(send(client, request) for request in requests))
-                found = (await client.status())["pairs"]
-                living = set(self.cluster.membership.records)
-                used = [one for one in found if one["sent_bytes"]]
-                if sum({one["prefill"], one["decode"]} <= living for one in used) == pairs:
-                    return
-        raise AssertionError(
-            f"not all {pairs} pairs used a link within {_WARM_UPS} rounds: {found}, of {living}"
-        )
+            await eventually(unused, lambda found: not found, "pairs that have used no link")
+
+    def _pairs(self) -> set[tuple[str, str]]:
+        """Names of the prefill and decode workers that hand over, each in its own role."""
+        versions = len(self.versions.models) if self.versions else 1
+        numbers = range(self.workers * versions)
+        return {
+            (f"prefill-{p}", f"decode-{d}")
+            for p, d in itertools.product(numbers, numbers)
+            if p // self.workers == d // self.workers
+        }
+
+    async def _restore_roles(self) -> None:
+        """Gives each worker the role that it was started with."""
+        own = {process.pid: process.role for process in self.cluster.processes.values()}
+        for record in self.cluster.membership.records.values():
+            role = own.get(record.pid)
+            if role is not None and ROLES[record.role] != role:
+                await set_role(record, role)
 
     async def round(self, runs: Sequence[Run], seed: int, seconds: float) -> ChaosStats:
         """Faults under load, with everything checked at the end; the stats of all rounds so far."""
@@ -235,7 +251,7 @@ class Harness:
     async def _check_recovery(self, stats: ChaosStats, before: dict[int, checks.Holdings]) -> None:
         """All processes ready again, nothing held, nothing leaked."""
         try:
-            await self.cluster.wait_ready(RECOVERY_S)
+            await self.cluster.wait_ready(WAIT_S)
         except DeadlineExceeded as error:
             stats.violations.append(str(error))
             return

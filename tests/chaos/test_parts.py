@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import Any
 
 import pytest
 
 from baton import errors
 from baton.client import Completion, TokenLogprobs, Usage
-from tests.chaos import load
+from tests.chaos import checks, load
 from tests.chaos.faults import KINDS, TARGETS, Outage, Outages, plan
 from tests.chaos.judge import violation
 from tests.chaos.load import ChaosRequest, Outcome, Run
+from tests.proxy import owner
 
 TOKENS = tuple(range(100, 140))
 TEXT = "".join(chr(97 + i % 26) for i in range(40))
@@ -135,3 +138,28 @@ def test_outages_of_a_role_of_one_router_and_of_memory() -> None:
     assert not outages.any_down(("router-1",), 71.0, 72.0)
     assert outages.memory_lost(9.0, 11.0)
     assert not outages.memory_lost(14.0, 40.0), "only a kill's beginning counts"
+
+
+def test_links_of_living_workers_count_in_their_direction() -> None:
+    living = {"prefill-0-a", "prefill-1-a", "decode-0-b"}
+    sent = {
+        ("prefill-0-a", "decode-0-b"): 1,
+        ("decode-0-b", "prefill-0-a"): 1,  # while they had each other's role
+        ("prefill-1-a", "decode-0-b"): 0,
+        ("prefill-1-a", "decode-0-a"): 1,  # a process that was replaced
+    }
+    pairs = [{"prefill": p, "decode": d, "sent_bytes": n} for (p, d), n in sent.items()]
+    both = {("prefill-0", "decode-0"), ("decode-0", "prefill-0")}
+    assert checks.used_links(pairs, living) == both
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["ipv4", "mapped"])
+def test_the_process_at_the_other_end_of_a_connection_is_known(family: int) -> None:
+    """gRPC connects to addresses of IPv4 with sockets of IPv6."""
+    host = "127.0.0.1" if family == socket.AF_INET else "::ffff:127.0.0.1"
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(family) as client:
+        client.connect((host, server.getsockname()[1]))
+        accepted, (_, port) = server.accept()
+        with accepted:
+            assert owner(port, {"parent": os.getppid(), "this": os.getpid()}) == "this"
+            assert owner(port, {"parent": os.getppid()}) == "unknown"

@@ -19,6 +19,7 @@ from typing import Self
 from baton.client import AsyncClient
 from baton.config import DEMO_MODEL
 from baton.errors import BatonError
+from baton.local.child import tied
 from baton.local.cluster import LocalCluster
 from baton.local.commands import PROGRAM
 from baton.local.process import ChildProcess
@@ -106,14 +107,22 @@ class Changes:
 
     async def __aenter__(self) -> Self:
         at = ("--target", self.cluster.targets, "--etcd", self.cluster.etcd_address)
-        for number in range(PLANNERS):
-            argv = [*PROGRAM, "planner", *at, *_PLANNING, "--name", f"planner-{number}"]
-            planner = ChildProcess(f"planner-{number}", "planner", argv)
-            await planner.start()
-            self._planners.append(planner)
+        try:
+            for number in range(PLANNERS):
+                argv = [*PROGRAM, "planner", *at, *_PLANNING, "--name", f"planner-{number}"]
+                planner = ChildProcess(f"planner-{number}", "planner", tied(argv))
+                await planner.start()
+                self._planners.append(planner)
+        except BaseException:
+            await self.stop()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Ends the planners."""
         await asyncio.gather(*(planner.stop(_STOP_S) for planner in self._planners))
 
     async def kill_planner(self) -> None:

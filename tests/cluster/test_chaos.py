@@ -3,11 +3,16 @@
 `make chaos MINUTES=10` is the long form.
 """
 
+import signal
+import sys
+
+import psutil
 import pytest
 
 from tests.chaos.harness import Harness
 from tests.chaos.load import COMPLETE, oracle_runs
 from tests.chaos.versions import Versions
+from tests.processes import running
 
 SECONDS = 7.0
 NEW_TOKENS = 60
@@ -33,6 +38,17 @@ async def test_every_request_ends_right_and_nothing_is_kept(
     forked, runs, seed, routers, transport, tp
 ):
     await keeps_the_promise(runs, seed, SECONDS, routers=routers, transport=transport, tp=tp)
+
+
+async def test_an_interrupted_run_leaves_no_process():
+    async with running(sys.executable, "-m", "tests.chaos", "--versions") as program:
+        await program.says("round with seed")
+        children = psutil.Process(program.pid).children(recursive=True)
+        commands = [" ".join(child.cmdline()) for child in children]
+        for name in ("worker", "router", "planner", "etcd"):
+            assert any(name in command for command in commands), name
+        assert await program.end(signal.SIGTERM) == 130
+    assert not [child for child in children if child.is_running()]
 
 
 async def keeps_the_promise(runs, seed, seconds, **settings):

@@ -88,7 +88,7 @@ async def test_a_client_of_haproxy_sees_no_router_end_before_its_first_byte(
 
         async def dispatched():
             """Requests of each router that prefill workers have."""
-            async with httpx.AsyncClient() as asking:
+            async with httpx.AsyncClient(verify=False) as asking:
                 pages = [
                     (await asking.get(f"http://{one}/metrics")).text
                     for one in cluster.http_addresses
@@ -101,7 +101,7 @@ async def test_a_client_of_haproxy_sees_no_router_end_before_its_first_byte(
         async def routers_up():
             """Routers that the proxy uses."""
             try:
-                async with httpx.AsyncClient() as asking:
+                async with httpx.AsyncClient(verify=False) as asking:
                     page = await asking.get(f"http://127.0.0.1:{metrics_port}/metrics")
             except httpx.HTTPError:  # it starts
                 return 0

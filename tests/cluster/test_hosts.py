@@ -63,7 +63,8 @@ async def test_ranks_on_several_hosts(clusters: Clusters, oracle: Oracle) -> Non
 
         streams = Streams(client, oracle, oracle.mixed(6))
         running_streams = await streams.start()
-        (rank,) = psutil.Process(decode[1].process.pid).children()
+        children = psutil.Process(decode[1].process.pid).children()
+        (rank,) = (one for one in children if one.name() == "remote_rank")
         os.kill(rank.pid, signal.SIGKILL)
         await running_streams
         await decode[0].says("a rank of this worker has ended")

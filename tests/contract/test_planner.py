@@ -243,7 +243,7 @@ async def test_the_leader_changes_roles_and_the_others_answer_with_its_plan(conf
     async with planning(config, "first", cluster, apply=True) as (first, leading):
         await until(lambda: worker.roles)
         assert set(worker.roles) == {common_pb2.WORKER_ROLE_PREFILL}
-        assert flips(first, "done")
+        await until(lambda: flips(first, "done"))
         async with planning(config, "second", cluster, apply=True) as (second, following):
             await until(lambda: second.published.plan.flipped_ms)
             assert second.published.plan.planner == "first" and not following.left_s

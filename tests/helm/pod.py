@@ -129,7 +129,9 @@ class Pod:
         url = f"http://{self.address}:{self.port(get['port'])}{get['path']}"
         assert self.process is not None
         assert self.process.poll() is None, f"{self.name} ended: {self.log.read_text()}"
-        async with httpx.AsyncClient(trust_env=False, timeout=probe["timeoutSeconds"]) as client:
+        # Without `verify` no certificates are loaded, 30 ms for each of many clients.
+        settings = {"verify": False, "trust_env": False, "timeout": probe["timeoutSeconds"]}
+        async with httpx.AsyncClient(**settings) as client:
             try:
                 return 200 <= (await client.get(url)).status_code < 400
             except httpx.HTTPError:

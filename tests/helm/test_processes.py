@@ -22,6 +22,7 @@ from tests.helm.test_chart import DEVELOPMENT, SECRETS
 from tests.waiting import WAIT_S
 
 SMALL = {"options": {"threads": 1, "kv-cache": "32MiB"}}
+TWO_HOSTS = {"hosts": 2, "options": {"tp": 2, "tp-backend": "gloo", **SMALL["options"]}}
 
 
 def programs(folder: Path) -> Path:
@@ -75,10 +76,13 @@ async def release(tmp_path: Path, **values: Any) -> AsyncIterator[dict[str, Pod]
             pod.kill()
 
 
-@pytest.mark.parametrize("tls", [False, True], ids=["insecure", "TLS"])
+@pytest.mark.parametrize("tls", [False, True], ids=["insecure, decode on two hosts", "TLS"])
 async def test_from_nothing_to_a_first_token(tmp_path: Path, tls: bool) -> None:
+    """On two hosts, the leader's and the other host's template of a LeaderWorkerSet are one
+    worker."""
     values = {
         "router": {"replicas": 1},
+        "workers": {} if tls else {"decode": TWO_HOSTS},
         "workerDefaults": SMALL,
         "planner": {"enabled": True},
         "tls": {"enabled": tls, "secrets": SECRETS},
@@ -104,12 +108,15 @@ async def test_from_nothing_to_a_first_token(tmp_path: Path, tls: bool) -> None:
         assert answer["choices"][0]["text"] == completion.text
         assert completion.route.decode
 
-        scraped = {name: await scrape(pods[name], tmp_path, tls) for name in pods if name != "etcd"}
+        serving = [name for name in pods if name not in ("etcd", "decode/rank")]
+        scraped = {name: await scrape(pods[name], tmp_path, tls) for name in serving}
         assert "baton_requests_ended_total" in scraped["router"]
         assert "baton_kv_blocks" in scraped["prefill"] and "baton_kv_blocks" in scraped["decode"]
         assert "baton_planner" in scraped["planner"]
-        for name in ("planner", "router", "prefill", "decode"):
-            assert await pods[name].stop() == 0, pods[name].log.read_text()
+        assert ("decode/rank" in pods) is not tls
+        for name in ("planner", "router", "prefill", "decode", "decode/rank"):
+            if name in pods:
+                assert await pods[name].stop() == 0, pods[name].log.read_text()
 
 
 async def scrape(pod: Pod, tmp_path: Path, tls: bool) -> str:
@@ -124,19 +131,3 @@ async def scrape(pod: Pod, tmp_path: Path, tls: bool) -> str:
     url = f"http{'s' if tls else ''}://{pod.address}:{pod.port('metrics')}/metrics"
     async with httpx.AsyncClient(verify=context or True, trust_env=False, timeout=WAIT_S) as http:
         return (await http.get(url, extensions=extensions)).raise_for_status().text
-
-
-async def test_a_worker_on_two_hosts(tmp_path: Path) -> None:
-    """The leader's and the other host's template of a LeaderWorkerSet are one worker."""
-    options = {"tp": 2, "tp-backend": "gloo", **SMALL["options"]}
-    values = {
-        "router": {"replicas": 1},
-        "workers": {"decode": {"hosts": 2, "options": options}},
-        "workerDefaults": SMALL,
-    }
-    async with release(tmp_path, **values) as pods:
-        async with AsyncClient(f"{pods['router'].address}:7700") as client:
-            completion = await client.generate("class Stack:", max_tokens=4, temperature=0.0)
-        assert completion.token_ids
-        for name in ("decode", "decode/rank"):
-            assert await pods[name].stop() == 0, pods[name].log.read_text()

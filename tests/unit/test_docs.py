@@ -11,7 +11,7 @@ import pytest
 from baton import cli, errors
 from baton.net.http_errors import failure_of
 from baton.net.rpc import code_of
-from baton.telemetry.metrics.table import TABLE
+from baton.telemetry.metrics.instruments import INSTRUMENTS
 from benchmarks.__main__ import COMMANDS
 from tests.documents import DOCS, PAGES, ROOT, code, commands
 
@@ -79,7 +79,7 @@ def test_what_a_page_names_exists(page, capsys):
             assert (ROOT / path).exists(), path
         if re.fullmatch(r"(baton|router|kvtransfer|\w+_worker)/[\w/-]+(\.\w+)?", piece):
             assert (ROOT / piece).exists(), piece
-    metrics = {name for one in TABLE for name in (one.series, *one.samples)}
+    metrics = {name for one in INSTRUMENTS for name in (one.series, *one.samples)}
     named = set(re.findall(r"\b(?:baton|gen_ai)_[a-z_]+\b", shown))
     assert named - {"baton_version"} <= metrics  # a field of a report
     for link in re.findall(r"\]\(([^)\s]+)\)", text):

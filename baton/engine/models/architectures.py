@@ -207,6 +207,14 @@ _CORRECTED: dict[str, Any] = {
     "shared": "shared_experts",
     "shared_size": "n_shared_experts",
 }
+_CORRECTED_DEFAULTS = {
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 _GRANITE_DEFAULTS = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
@@ -577,13 +585,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "DeepseekV3ForCausalLM": Architecture(
         {
             **_LATENT,
+            **_CORRECTED_DEFAULTS,
             "n_group": 8,
             "topk_group": 4,
             "first_k_dense_replace": 3,
             "routed_scaling_factor": 2.5,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
             "rope_interleave": True,
         },
         latent=True,
@@ -594,14 +600,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Glm4MoeLiteForCausalLM": Architecture(
         {
             **_LATENT,
+            **_CORRECTED_DEFAULTS,
             "q_lora_rank": 768,
             "qk_nope_head_dim": 192,
             "v_head_dim": 256,
             "mlp_layer_types": None,
             "routed_scaling_factor": 1.8,
-            "n_shared_experts": 1,
             "num_experts_per_tok": 4,
-            "norm_topk_prob": True,
             "rms_norm_eps": 1e-5,
             "rope_interleave": True,
         },
@@ -612,14 +617,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Glm4MoeForCausalLM": Architecture(
         {
+            **_CORRECTED_DEFAULTS,
             "head_dim": 128,
-            "n_group": 1,
-            "topk_group": 1,
             "first_k_dense_replace": 1,
-            "routed_scaling_factor": 1.0,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
             "rms_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
             "use_qk_norm": False,
@@ -715,16 +715,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Dots1ForCausalLM": Architecture(
         {
+            **_CORRECTED_DEFAULTS,
             "sliding_window": 4096,
             "max_window_layers": 62,
-            "n_group": 1,
-            "topk_group": 1,
             "first_k_dense_replace": 0,
             "n_routed_experts": 128,
             "n_shared_experts": 2,
             "num_experts_per_tok": 6,
             "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
         },
         **_ATTENTION_BIASES,
         qk_norm="head",
@@ -734,15 +732,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "SolarOpenForCausalLM": Architecture(
         {
+            **_CORRECTED_DEFAULTS,
             "head_dim": 128,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
-            "n_group": 1,
-            "topk_group": 1,
-            "routed_scaling_factor": 1.0,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
         },
         qkv_bias="attention_bias",
         mlp_size="moe_intermediate_size",  # all layers have experts

@@ -26,8 +26,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from baton.telemetry.metrics import table
-from baton.telemetry.metrics.table import Instrument
+from baton.telemetry.metrics import instruments
+from baton.telemetry.metrics.instruments import Instrument
 
 Attributes = Mapping[str, str]
 Reading = Callable[[], float | Iterable[tuple[float, Attributes]]]  # a number has no attributes
@@ -64,7 +64,7 @@ class _Observed(Collector):
 
     def collect(self) -> Iterator[Metric]:
         one = self._instrument
-        kind = CounterMetricFamily if one.kind == table.COUNTER else GaugeMetricFamily
+        kind = CounterMetricFamily if one.kind == instruments.COUNTER else GaugeMetricFamily
         family = kind(one.series, one.text, labels=one.labels)
         read = self._read()
         for value, attributes in [(read, _NOTHING)] if isinstance(read, int | float) else read:
@@ -73,9 +73,9 @@ class _Observed(Collector):
 
 
 def _made(one: Instrument) -> Collector:
-    if one.kind == table.COUNTER:
+    if one.kind == instruments.COUNTER:
         return Counter(one.series, one.text, one.labels, registry=None)
-    if one.kind == table.HISTOGRAM:
+    if one.kind == instruments.HISTOGRAM:
         return Histogram(one.series, one.text, one.labels, registry=None, buckets=one.buckets)
     return _Observed(one)
 
@@ -84,7 +84,7 @@ class Recorder(Collector):
     """One process's metrics. Event-loop thread only."""
 
     def __init__(self, process: str, resource: Mapping[str, str]) -> None:
-        self._instruments = table.instruments_of(process)
+        self._instruments = instruments.for_process(process)
         self._target = Info("target", "Which process this is.", registry=None)
         resource = {"service.name": f"baton-{process}", **resource}
         self._target.info({name.replace(".", "_"): value for name, value in resource.items()})
@@ -122,7 +122,7 @@ class Recorder(Collector):
     def observe(self, name: str, read: Reading) -> None:
         """Has `read` called at every scrape, for a gauge or a total."""
         instrument = self._instruments[name]
-        assert instrument.kind != table.HISTOGRAM, f"{name} is a histogram"
+        assert instrument.kind != instruments.HISTOGRAM, f"{name} is a histogram"
         self._metrics[name] = _Observed(instrument, read)
 
     def collect(self) -> Iterator[Metric]:

@@ -46,11 +46,11 @@ class LlamaCpp(Adapter):
 
     def about(self) -> dict[str, str]:
         api = self._api
-        told = api.llama_print_system_info().decode()
+        info = api.llama_print_system_info().decode()
         return {
             "version": f"llama-cpp-python {api.__version__}",
             "type": str(self.setup.options["type"]),
-            "cpu": ", ".join(p.partition(" = ")[0].split(" ")[-1] for p in told.split("|")[-6:-1]),
+            "cpu": ", ".join(p.partition(" = ")[0].split(" ")[-1] for p in info.split("|")[-6:-1]),
         }
 
     def decode(self, batch: int, context: int, steps: int) -> Timed:

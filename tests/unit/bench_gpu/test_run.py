@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -34,11 +33,20 @@ from benchmarks.gpu.run import TARGETS
 from benchmarks.shapes import GPU_SHAPES, Shape
 from tests.namespaces import HAS_NAMESPACES
 from tests.preloaded import Preloaded
+from tests.unit.bench_gpu import parts
 from tests.waiting import WAIT_S
 
 EIGHT, ONE = GPU_SHAPES["8B"], GPU_SHAPES["1B"]
 MACHINE = {"device_name": "cpu", "shapes": ["1B"], "smoke": True}
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.fixture
+def forked(preloaded: Preloaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts, receivers, workers and routers are started from what has imported torch."""
+    ours = {"baton", "benchmarks.gpu.cluster", "benchmarks.gpu.part"}
+    monkeypatch.setattr(preloaded, "modules", preloaded.modules | ours)
+    monkeypatch.setattr(child, "tied", list)
 
 
 def part_of(seconds: float = 20 * WAIT_S, **settings: Any) -> tuple[Part, list[dict[str, Any]]]:
@@ -55,30 +63,14 @@ def on_path(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: st
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def crash(part: Part) -> None:
-    part.row("table", "a row", {"GB/s": 1.5, "text": "x", "none": None})
-    part.attempt(
-        "decode", "batch 8", lambda: (os.system("echo out of luck >&2") and None) or os.abort()
-    )
-
-
-def fail(part: Part) -> None:
-    part.measure("t", [("bad", lambda: {"x": 1 // 0}), ("good", lambda: {"x": 1})])
-    raise RuntimeError("no\nmore")
-
-
-def stay(part: Part) -> None:
-    threading.Thread(target=time.sleep, args=(8 * WAIT_S,)).start()
-
-
 def test_a_part_ends_in_time_and_its_failures_are_reported_once_with_their_place(
-    monkeypatch: pytest.MonkeyPatch,
+    forked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, "_ENDING_S", 1.0)
 
     def messages_of(function: str) -> list[dict[str, Any]]:
-        settings = {**MACHINE, "seconds": 20 * WAIT_S}
-        return list(run.run_part("speed", f"{__name__}:{function}", settings, grace_s=1.0))
+        settings = {**MACHINE, "smoke": False, "seconds": 20 * WAIT_S}
+        return list(run.run_part("speed", f"{parts.__name__}:{function}", settings, grace_s=1.0))
 
     row, failed = messages_of("crash")
     assert row["cells"] == {"GB/s": 1.5, "text": "x", "none": None}
@@ -423,7 +415,7 @@ def test_what_is_tuned_is_written_with_what_is_shipped(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_where_no_gpu_is_it_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    forked: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # as the run sets it
     parser = argparse.ArgumentParser()
@@ -482,13 +474,6 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     smi, rival, served = (note["text"] for note in found["notes"])
     assert "no nvidia-smi" in smi and "no transformers" in rival
     assert served.startswith("no cluster is started: ")
-
-
-@pytest.fixture
-def forked(preloaded: Preloaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Receivers, workers and routers are started from what has imported torch."""
-    modules = {*preloaded.modules, "baton", "benchmarks.gpu.cluster"}
-    monkeypatch.setattr(preloaded, "modules", modules)
 
 
 def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process(forked: None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import promql_parser
 import pytest
 
-from baton.telemetry.metrics import table
+from baton.telemetry.metrics import instruments
 from tests.unit.deployment.files import BASE, COMPOSE, OVERLAYS, load, merge
 
 OBSERVABILITY = COMPOSE / "observability"
@@ -25,7 +25,7 @@ TTFT = "gen_ai_server_time_to_first_token_seconds"
 def samples():
     """The labels of each name that a query may use."""
     known = dict.fromkeys(FOREIGN, SCRAPED)
-    for instrument in table.TABLE:
+    for instrument in instruments.INSTRUMENTS:
         labels = SCRAPED | {name.replace(".", "_") for name in instrument.attributes}
         for name in instrument.samples:
             known[name] = labels | {"le"} if name.endswith("_bucket") else labels

@@ -23,7 +23,6 @@ from baton.local.model_check import check_model
 from baton.text import load_tokenizer
 from tests.unit.engine.bench import WAIT_S, Bench, load, tokens_of
 from tests.unit.engine.checkpoints import make_checkpoint
-from tests.unit.engine.small_models import KERNELS
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 SEEDED = dataclasses.replace(GREEDY, temperature=0.8, top_p=0.9, seed=11)
@@ -91,8 +90,11 @@ def run(loaded, *some):
     return {name: tokens_of(one) for name, one in got.items()}, *counts, preemptions
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("kind", KINDS)
+# What is sampled does not depend on which kernels computed the scores.
+KINDS_BY_KERNELS = [("penalties", "torch"), *((kind, "native") for kind in KINDS)]
+
+
+@pytest.mark.parametrize(("kind", "kernels"), KINDS_BY_KERNELS)
 def test_a_model_that_drafts_for_itself_is_always_right(kind, kernels):
     """Also at a temperature, with penalties and in a grammar: it samples as it is verified."""
     options = {"kernels": kernels, "kv_blocks": 60, "prefix_cache": False}
@@ -105,7 +107,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(kind, kernels):
         beyond = 4 * len(plain) if kind == "structured" else 0  # the end of the text
         assert proposed - accepted <= beyond
     whole = plain["s0"]
-    for delivered in (1, 7, 23):  # where another worker failed: its KV is computed anew
+    for delivered in (1, 23):  # where another worker failed: its KV is computed anew
         rest = sequences(KINDS[kind], (40,), whole[:delivered])
         assert run(drafted, *rest)[0]["s0"] == whole[delivered:]
 
@@ -188,7 +190,7 @@ def test_ranks_and_formats_change_nothing(options):
 
 def test_sequences_come_and_go(first_layer):
     """Some are released in the middle; what is left has its tokens, and no block is lost."""
-    lengths = random.Random(3).choices(range(20, 150), k=20)
+    lengths = random.Random(3).choices(range(20, 150), k=12)
     plain, *_ = run(load(kv_blocks=400, max_batch=4), *sequences(SEEDED, lengths))
     loaded = load(kv_blocks=60, max_batch=4, speculative_model=str(first_layer))
     some = sequences(SEEDED, lengths)

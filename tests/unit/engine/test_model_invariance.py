@@ -4,6 +4,11 @@ By torch in float32, by native code in every precision, with and without 8-bit w
 makes greedy and seeded output independent of batching, chunking, workers and failover.
 """
 
+import hashlib
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -14,7 +19,8 @@ from baton.engine.kernels.torch.rows import act_mul
 from baton.engine.models.model_config import DeltaRuleConfig, ExpertsConfig, LatentConfig
 from baton.engine.models.rope import rope_table
 from baton.engine.models.rope_config import Rope
-from tests.unit.engine.small_models import Kind, feed, run_of, tokens
+from tests.unit.engine.small_models import Kind, feed, require, run_of, tokens
+from tests.waiting import WAIT_S
 
 # (in, out) of products in real and in odd shapes.
 PRODUCTS = ((64, 1), (32, 64), (64, 160), (33, 65), (96, 100), (576, 960), (1536, 576), (896, 1152))
@@ -68,10 +74,13 @@ def test_a_gate_does_not_depend_on_threads_or_rows(size, activation, threads):
     ids=str,
 )
 def test_tokens_do_not_depend_on_their_batch(kind, heads, kv_heads, inner, window, threads):
+    """Nor on the number of threads: all equal what one computes for the whole text."""
     run = run_of(kind, window, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner)
     mine = tokens(150, seed=1)
+    torch.set_num_threads(1)
     whole = feed(run, run.add(mine), 150)
-    for chunk in (1, 2, 7, 33, 64):
+    torch.set_num_threads(threads)
+    for chunk in (2, 33) if threads == 2 else (1, 7, 64):
         assert torch.equal(feed(run, run.add(mine), chunk), whole), f"chunks of {chunk}"
     others = [run.add(tokens(length, seed=length), room=32) for length in (5, 140, 300)]
     for other in others:
@@ -84,8 +93,32 @@ def test_tokens_do_not_depend_on_their_batch(kind, heads, kv_heads, inner, windo
     assert torch.equal(got[0], whole[120])
     got = run.step((others[0], 1), (others[2], 1), (sequence, 20), (others[1], 17))[2]
     assert torch.equal(got, whole[121:141])
-    torch.set_num_threads(3 - threads)
-    assert torch.equal(feed(run, run.add(mine), 64), whole), "thread counts agree"
+
+
+BY_THREE_THREADS = """
+import torch
+from tests.unit.engine.test_model_invariance import digest
+torch.set_num_threads(3)
+print(digest())
+"""
+
+
+def digest():
+    """Of the bits of all logits of a prompt in chunks."""
+    run = run_of(Kind("native"), 40)
+    return hashlib.sha256(feed(run, run.add(tokens(90, 1)), 37).numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("limit", ["1", "2"])
+def test_fewer_threads_than_asked_for_compute_the_same(limit):
+    require("native")
+    ran = subprocess.run(
+        [sys.executable, "-c", BY_THREE_THREADS],
+        env={**os.environ, "OMP_THREAD_LIMIT": limit},
+        capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == [digest()]
 
 
 @by_plain_kind

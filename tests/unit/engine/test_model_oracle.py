@@ -1,7 +1,7 @@
 """The model gives what transformers gives: every architecture and variant, paged any way."""
 
 import json
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.engine.backends.cpu.native_model import NativeModel
+from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS
-from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weight_loader import load_weights
 from tests.unit.engine import small_models
@@ -18,7 +18,6 @@ from tests.unit.engine.checkpoints import MROPE, load_reference, make_checkpoint
 from tests.unit.engine.paged import PagedRun
 
 CPU = torch.device("cpu")
-Load = Callable[..., DecoderModel | NativeModel]
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -384,14 +383,27 @@ EDITED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=small_models.KERNELS)
-def load(request):
-    def load(directory, dtype=torch.float32):
-        config = ModelConfig.load(directory)
-        weights = load_weights(directory, config, dtype, CPU)
-        return small_models.make(request.param, config, weights, dtype)
+by_kernels = pytest.mark.parametrize("kernels", small_models.KERNELS)
 
-    return load
+
+def load(directory, kernels, dtype=torch.float32):
+    config = ModelConfig.load(directory)
+    weights = load_weights(directory, config, dtype, CPU)
+    return small_models.make(kernels, config, weights, dtype)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Directories of checkpoints and models of transformers, each made once for all kernels."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def make(architecture, **options):
+        if (key := repr((architecture, options))) not in made:
+            directory = tmp_path_factory.mktemp("saved")
+            made[key] = directory, make_checkpoint(directory, architecture, **options)
+        return made[key]
+
+    return make
 
 
 def prompt(length=75, vocab=300):
@@ -404,23 +416,25 @@ def expected_logits(reference, tokens):
     return logits.float()
 
 
+@by_kernels
 @pytest.mark.parametrize("name", VARIANTS)
-def test_equals_transformers_however_the_prompt_is_fed(name, tmp_path, load):
+def test_equals_transformers_however_the_prompt_is_fed(name, kernels, saved):
     architecture, overrides = VARIANTS[name]
-    reference = make_checkpoint(tmp_path, architecture, **overrides)
-    run = PagedRun(load(tmp_path))
+    directory, reference = saved(architecture, **overrides)
+    run = PagedRun(load(directory, kernels))
     tokens = prompt()
     expected = expected_logits(reference, tokens)
-    for query_lens in ([75], [16, 30, 29], [33, 1, 41], [1] * 75):
+    for query_lens in ([75], [16, 30, 29], [*[1] * 18, 38, *[1] * 19]):
         sequence = run.add(tokens)
         got = torch.cat([run.step((sequence, count))[0] for count in query_lens])
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
-def test_experts_may_be_stored_together_whatever_the_architecture(tmp_path, load):
+@by_kernels
+def test_experts_may_be_stored_together_whatever_the_architecture(kernels, tmp_path):
     """As Qwen3.5's are."""
     make_checkpoint(tmp_path, "Qwen3_5MoeForConditionalGeneration")
-    run = PagedRun(load(tmp_path))
+    run = PagedRun(load(tmp_path, kernels))
     expected = run.step((run.add(prompt()), 75))[0]
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -434,7 +448,7 @@ def test_experts_may_be_stored_together_whatever_the_architecture(tmp_path, load
         tensors[f"{prefix}.down_proj"] = torch.stack([one[2] for one in each])
     save_file(tensors, file)
     assert any("mlp.experts.gate_up_proj" in name for name in tensors)
-    run = PagedRun(load(tmp_path))
+    run = PagedRun(load(tmp_path, kernels))
     assert torch.equal(run.step((run.add(prompt()), 75))[0], expected)
 
 
@@ -454,10 +468,11 @@ def test_config_json_is_read_as_transformers_reads_it(name, tmp_path):
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
+@by_kernels
 @pytest.mark.parametrize("architecture", {**ARCHITECTURES, **WRAPPERS})
-def test_64_greedy_tokens_are_those_of_transformers(architecture, tmp_path, load):
-    reference = make_checkpoint(tmp_path, architecture, sliding_window=24)
-    run = PagedRun(load(tmp_path))
+def test_64_greedy_tokens_are_those_of_transformers(architecture, kernels, saved):
+    directory, reference = saved(architecture, sliding_window=24)
+    run = PagedRun(load(directory, kernels))
     sequence, count = run.add(prompt(40), room=64), 40
     for _ in range(64):
         scores, count = run.step((sequence, count))[0][-1], 1
@@ -466,23 +481,49 @@ def test_64_greedy_tokens_are_those_of_transformers(architecture, tmp_path, load
     assert sequence.tokens[40:] == expected[39:-1].tolist()
 
 
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        name
+        for name, arch in ARCHITECTURES.items()
+        if not (arch.delta_rule or arch.latent or arch.chunked or arch.value_norm)
+    ],
+)
+def test_operations_one_by_one_compute_what_a_whole_step_does(architecture, saved):
+    small_models.require("native")
+    directory, _ = saved(architecture, sliding_window=24)
+    config = ModelConfig.load(directory)
+    weights = small_models.packed(load_weights(directory, config, torch.float32, CPU))
+    found = []
+    for kind in (NativeModel, NativeOps):
+        run = PagedRun(kind(config, weights, torch.float32))
+        sequence = run.add(prompt())
+        found.append(torch.cat([run.step((sequence, count))[0] for count in (37, 1, 37)]))
+    whole, one_by_one = found
+    if config.experts is None and not config.logit_softcap:
+        assert torch.equal(one_by_one, whole)
+    else:  # torch adds up experts' outputs and makes the cap of logits
+        assert (one_by_one - whole).norm() / whole.norm() < 2e-6
+
+
+@by_kernels
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_bfloat16_is_as_close_to_float32_as_transformers_is(architecture, tmp_path, load):
-    reference = make_checkpoint(tmp_path, architecture, dtype=torch.bfloat16)
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(architecture, kernels, saved):
+    directory, reference = saved(architecture, dtype=torch.bfloat16)
     bf16 = expected_logits(reference, prompt())
-    exact = expected_logits(load_reference(tmp_path), prompt())
-    run = PagedRun(load(tmp_path, torch.bfloat16))
-    for query_lens in ([75], [40, 35], [1] * 75):
+    exact = expected_logits(load_reference(directory), prompt())
+    run = PagedRun(load(directory, kernels, torch.bfloat16))
+    for query_lens in ([75], [40, *[1] * 35]):
         sequence = run.add(prompt())
         got = torch.cat([run.step((sequence, count))[0] for count in query_lens])
         assert error(got, exact) < 1.3 * error(bf16, exact)
 
 
-@pytest.mark.parametrize("kernels", small_models.KERNELS)
-def test_tokens_are_counted_by_the_experts_that_they_take(kernels, tmp_path):
-    reference = make_checkpoint(tmp_path, *VARIANTS["qwen3 moe"][:1], **VARIANTS["qwen3 moe"][1])
-    config = ModelConfig.load(tmp_path)
-    model = small_models.make(kernels, config, load_weights(tmp_path, config, torch.float32, CPU))
+@by_kernels
+def test_tokens_are_counted_by_the_experts_that_they_take(kernels, saved):
+    architecture, overrides = VARIANTS["qwen3 moe"]
+    directory, reference = saved(architecture, **overrides)
+    model = load(directory, kernels)
     run, tokens = PagedRun(model), prompt()
     sequence = run.add(tokens)
     for count in (40, 34, 1):

@@ -19,7 +19,15 @@ from baton.local.model_plan import check_plan, weight_bytes
 from tests.unit.engine.bench import WAIT_S, Bench, load
 from tests.unit.engine.checkpoints import add_predicting_layer, load_reference, make_checkpoint
 from tests.unit.engine.small_models import KERNELS
-from tests.unit.engine.test_draft_model import CHEAP, GREEDY, KINDS, SEEDED, change, run
+from tests.unit.engine.test_draft_model import (
+    CHEAP,
+    GREEDY,
+    KINDS,
+    KINDS_BY_KERNELS,
+    SEEDED,
+    change,
+    run,
+)
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 LATENT, DENSE_KV = ARCHITECTURES[:2]
@@ -145,8 +153,7 @@ def test_proposals_are_those_of_the_published_layer(architecture, kernels, made,
         assert layer.propose(tokens, 20, len(found)) == found
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "kernels"), KINDS_BY_KERNELS)
 @pytest.mark.parametrize("architecture", [LATENT, DENSE_KV])
 def test_tokens_are_those_without(architecture, kind, kernels, made):
     directory = made(architecture, 0.3)

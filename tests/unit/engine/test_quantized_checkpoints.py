@@ -142,12 +142,15 @@ def paged_logits(model):
 
 
 @torch.inference_mode()
-def greedy(step, count=64):
-    """Tokens that each follow from all before; step gives the scores of the last."""
-    tokens = list(TOKENS)
+def assert_greedy(model, reference, count=64):
+    """Each of the model's greedy tokens is the reference's likeliest behind those before it."""
+    run = PagedRun(model)
+    sequence, step = run.add(TOKENS, room=count), len(TOKENS)
     for _ in range(count):
-        tokens.append(int(step(tokens).argmax()))
-    return tokens[len(TOKENS) :]
+        scores, step = run.step((sequence, step))[0][-1], 1
+        sequence.tokens.append(int(scores.argmax()))
+    expected = reference(torch.tensor([sequence.tokens])).logits[0].argmax(1).tolist()
+    assert sequence.tokens[len(TOKENS) :] == expected[len(TOKENS) - 1 : -1]
 
 
 @pytest.mark.parametrize("kernels", small_models.KERNELS)
@@ -170,14 +173,7 @@ def test_int4_and_blocks_of_fp8_give_the_tokens_of_the_dense_model(tmp_path, nam
     model = model_of(kernels, tmp_path)
     expected = logits_of(reference)
     assert relative_error(paged_logits(model), expected) < 1e-5
-    run = PagedRun(model)
-    sequence = run.add(TOKENS, room=64)
-
-    def step(tokens):
-        sequence.tokens = tokens
-        return run.step((sequence, len(tokens) - sequence.computed))[0][-1]
-
-    assert greedy(step) == greedy(lambda tokens: reference(torch.tensor([tokens])).logits[0, -1])
+    assert_greedy(model, reference)
     # In bfloat16 no further from it than the dense model is.
     low = relative_error(paged_logits(model_of(kernels, tmp_path, BF16)), expected)
     assert low < 1.2 * relative_error(logits_of(reference.bfloat16()), expected) < 0.05

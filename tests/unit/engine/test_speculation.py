@@ -23,7 +23,6 @@ from baton.engine.speculative.ngram import NgramProposer
 from baton.generation.sampling_params import SamplingParams
 from baton.text import load_tokenizer
 from tests.unit.engine.bench import WAIT_S, Bench, load, tokens_of
-from tests.unit.engine.small_models import KERNELS
 
 TINY = Path(__file__).parents[3] / "benchmarks" / "scenarios" / "tiny.json"
 GREEDY = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -51,7 +50,7 @@ def logprobs_of(got):
     return [one for progress in got for one in progress.logprobs]
 
 
-@pytest.fixture(scope="module", params=KERNELS)
+@pytest.fixture(scope="module")
 def demo(request):
     return load(kv_blocks=200, kernels=request.param, prefix_cache=False)
 
@@ -67,7 +66,12 @@ def demo_sequences(loaded, params):
     return [Sequence(f"s{i}", list(p), len(p), params) for i, p in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# What is sampled does not depend on which kernels computed the scores.
+@pytest.mark.parametrize(
+    ("demo", "kind"),
+    [("torch", "penalties"), *(("native", kind) for kind in KINDS)],
+    indirect=["demo"],
+)
 def test_a_real_models_tokens_are_the_same(demo, kind):
     params = KINDS[kind]
     plain, proposed, *_ = run(demo.engine, *demo_sequences(demo, params))
@@ -84,7 +88,7 @@ def test_a_real_models_tokens_are_the_same(demo, kind):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert len(logprobs_of(drafted["s0"])) == (60 if kind == "penalties" else 0)
     whole, first = tokens_of(plain["s1"]), demo_sequences(demo, params)[1]
-    for delivered in (1, 17, 40):  # after a failover the text is read anew from the tokens
+    for delivered in (1, 40):  # after a failover the text is read anew from the tokens
         tokens = [*first.tokens, *whole[:delivered]]
         rest = Sequence("rest", tokens, first.prompt_tokens, params)
         assert tokens_of(run(speculating(demo), rest)[0]["rest"]) == whole[delivered:]

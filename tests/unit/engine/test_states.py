@@ -388,7 +388,10 @@ def test_whatever_is_resumed_is_the_state_of_its_tokens(seed, short_checkpoints)
 )
 def test_logits_are_the_same_with_and_without_a_warm_cache(engine, directory):
     """The tokens' log-probabilities, which a wrong state changes even where no token changes."""
-    shared, params = [(7 * i) % 250 + 2 for i in range(430)], replace(GREEDY, logprobs=4)
+    shared, params = (
+        [(7 * i) % 250 + 2 for i in range(430)],
+        replace(GREEDY, max_tokens=16, logprobs=4),
+    )
 
     def generated(prompts, **settings):
         loaded = load(directory, kv_blocks=400, chunk_tokens=200, **engine, **settings)

@@ -41,7 +41,7 @@ from tests.unit.engine.bench import WAIT_S, Bench
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.test_lora import ALL, make_adapter
 
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)  # into a further block
 PROMPTS = [[(n * i) % 250 + 2 for i in range(20 * n)] for n in (1, 2, 3)]
 SETTINGS = {"dtype": "float32", "kv_blocks": 32, "chunk_tokens": 32, "threads": 2, "device": "cpu"}
 

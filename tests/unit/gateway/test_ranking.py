@@ -154,6 +154,7 @@ async def test_a_body_may_have_2048_inputs(gateway_of, tmp_path):
     """They do not fill the router's wait queue, which holds 1,024 requests."""
     gateway = await gateway_of()
     answer = await gateway.post("/v1/embeddings", {"input": [[3, 4]] * 2048})
+    assert answer.status_code == 200, answer.text
     assert len(answer.json()["data"]) == 2048
     for body in ({"input": ["a"] * 2049}, {"input": [[3]] * 2049}):
         refused = (await gateway.post("/v1/embeddings", body)).json()["error"]

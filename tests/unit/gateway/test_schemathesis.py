@@ -30,7 +30,7 @@ from tests.waiting import WAIT_S
 
 from .conftest import Gateway
 
-EXAMPLES = 12
+EXAMPLES = 6
 # A prompt that fits the description may still be too long for the model, or of unknown tokens.
 NOT_IN_THE_DESCRIPTION = [positive_data_acceptance]
 UNKNOWN_HEADER = "x-schemathesis-unknown-property"

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -21,8 +20,14 @@ from baton.local.router_processes import RouterProcess
 from baton.local.supervisor import restart_delay_s
 from tests.waiting import WAIT_S, eventually
 
-MEMBER = [sys.executable, str(Path(__file__).with_name("member.py"))]
+MEMBER = [sys.executable, "-m", "tests.unit.local.member"]
 MEMBERS = {"router": MEMBER, "prefill": MEMBER, "decode": MEMBER}
+
+
+@pytest.fixture(autouse=True)
+def forked(preloaded, monkeypatch):
+    """Members are started from what has imported their libraries."""
+    monkeypatch.setattr(preloaded, "modules", {*preloaded.modules, MEMBER[2]})
 
 
 def cluster(*, extra=None, say=lambda text: None, patience_s=30, **options):
@@ -83,8 +88,8 @@ async def test_starts_with_its_gpus_programs_and_arguments_and_leaves_nothing(mo
     assert "GPUs: prefill-0 on cuda:0, decode-0 on cuda:1, decode-1 on cuda:1" in said
     assert sum(" ready in " in text for text in said) == 4  # etcd and three workers
     first, second = (started.processes[f"decode-{n}"] for n in (0, 1))
-    assert first.argv[:3] == [*MEMBER, "worker"]
-    assert second.argv[:5] == [*named, "worker"]
+    assert first.argv[:4] == [*MEMBER, "worker"]
+    assert second.argv[:6] == [*named, "worker"]
     assert first.argv[-6:] == ["--name", "decode-0", "--advertise", "h:1", "--advertise", "h:2"]
     assert second.argv[-4:] == ["--name", "decode-1", "--advertise", "h:1"]
     assert ("decode-1", "decode begins") in lines

@@ -20,7 +20,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.telemetry import tracing
-from baton.telemetry.metrics import table
+from baton.telemetry.metrics import instruments
 from baton.telemetry.metrics.recorder import Recorder
 from baton.v1 import fleet_pb2
 from baton.v1.route_pb2 import CANARY_STATE_RUNNING, Canary, ModelRoute, RouteTarget
@@ -294,7 +294,7 @@ def test_all_that_a_router_lists_is_measured(world):
     world.request(InternalError("x"))
     world.metrics.canary_decided("chat", "stepped")
     page = world.recorder.render("")[1].decode()
-    for one in table.instruments_of("router").values():
+    for one in instruments.for_process("router").values():
         assert any(line.startswith(one.samples) for line in page.splitlines()), one.name
 
 

@@ -13,9 +13,9 @@ from prometheus_client import parser
 from prometheus_client.openmetrics import parser as open_parser
 
 from baton.telemetry import tracing
-from baton.telemetry.metrics import table
+from baton.telemetry.metrics import instruments
+from baton.telemetry.metrics.instruments import INSTRUMENTS
 from baton.telemetry.metrics.recorder import Recorder
-from baton.telemetry.metrics.table import TABLE
 
 OPEN = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
 TTFT = "gen_ai.server.time_to_first_token"
@@ -121,7 +121,7 @@ def test_a_bucket_leads_to_the_trace_of_an_exported_request(recorder):
 
 def test_everything_is_announced_before_anything_happened(recorder):
     page = recorder.render(OPEN)[1].decode()
-    for one in table.instruments_of("router").values():
+    for one in instruments.for_process("router").values():
         assert f"# TYPE {one.series} {one.kind}\n" in page
     assert page.endswith("# EOF\n")
 
@@ -133,7 +133,7 @@ def test_a_process_reports_itself_by_the_names_of_prometheus_own_clients(recorde
     assert 0 < samples["process_cpu_seconds_total"] < 1e6
     assert samples["process_resident_memory_bytes"] > 1 << 20
     assert samples["process_max_fds"] >= samples["process_open_fds"] > 2
-    listed = {name for one in table.instruments_of("router").values() for name in one.samples}
+    listed = {name for one in instruments.for_process("router").values() for name in one.samples}
     assert {name for name in samples if name.startswith("process_")} <= listed
 
 
@@ -154,14 +154,14 @@ def test_only_what_is_listed_for_the_process_can_be_recorded(recorder):
 
 
 def test_the_tables_rows_are_whole_with_unique_names_that_have_units():
-    for one in TABLE:
-        assert one.kind in (table.COUNTER, table.GAUGE, table.HISTOGRAM), one.name
-        assert one.processes and set(one.processes) <= set(table.EVERYBODY), one.name
+    for one in INSTRUMENTS:
+        assert one.kind in (instruments.COUNTER, instruments.GAUGE, instruments.HISTOGRAM), one.name
+        assert one.processes and set(one.processes) <= set(instruments.EVERYBODY), one.name
         assert one.text.endswith(".") and "|" not in one.text, one.name
-        assert (one.kind == table.HISTOGRAM) == bool(one.buckets), one.name
+        assert (one.kind == instruments.HISTOGRAM) == bool(one.buckets), one.name
         assert all(low < high for low, high in itertools.pairwise(one.buckets)), one.name
         assert all(re.fullmatch("[a-z_][a-z0-9_]*", name) for name in one.samples), one.name
-    samples = [name for one in TABLE for name in one.samples]
+    samples = [name for one in INSTRUMENTS for name in one.samples]
     assert len(set(samples)) == len(samples)
     assert {
         *("baton_tokens_output_total", "process_cpu_seconds_total"),

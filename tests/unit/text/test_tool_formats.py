@@ -89,8 +89,8 @@ def test_a_long_output_costs_little_wherever_it_stops_to_make_sense(form, text):
     """The parser runs on the router's event loop, between all streams."""
     begun = time.thread_time()
     for before in ("", form.written.partition("NAME")[0], form.written.replace("NAME", "f")[:-3]):
-        parsed(form, [before, *[text] * 5_000])
-    assert time.thread_time() - begun < 6.0  # 0.2; 20 where each piece looks at all before it
+        parsed(form, [before, *[text] * 2_500])
+    assert time.thread_time() - begun < 2.0  # 0.1; 5 where each piece looks at all before it
 
 
 def test_arguments_come_as_they_are_written_and_further_calls_can_be_dropped():
@@ -279,7 +279,7 @@ ARGUMENTS = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_what_a_template_writes_is_what_the_parser_returns_at_any_cuts(form, data):
     calls = data.draw(st.lists(ARGUMENTS, min_size=1, max_size=3 if form.parallel else 1))

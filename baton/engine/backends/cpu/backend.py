@@ -138,7 +138,7 @@ class CpuBackend(Backend):
 
 
 class NativeMtpLayer(MtpLayer, NativeOps):
-    """By native kernels."""
+    """An MTP layer that runs native kernels."""
 
 
 def prepare_weight(

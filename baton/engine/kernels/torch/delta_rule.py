@@ -146,11 +146,9 @@ class StateRows(NamedTuple):
         return self.floats[self.chunks, self.places]
 
     def zeros(self) -> Tensor:
-        """A state of zeros."""
         return self.floats.new_zeros(*self.chunks.shape, self.floats.shape[2])
 
     def write(self, state: Tensor) -> None:
-        """Writes the state to the pool."""
         self.floats[self.chunks, self.places] = state
 
 

@@ -4,9 +4,11 @@ import tests.interpreted  # noqa: F401, I001  (before a rank's process imports a
 
 import torch
 
+from baton.engine.backends.gpu import cuda_graphs
 from baton.engine.backends.gpu.device import Gpu
 
 GIB = 1 << 30
+FEW_ROWS = 4, (8, 16)  # sequences and rows of chunks in captured steps
 
 
 class FakeGpu(Gpu):
@@ -20,7 +22,7 @@ class FakeGpu(Gpu):
         self._capability, self._peak, self._others = capability, peak, others
 
     def of_rank(self, rank):
-        return FakeGpu(self._capability, self._peak, self._others + rank * GIB)
+        return type(self)(self._capability, self._peak, self._others + rank * GIB)
 
     @property
     def capability(self):
@@ -40,6 +42,14 @@ class FakeGpu(Gpu):
 
     def peak(self):
         return self._peak
+
+
+class FewRowsGpu(FakeGpu):
+    """On each rank chunks of captured steps are as small as those of the fixture `few_rows`."""
+
+    def use(self):
+        super().use()
+        cuda_graphs.MAX_CHUNKS, cuda_graphs.CHUNK_SIZES = FEW_ROWS
 
 
 class UnmeasuredGpu(FakeGpu):

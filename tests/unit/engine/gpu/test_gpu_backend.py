@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.config import EngineConfig
-from baton.engine import build, state_blocks
+from baton.engine import build, state_cache
 from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.backends.gpu import backend as gpu_backend
 from baton.engine.backends.gpu import device_sampling, memory
@@ -29,7 +29,7 @@ from baton.generation.sampling_params import SamplingParams
 from baton.local import model_plan
 from tests.unit.engine.bench import Bench
 from tests.unit.engine.checkpoints import make_checkpoint
-from tests.unit.engine.gpu.fake_gpu import GIB, FakeGpu, UnmeasuredGpu
+from tests.unit.engine.gpu.fake_gpu import GIB, FakeGpu, FewRowsGpu, UnmeasuredGpu
 from tests.unit.engine.gpu.models import FEW_STATES
 from tests.unit.engine.small_models import qwen_config
 from tests.waiting import WAIT_S
@@ -56,17 +56,15 @@ def on_gpu(checkpoint, gpu=None, allocate=None, **settings):
     "options", [{}, {"graphs": False, "overlap": False}, {"tp": 2}],
     ids=["graphs", "no graphs", "ranks"],
 )  # fmt: skip
-def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options, request):
+def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options, few_rows):
     """All of the GPU's path over its interpreted kernels.
 
     Ranks are processes, in step from the profile run on; Gloo stands for NCCL.
     """
-    if "tp" not in options:  # another process has the usual sizes
-        request.getfixturevalue("few_rows")
     seeded = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.8, top_p=0.9, seed=7)
     wanted = (replace(seeded, temperature=0.0), seeded, replace(seeded, logprobs=1, max_tokens=2))
     cpu = build.load(EngineConfig(str(checkpoint), **{**SETTINGS, "kernels": "torch"}))
-    gpu, found = on_gpu(checkpoint, chunk_tokens=4, **options), []
+    gpu, found = on_gpu(checkpoint, FewRowsGpu(), chunk_tokens=4, **options), []
     if "tp" in options:
         assert [pool.shape[0] for pool in gpu.runner.pools] == [8, 8]
         assert [pool.shape[3] for pool in gpu.runner.pools] == [1, 1], "each has its heads"
@@ -83,11 +81,13 @@ def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options, request):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"graphs": False, "overlap": False}, {"tp": 2}],
+    "options", [{}, {"graphs": False, "overlap": False}, {"tp": 2, "graphs": False}],
     ids=["graphs", "no graphs", "ranks"],
 )  # fmt: skip
-def test_states_give_a_cpus_tokens_with_and_without_checkpoints(tmp_path, options, monkeypatch):
-    monkeypatch.setattr(state_blocks, "MIN_CHECKPOINT", 16)
+def test_states_give_a_cpus_tokens_with_and_without_checkpoints(
+    tmp_path, options, few_rows, monkeypatch
+):
+    monkeypatch.setattr(state_cache, "MIN_CHECKPOINT", 16)
     make_checkpoint(tmp_path, "Qwen3_5ForCausalLM", **FEW_STATES)
     greedy, found = SamplingParams(max_tokens=3, ignore_eos=True), []
     settings = {"kv_blocks": 64, "max_context": 32, "chunk_tokens": 12}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,11 @@ SYSROOT = "/usr/aarch64-linux-gnu"
 TARGETS = {target.name: target for target in library.TARGETS}
 
 
-def scores(
-    folder: Path, compiler: str, target: str, dtype: torch.dtype, *runner: str
-) -> torch.Tensor:
-    """What `step.cpp` prints, compiled for a target: `[models, scores]`."""
+def scores(compiler: str, target: str, dtype: torch.dtype, *runner: str) -> torch.Tensor:
+    """What `step.cpp` prints, compiled for a target: `[models, scores]`.
+
+    Programs are kept in the user's cache, as libraries are: a second run is quick.
+    """
     sources = [source for source in library.SOURCES.glob("*.cpp") if source.stem != "forward"]
     flags = (
         *library.FLAGS,
@@ -31,11 +34,16 @@ def scores(
         "-O1",
         "-static-libstdc++",
     )
-    program = folder / target
-    files = [Path(__file__).with_name("step.cpp"), *sources]
-    subprocess.run(
-        [compiler, *flags, f"-I{library.SOURCES}", *map(str, files), "-o", str(program)], check=True
-    )
+    step = Path(__file__).with_name("step.cpp")
+    own = hashlib.sha256(f"{compiler} {flags}".encode() + step.read_bytes()).hexdigest()[:16]
+    of_library = library._file_name(TARGETS[target], dtype).removesuffix(".so")
+    program = library._cache_folder() / f"step-{own}-{of_library}"
+    if not program.exists():
+        with tempfile.TemporaryDirectory(dir=program.parent) as folder:
+            made, files = Path(folder) / "step", map(str, (step, *sources))
+            command = [compiler, *flags, f"-I{library.SOURCES}", *files, "-o", str(made)]
+            subprocess.run(command, check=True)
+            made.rename(program)
     printed = subprocess.check_output([*runner, str(program)], text=True, timeout=WAIT_S)
     return torch.tensor([float.fromhex(line) for line in printed.split()]).view(6, -1)
 
@@ -55,10 +63,10 @@ def scores(
     ],
 )
 def test_steps_on_arm_equal_those_of_avx2(
-    target: str, dtype: torch.dtype, limits: tuple[float, ...], tmp_path: Path
+    target: str, dtype: torch.dtype, limits: tuple[float, ...]
 ) -> None:
-    expected = scores(tmp_path, library.COMPILER, "avx2", dtype)
-    got = scores(tmp_path, CROSS, target, dtype, EMULATOR, "-L", SYSROOT)
+    expected = scores(library.COMPILER, "avx2", dtype)
+    got = scores(CROSS, target, dtype, EMULATOR, "-L", SYSROOT)
     assert (expected.abs().amax(dim=1) > 1).all(), "a model that says nothing proves nothing"
     apart = (got - expected).abs().amax(dim=1).tolist()
     assert all(found <= limit for found, limit in zip(apart, limits, strict=True)), apart

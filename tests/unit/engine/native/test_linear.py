@@ -61,15 +61,16 @@ def linear(
 
 def check(
     kind: Kind, x: Tensor, weight: LinearWeight, bias: Tensor | None = None, threads: int = 1
-) -> None:
-    """Within rounding of float32 additions, then of one to bfloat16; int8 sums are exact."""
+) -> Tensor:
+    """The products: within rounding of float32 additions, then of one to bfloat16; int8 sums are
+    exact."""
     got = linear(kind, x, weight, bias, threads)
     added = torch.zeros(1) if bias is None else bias.double()
     if isinstance(weight, Int8Weight):
         product = int8_product(x, weight)
         if bias is None:
             assert torch.equal(got, product.to(kind[1]))
-            return
+            return got
         exact, magnitude = product + added, product.abs() + added.abs()
     elif isinstance(weight, Int4Weight):
         ordered = x.double() if weight.order is None else x.double()[:, weight.order]
@@ -102,6 +103,7 @@ def check(
     if kind[1] == BF16:
         tolerance += 1.01 * exact.abs() * BF16_ROUNDING
     assert ((got.double() - exact).abs() <= tolerance).all()
+    return got
 
 
 def int8_product(x: Tensor, weight: Int8Weight) -> Tensor:
@@ -142,7 +144,7 @@ SHAPES = st.tuples(
 
 
 @by_kind
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     shape=SHAPES, int8=st.booleans(), with_bias=st.booleans(), threads=st.integers(1, 2),
     seed=st.integers(0, 9),
@@ -159,7 +161,7 @@ def test_products_are_exact_but_for_rounding(
 
 @by_kind
 @pytest.mark.parametrize("form", ["symmetric", "zeros", "order", "zeros and order", "fp8", "mxfp4"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     rows=st.sampled_from([0, 1, 2, 3, 6, 7, 13, 48, 101]), group=st.sampled_from([32, 64, 128]),
     groups=st.integers(1, 4), outputs=st.sampled_from([1, 16, 63, 64, 65, 130, 577]),
@@ -217,9 +219,13 @@ def test_int8_takes_rows_of_zeros_and_of_extremes() -> None:
 
 @by_kind
 def test_a_row_has_the_same_bits_in_every_batch(kind: Kind) -> None:
-    """Also in products of several chunks of the depth and several blocks of rows and outputs."""
+    """Also in products of several chunks of the depth and several blocks of rows and outputs.
+
+    Numbers of rows: around each multiple of a tile's six, up to where kernels change.
+    """
+    numbers = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 18, 19, 20, 24, 25, 40)
     for inputs, outputs in ((577, 200), (4500, 70), (65, 4200), (768, 200)):
-        x = random(700, inputs, seed=1, dtype=kind[0])
+        x = random(330, inputs, seed=1, dtype=kind[0])
         plain = random(outputs, inputs, seed=2, dtype=kind[0])
         bias = random(outputs, seed=3, dtype=kind[0])
         weights: list[LinearWeight] = [DenseWeight(plain), Int8Weight.from_dense(plain)]
@@ -231,9 +237,8 @@ def test_a_row_has_the_same_bits_in_every_batch(kind: Kind) -> None:
                        gguf_weight(outputs, inputs, "Q4_K", 2),
                        gguf_weight(outputs, inputs, "Q6_K", 2)]  # fmt: skip
         for weight in weights:
-            check(kind, x, weight, bias, threads=2)
-            together = linear(kind, x, weight, bias)
-            for rows in range(1, 41):
+            together = check(kind, x, weight, bias, threads=2)
+            for rows in numbers:
                 some = x[-rows:].contiguous()
                 got = linear(kind, some, weight, bias, 1 + rows % 2)
                 assert torch.equal(got, together[-rows:])

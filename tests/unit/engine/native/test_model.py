@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,18 +10,13 @@ from torch import Tensor
 
 from baton.engine.backends.cpu.native_model import NativeModel
 from baton.engine.backends.cpu.native_ops import NativeOps
-from baton.engine.kernels.native.packing import PackedWeight
-from baton.engine.models.architectures import ARCHITECTURES
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.model_config import ModelConfig
-from baton.engine.models.weight_loader import load_weights, random_weights
+from baton.engine.models.weight_loader import random_weights
 from baton.engine.models.weights import ModelWeights
 from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
 from baton.engine.quantization.methods import quantize_weight
-from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.paged import PagedRun, PagedSequence
 from tests.unit.engine.small_models import packed, small_config
-from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.usefixtures("every_cpu")
 CPU = torch.device("cpu")
@@ -82,32 +72,6 @@ def test_it_is_as_close_to_float32_as_torch_is(int8: bool, int8_kv: bool) -> Non
         assert relative_error(by_native(kind, torch.bfloat16), exact) < 1.2 * of_torch < 0.05
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        name
-        for name, arch in ARCHITECTURES.items()
-        if not (arch.delta_rule or arch.latent or arch.chunked or arch.value_norm)
-    ],
-)
-def test_operations_one_by_one_compute_what_a_whole_step_does(
-    architecture: str, tmp_path: Path
-) -> None:
-    make_checkpoint(tmp_path, architecture, sliding_window=24)
-    config = ModelConfig.load(tmp_path)
-    weights = load_weights(
-        tmp_path, config, torch.float32, CPU, lambda one, _: PackedWeight.from_weight(one)
-    )
-    whole, one_by_one = (
-        logits(kind(config, weights, torch.float32), (37, 1, 52))
-        for kind in (NativeModel, NativeOps)
-    )
-    if config.experts is None and not config.logit_softcap:
-        assert torch.equal(one_by_one, whole)
-    else:  # torch adds up experts' outputs and makes the cap of logits
-        assert relative_error(one_by_one, whole) < 2e-6
-
-
 def test_gates_far_from_zero_do_not_overflow() -> None:
     def widened(weight: LinearWeight, is_output: bool) -> LinearWeight:
         assert isinstance(weight, DenseWeight)
@@ -138,28 +102,3 @@ def test_rows_without_scores_change_nothing(dtype: torch.dtype) -> None:
     assert torch.equal(scores_of(run, sequence, 40, [0, 17, 39]), whole[[50, 67, 89]])
     # The keys that the last layer left behind are those of the first chunk, too.
     assert torch.equal(scores_of(run, other, 90, [89]), whole[89:])
-
-
-BY_THREE_THREADS = """
-import torch
-from tests.unit.engine.native.test_model import digest
-torch.set_num_threads(3)
-print(digest())
-"""
-
-
-def digest() -> str:
-    """Of the bits of all logits of a prompt in three chunks."""
-    model = NativeModel(CONFIG, packed(weights_of(torch.float32)), torch.float32)
-    return hashlib.sha256(logits(model, (37, 1, 52)).numpy().tobytes()).hexdigest()
-
-
-@pytest.mark.parametrize("limit", ["1", "2"])
-def test_fewer_threads_than_asked_for_compute_the_same(limit: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", BY_THREE_THREADS],
-        env={**os.environ, "OMP_THREAD_LIMIT": limit},
-        capture_output=True, text=True, timeout=WAIT_S, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == [digest()]

@@ -1,8 +1,8 @@
 """Every metric of every process, once: name, kind, unit, attributes, buckets, meaning.
 
 Names are OpenTelemetry's; GenAI semantic conventions where they have one, and of a process those
-that Prometheus's client libraries share. `docs/metrics.md` is
-generated from here, and nothing can be recorded that is not listed.
+that Prometheus's client libraries share. docs/metrics.md is generated from here, and nothing can be
+recorded that is not listed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Instrument:
         return (self.series,)
 
 
-TABLE: tuple[Instrument, ...] = (
+INSTRUMENTS: tuple[Instrument, ...] = (
     # What callers see, measured at the router.
     Instrument("gen_ai.server.request.duration", HISTOGRAM, "s", (ROUTER,),
         "From arrival to the end, of requests that were admitted. `error.type` is empty for those "
@@ -123,10 +123,10 @@ TABLE: tuple[Instrument, ...] = (
         "Time to first token that was predicted when the request was admitted, by the actual one.",
         (), RATIO),
     Instrument("baton.placement.duration", HISTOGRAM, "s", (ROUTER,),
-        "Looking for the best pair of workers: once to see whether a request can be in time, and "
-        "once for each try to place it.", (), PLACEMENT_S),
+        "Search for the best pair of workers: once to predict whether a request can be in time, "
+        "and once for each try to place it.", (), PLACEMENT_S),
     Instrument("baton.event_loop.lag", HISTOGRAM, "s", (ROUTER,),
-        "How late the event loop ran a timer of every 50 ms: every output waits so long, too.",
+        "Delay of a timer of the event loop every 50 ms; outputs have the same delay.",
         (), WAIT_S),
     Instrument("baton.failovers", COUNTER, "{attempt}", (ROUTER,),
         "Attempts that failed and were followed by another, by the error's name.", ("reason",)),
@@ -228,7 +228,7 @@ TABLE: tuple[Instrument, ...] = (
         "Workers of a role that the demand needs, as a fraction, by the leader's newest plan.",
         (*MODEL, "role")),
     Instrument("baton.planner.workers.wanted", GAUGE, "{worker}", (PLANNER,),
-        "Workers of a role that there should be, as KEDA is told.", (*MODEL, "role")),
+        "Workers of a role that there should be, as published to KEDA.", (*MODEL, "role")),
     Instrument("baton.planner.workers.ready", GAUGE, "{worker}", (PLANNER,),
         "Workers of a role that are ready.", (*MODEL, "role")),
     Instrument("baton.planner.decisions", COUNTER, "{decision}", (PLANNER,),
@@ -253,6 +253,6 @@ TABLE: tuple[Instrument, ...] = (
 )  # fmt: skip
 
 
-def instruments_of(process: str) -> dict[str, Instrument]:
+def for_process(process: str) -> dict[str, Instrument]:
     """What a "router", "planner" or a worker process measures, by name."""
-    return {instrument.name: instrument for instrument in TABLE if process in instrument.processes}
+    return {one.name: one for one in INSTRUMENTS if process in one.processes}
