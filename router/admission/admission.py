@@ -244,8 +244,13 @@ class Admission:
             return params, None
         restrict = partial(self.chat_formats.restrict, params, request.chat, output_format)
         if params.structured_output is not None or has_grammar(params, request.chat):
-            return await self.prompts.run_in_thread(restrict), output_format
-        return restrict(), output_format
+            params = await self.prompts.run_in_thread(restrict)
+        else:
+            params = restrict()
+        if params.structured_output is not None and output_format.text_reasoning:
+            # Workers could not tell where it ends, so the answer begins at once.
+            output_format = replace(output_format, text_reasoning=None)
+        return params, output_format
 
     def _fit_output(
         self,

@@ -23,7 +23,7 @@ from baton.generation.sampling_params import (
 from baton.text import Tokenizer
 from baton.text.detokenizer import TokenPieces
 from baton.text.json_repair import repaired
-from baton.text.reasoning import reasoning_format
+from baton.text.reasoning import ReasoningFormat, reasoning_format
 from baton.text.scoring import is_pair
 from baton.text.tool_parsers import ToolFormat, ToolSchemas, tool_format
 from baton.text.tool_parsers.format import AllowedCalls, GrammarTerms
@@ -37,6 +37,7 @@ MAX_TOOL_CHARS = 256 << 10  # all tools of a request
 MAX_TEMPLATE_KWARGS_CHARS = 16 << 10
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MAX_SPACE = 4  # white-space tokens after the token with which a prompt opens reasoning
+_MAX_OPENING = 64  # tokens with which a prompt opens reasoning by a text
 _STRUCTURED_OUTPUT = "sampling.structured_output"
 _SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn reasoning on
 _SCHEMA_OPTIONS = {"x-guidance": JSON_OPTIONS}
@@ -52,6 +53,8 @@ class ChatFormats:
     markers: Mapping[str, int] | None = None  # token ids of the markers that are tokens
     reasoning: Reasoning | None = None
     always_reasons: bool = False
+    text_reasoning: ReasoningFormat | None = None  # between texts instead of tokens
+    text_pieces: TokenPieces | None = None  # with its markers as text, and none of tool calls
     shows_calls: bool = True  # whether the template shows earlier calls
     text_arguments: bool = False  # whether it takes their arguments as JSON in a text
 
@@ -66,32 +69,39 @@ class ChatFormats:
         texts = tools.markers if tools else ()
         markers = {text: tokenizer.added_token(text) for text in texts}
         shown = tokenizer.tool_template.shown_arguments if tokenizer.tool_template else {dict}
-        reasoning = None
-        if form := reasoning_format(reasoning_parser, plain + template):
+        reasoning, form = None, reasoning_format(reasoning_parser, plain + template)
+        if form and not form.is_text:
             begin, end = map(tokenizer.added_token, (form.begin, form.end))
             if begin is not None and end is not None:
                 reasoning = Reasoning(begin, end)
-            elif reasoning_parser != "auto":
+            elif reasoning_parser == "auto":
+                form = replace(form, is_text=True)
+            else:
                 raise ConfigError(
                     f"--reasoning-parser {reasoning_parser} needs a model whose tokenizer has the "
                     f"tokens {form.begin} and {form.end}"
                 )
         if tools and tools.channels:
-            reasoning = None  # it has a channel
+            reasoning = form = None  # it has a channel
+        text_form = form if form and form.is_text else None
+        text_markers = [text for text in text_form.markers if text] if text_form else []
         return cls(
             tokenizer,
-            tokenizer.showing(texts),
+            tokenizer.showing([*texts, *text_markers]),
             tools,
             {text: token for text, token in markers.items() if token is not None},
             reasoning,
             always_reasons=bool(form and form.always),
+            text_reasoning=text_form,
+            text_pieces=tokenizer.showing(text_markers) if text_form else None,
             shows_calls=not shown.isdisjoint((dict, str)),
             text_arguments=shown == {str},
         )
 
     def __str__(self) -> str:
         tools = f"tool calls as {self.tools.name}" if self.tools else "no tool calls"
-        return f"{tools}, {'reasoning' if self.reasoning or self.has_channels else 'no reasoning'}"
+        reasons = self.reasoning or self.text_reasoning or self.has_channels
+        return f"{tools}, {'reasoning' if reasons else 'no reasoning'}"
 
     @property
     def has_channels(self) -> bool:
@@ -140,18 +150,22 @@ class ChatFormats:
             )
         elif chat.HasField("max_thinking_tokens"):
             reason = (
-                "the end of a channel cannot be forced: leave it out, and set reasoning_effort"
-                if self.has_channels
+                "the end of this model's reasoning, which is no token, cannot be forced: leave it "
+                "out, and set reasoning_effort"
+                if self.has_channels or self.text_reasoning
                 else "no reasoning of this model is known: leave it out"
             )
             raise InvalidRequest(reason, "chat.max_thinking_tokens")
-        if tools is None and reasoning is None:
+        text_reasoning = self.text_reasoning
+        if text_reasoning and self._opens_text(prompt, text_reasoning.begin):
+            text_reasoning = replace(text_reasoning, always=True)
+        if tools is None and reasoning is None and text_reasoning is None:
             return None
-        pieces = self.pieces if tools else self.tokenizer.pieces
+        pieces = self.pieces if tools else self.text_pieces or self.tokenizer.pieces
         schemas = _schemas(chat, parsed=tools.typed) if tools and _with_tools(chat) else {}
         implied_end = (self.markers or {}).get(tools.ends_reasoning) if tools else None
         single = chat.single_tool_call
-        return OutputFormat(pieces, reasoning, tools, single, schemas, implied_end)
+        return OutputFormat(pieces, reasoning, text_reasoning, tools, single, schemas, implied_end)
 
     def restrict(
         self, params: SamplingParams, chat: inference_pb2.Chat, output: OutputFormat
@@ -289,6 +303,12 @@ class ChatFormats:
             return variables
         switch = next((name for name in _SWITCHES if re.search(rf"\b{name}\b", source)), None)
         return {switch: effort != "none", **variables} if switch else variables
+
+    def _opens_text(self, prompt: Sequence[int], begin: str) -> bool:
+        """Whether a prompt ends with the text that opens reasoning."""
+        assert self.text_pieces is not None
+        tail = b"".join(self.text_pieces.shown(token)[1] for token in prompt[-_MAX_OPENING:])
+        return tail.decode("utf-8", "replace").rstrip().endswith(begin)
 
     def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
         assert self.reasoning is not None

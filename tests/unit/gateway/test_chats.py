@@ -164,6 +164,36 @@ async def test_the_model_is_told_of_allowed_tools_only(says):
         assert refused.json()["error"]["param"].startswith("tool_choice")
 
 
+async def test_reasoning_between_texts_whole_and_streamed(says):
+    """Of a model whose markers are no tokens; stop strings are not searched for in it."""
+    template = "{{ messages[0].content }}{% if tools %}<tool_call>{% endif %}{# </think> #}"
+    text = "<think>\nHm, an end.\n</think>\n\nYes, the end."
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    gateway = await says(lambda prompt: text + call, template=template, added=[])
+
+    async def parts(**asked):
+        answer = (await gateway.chat(**asked)).json()
+        message = answer["choices"][0]["message"]
+        chunks = await gateway.events(PATH, max_tokens=None, **asked)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        names = ("reasoning", "content")
+        streamed = ["".join(delta.get(name) or "" for delta in deltas) for name in names]
+        assert streamed == [message.get(name) or "" for name in names]
+        details = answer["usage"].get("completion_tokens_details", {"reasoning_tokens": 0})
+        return *streamed, len(message.get("tool_calls", ())), details["reasoning_tokens"]
+
+    asked = {"ignore_eos": False, "messages": [{"role": "user", "content": "Hi"}]}
+    inside = len("<think>\nHm, an end.\n</think>")
+    assert await parts(**asked, tools=TOOLS) == ("Hm, an end.", "Yes, the end.", 1, inside)
+    assert await parts(**asked, stop="end") == ("Hm, an end.", "Yes, the ", 0, inside)
+    required = await parts(**asked, tools=TOOLS, tool_choice="required")
+    assert required == ("", text, 1, 0)  # a grammar would have had no reasoning
+    opened = [{"role": "user", "content": "Hi<think>\n"}]
+    gateway = await says("Hm.</think>Yes.", template=template, added=[])
+    found = await parts(messages=opened, ignore_eos=False)
+    assert found == ("Hm.", "Yes.", 0, len("Hm.</think>"))
+
+
 CUSTOM = {
     "type": "custom",
     "custom": {
