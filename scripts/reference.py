@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import runpy
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -27,6 +29,7 @@ from baton import cli
 from baton.cli.options import HelpFormatter
 from baton.config import TOOL_PARSERS
 from baton.engine.backends import unsupported
+from baton.engine.backends.cpu.native_model import lacking
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY, refused
 from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS, Architecture, ExpertNames
 from baton.engine.models.model_config import ModelConfig
@@ -38,6 +41,8 @@ from baton.text.tool_parsers import FORMATS
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 END = "<!-- generated: end -->"
+BLOCK_SIZE = 16
+GAP = "—"  # no test runs it
 
 
 def metrics() -> Iterator[str]:
@@ -128,24 +133,81 @@ def models() -> Iterator[str]:
     """The table of architectures, as transformers configures each if nothing else is said."""
     yield "| models | `architectures` in config.json | unlike Llama | native | Triton |"
     yield "|---|---|---|---|---|"
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "config.json"
-        for name, one in ARCHITECTURES.items():
-            usual = getattr(transformers, name).config_class().to_dict()
-            usual = {key: value for key, value in usual.items() if value is not None}
-            file.write_text(json.dumps({**usual, "architectures": [name]}))
-            config, block_size = ModelConfig.load(file), 16
-            reasons = (
-                unsupported(config, block_size, "native"),
-                refused(config, block_size, LEAST_CAPABILITY["none"]),
-            )
-            cells = " | ".join("no" if reason else "yes" for reason in reasons)
-            yield f"| {one.models} | `{name}` | {', '.join(_differences(one))} | {cells} |"
+    for name, config in _usual_configs().items():
+        one = config.arch
+        reasons = unsupported(config, BLOCK_SIZE, "native"), _refused_on_gpus(config)
+        cells = " | ".join("no" if reason else "yes" for reason in reasons)
+        yield f"| {one.models} | `{name}` | {', '.join(_differences(one))} | {cells} |"
     yield "\n| multimodal models, text only | `architectures` | their text part |\n|---|---|---|"
     for name, wrapper in WRAPPERS.items():
         parts = ", ".join(f"`{part}`" for part in dict.fromkeys(wrapper.text.values()))
         yield f"| {wrapper.models} | `{name}` | {parts if parts != f'`{name}`' else 'its own'} |"
     yield ""
+
+
+@cache
+def _usual_configs() -> dict[str, ModelConfig]:
+    """Each architecture as transformers configures it if nothing else is said."""
+    configs = {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.json"
+        for name in ARCHITECTURES:
+            usual = getattr(transformers, name).config_class().to_dict()
+            usual = {key: value for key, value in usual.items() if value is not None}
+            file.write_text(json.dumps({**usual, "architectures": [name]}))
+            configs[name] = ModelConfig.load(file)
+    return configs
+
+
+def _refused_on_gpus(config: ModelConfig) -> str:
+    return refused(config, BLOCK_SIZE, LEAST_CAPABILITY["none"])
+
+
+def tested_models() -> Iterator[str]:
+    """What tests run of each architecture, and of each kind of KV, from their own tables."""
+    cases = runpy.run_path(str(ROOT / "tests/unit/engine/model_cases.py"))
+    kinds, adapted, with_layer = cases["KINDS"], cases["ADAPTED"], cases["PREDICTING"]
+    compared = {architecture for architecture, _ in cases["VARIANTS"].values()}
+    clustered = {*cases["CLUSTERED"], *(kind.architecture for kind in kinds.values())}
+    yield "| `architectures` | KV | logits | 64 tokens | cluster | LoRA | `--tp-backend shm` |"
+    yield "|---|---|---|---|---|---|---|"
+    by_kind = dict[str, list[str]]()
+    for name, config in _usual_configs().items():
+        by_kind.setdefault(kind := _kv_kind(config), []).append(name)
+        kernels = ["torch", "native", *([] if _refused_on_gpus(config) else ["Triton"])]
+        logits = ", ".join(kernels) if name in compared else GAP
+        greedy = ", ".join(kernels[:2]) if name in cases["GREEDY"] else GAP
+        as_kind = f"as {kinds[kind].architecture}" if kind in kinds else GAP
+        cells = (
+            *("yes" if name in some else as_kind for some in (clustered, adapted)),
+            "no" if unsupported(config, BLOCK_SIZE, "native") or lacking(config) else "yes",
+        )
+        yield f"| `{name}` | {kind} | {logits} | {greedy} | {' | '.join(cells)} |"
+    yield "\n| KV | its model | in a cluster | in one engine |\n|---|---|---|---|"
+    for kind, names in by_kind.items():
+        if kind not in kinds:
+            yield f"| {kind} | {GAP} | {GAP} | {GAP} |"
+            continue
+        engine = ["cached prefix", "n-grams", "draft model"]
+        engine += ["LoRA"] * any(name in adapted for name in names)
+        engine += ["layer for further tokens"] * any(name in with_layer for name in names)
+        cluster = "handoff, failover, TP 2 → 1, 1 → 2, 2 → 2"
+        yield f"| {kind} | `{kinds[kind].architecture}` | {cluster} | {', '.join(engine)} |"
+    yield ""
+
+
+def _kv_kind(config: ModelConfig) -> str:
+    """The kind of KV of a model, as tests name it."""
+    if config.latent is not None:
+        return "latent"
+    if config.delta_rule is not None:
+        return "states"
+    if config.layer_heads:
+        return "heads of two sizes"
+    if config.arch.chunked:
+        return "chunks"
+    has_windows = isinstance(config.arch.windows, int) or any(config.windows)
+    return "windows" if has_windows else "all tokens"
 
 
 def _differences(one: Architecture) -> Iterator[str]:
@@ -258,6 +320,7 @@ PAGES = {
     "gateway.md": tool_formats,
     "metrics.md": metrics,
     "models.md": models,
+    "reference/models.md": tested_models,
     "reference/cli.md": commands,
     "reference/compatibility.md": compatibility,
     "reference/grpc.md": grpc,

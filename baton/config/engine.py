@@ -242,8 +242,8 @@ class EngineConfig(CacheConfig):
         "--speculative-model DIR|mtp",
         "small model with the same vocabulary that proposes tokens instead of n-grams, for "
         "decode and mixed workers on CPUs: a Hugging Face model directory or GGUF file, or mtp for "
-        "the multi-token prediction layer of --model's own checkpoint, as those of DeepSeek-V3 and "
-        "GLM-4.5 to 4.7 have (default: none)",
+        "the multi-token prediction layer of --model's own checkpoint, as those of DeepSeek-V3, "
+        "GLM-4.5 to 4.7, Qwen3-Next and Qwen3.5 have (default: none)",
     )
     gpu_memory: float = option(
         0.9,

@@ -17,7 +17,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -251,18 +251,16 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
+_OWN: dict[type[Any], tuple[Option, ...]] = {}  # collected once, for every command's parser
+
+
 def _own(cls: type[Any]) -> tuple[Option, ...]:
-    """The options of a class without those of its parts."""
-    if cls not in _OPTIONS:
-        _OPTIONS[cls] = tuple(_collect(cls))
-    return _OPTIONS[cls]
-
-
-def _collect(cls: type[Any]) -> Iterator[Option]:
-    for field in dataclasses.fields(cls):
-        if one := field.metadata.get("option"):
-            owner: Any = next(base for base in cls.__mro__ if field.name in vars(base))
-            yield replace(one, field=field.name, group=one.group or owner.GROUP)
-
-
-_OPTIONS: dict[type[Any], tuple[Option, ...]] = {}  # by class
+    """The options that a settings class itself declares."""
+    if cls not in _OWN:
+        found = []
+        for field in dataclasses.fields(cls):
+            if one := field.metadata.get("option"):
+                owner: Any = next(base for base in cls.__mro__ if field.name in vars(base))
+                found.append(replace(one, field=field.name, group=one.group or owner.GROUP))
+        _OWN[cls] = tuple(found)
+    return _OWN[cls]

@@ -33,7 +33,8 @@ class StepBatch:
     ascending · num_decodes: number of sequences with one row (known to the host) · wants_hidden:
     whether `StepModel.hidden` is to be written · lora_slots: `[rows]`, the slot of each row's
     adapter or -1; None if no row has one · state_tables: `[sequences, blocks]`, the blocks of each
-    sequence's state; None in models without.
+    sequence's state; None in models without · kept_lens: `[sequences]`, the rows of each that its
+    state keeps, which are those before proposed tokens; None: all.
     """
 
     token_ids: Tensor
@@ -45,6 +46,7 @@ class StepBatch:
     wants_hidden: bool = False
     lora_slots: Tensor | None = None
     state_tables: Tensor | None = None
+    kept_lens: Tensor | None = None
 
 
 class StepModel(Protocol):
@@ -136,6 +138,7 @@ class BatchBuilder:
             or any(one.sequence.params.is_pooled for one in scheduled),
             lora_slots=None if (slots := lora_slots(scheduled)) is None else self._tensor(slots),
             state_tables=None if (of := state_tables(scheduled)) is None else self._tensor(of),
+            kept_lens=None if (kept := kept_lens(scheduled)) is None else self._tensor(kept),
         )
 
     def _tensor(self, values: Ints) -> torch.Tensor:
@@ -154,6 +157,13 @@ def state_tables(scheduled: list[ScheduledSequence]) -> Ints | None:
     """The step's `StepBatch.state_tables`."""
     tables = [item.sequence.state_blocks for item in scheduled]
     return np.array(tables, np.int32) if tables[0] else None
+
+
+def kept_lens(scheduled: list[ScheduledSequence]) -> Ints | None:
+    """As of `StepBatch`."""
+    if not (scheduled[0].sequence.state_blocks and any(item.proposed for item in scheduled)):
+        return None
+    return np.array([item.count - len(item.proposed) for item in scheduled], np.int32)
 
 
 def on_device(values: Ints, device: torch.device) -> torch.Tensor:

@@ -164,7 +164,7 @@ def load(
     config = ModelConfig.load(path)
     config.check_settings(settings)
     backend = backend or backend_of(settings, ranks_here)
-    settings.check_draft_device(backend.device.type)
+    config.check_device(settings, backend.device.type)
     backend.remote_ranks = remote_ranks
     settings = Shard(0, ranks_here).settings(backend.settings)
     if settings.threads:

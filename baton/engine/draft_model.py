@@ -292,7 +292,7 @@ class ModelProposer(Proposer, Generic[D]):
         """Records the duration of a step of the draft model."""
         self._draft.seconds += seconds
         self._kv.chunk.record_step(step, seconds)
-        if all(one.count <= self._most + 1 for one in step.sequences):
+        if all(one.count <= self.most + 1 for one in step.sequences):
             rows = len(step.sequences)
             mean = self._draft_s.get(rows, seconds)
             self._last_draft_s = mean + _RECENT * (seconds - mean)

@@ -111,6 +111,9 @@ class Scheduler:
         self.preemptions = 0
         self.virtual_lag_s = 0.0  # seconds by which virtual time is behind the clock
         self._proposer = proposer
+        # Rows of a decoding sequence, without proposals: a state keeps none of those, so accepted
+        # ones are computed again with the token after them.
+        self._decode_rows = 1 + (proposer.most if proposer and self._states else 0)
         self._arrivals = itertools.count(1)
         self._exclusive: list[Sequence] = []  # sequences that share no step for now
         self._last_was_exclusive = False  # whether one of those had the last step
@@ -262,9 +265,9 @@ class Scheduler:
         sequence = scheduled.sequence
         if scored := scheduled.scored:
             sequence.num_scored = scored.stop
-        if len(sampled) > 1:
-            sequence.num_computed += len(sampled) - 1
-        end = scheduled.start + scheduled.count - len(scheduled.proposed) + max(0, len(sampled) - 1)
+        accepted = 0 if self._states else max(0, len(sampled) - 1)
+        sequence.num_computed += accepted
+        end = scheduled.start + scheduled.count - len(scheduled.proposed) + accepted
         # A sequence that was preempted meanwhile has fewer computed tokens.
         self.cache_blocks(sequence, scheduled.start, min(end, sequence.num_computed))
         if self._proposer is not None:
@@ -329,22 +332,21 @@ class Scheduler:
         ]
 
     def _decode(self, step: ScheduledStep) -> None:
-        """Schedules the running sequences that are one token behind.
+        """Schedules the running sequences that are one token behind, or as many as proposals.
 
         A sequence that is preempted here comes after all that are scheduled already.
         """
         for sequence in list(self.running):
             known, start = len(sequence.tokens), sequence.num_computed
-            if known - start != 1:
+            if not 1 <= known - start <= self._decode_rows:
                 continue
             # A sequence without blocks was preempted in this loop.
             is_short = known > sequence.num_slots
             if is_short and not (sequence.block_ids and self._make_room(sequence)):
                 continue
-            scheduled = ScheduledSequence(sequence, start, 1)
-            step.sequences.append(scheduled)
+            step.sequences.append(ScheduledSequence(sequence, start, known - start))
             if not sequence.new_tokens:
-                step.prompts.append(scheduled)
+                step.prompts.append(step.sequences[-1])
 
     def _catch_up(self, step: ScheduledStep, budget: int) -> None:
         """Schedules `budget` tokens of all other sequences by priority, admitting new ones.
@@ -354,7 +356,7 @@ class Scheduler:
         """
         behind = SequenceQueue()  # running sequences with several tokens to compute
         for sequence in self.running:
-            if len(sequence.tokens) - sequence.num_computed > 1:
+            if len(sequence.tokens) - sequence.num_computed > self._decode_rows:
                 behind.add(sequence)
         groups, scored = [behind, self.ready, self.holding, self.waiting], SCORED_ROWS
         while groups := [group for group in groups if group]:
@@ -379,7 +381,7 @@ class Scheduler:
         decoding = [
             at
             for at, scheduled in enumerate(step.sequences)
-            if scheduled.count == 1 and scheduled.samples
+            if scheduled.count <= self._decode_rows and scheduled.samples
         ]
         sequences = [step.sequences[at].sequence for at in decoding]
         limits = [min(budget, proposer.limit(sequence)) for sequence in sequences]
@@ -391,8 +393,9 @@ class Scheduler:
                 count = sequence.grammar.accepts(draft)
             count = self._reserve_slots(sequence, min(count, budget))
             if count:
-                start = step.sequences[at].start
-                step.sequences[at] = ScheduledSequence(sequence, start, 1 + count, draft[:count])
+                start, known = step.sequences[at].start, step.sequences[at].count
+                proposed = draft[:count]
+                step.sequences[at] = ScheduledSequence(sequence, start, known + count, proposed)
                 budget -= count
 
     def _reserve_slots(self, sequence: Sequence, count: int) -> int:
@@ -411,17 +414,17 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, extra_tokens: int = 0) -> bool:
         """Allocates blocks until all known tokens and `extra_tokens` have slots."""
-        size = self.blocks.block_size
+        size, groups = self.blocks.block_size, self.blocks.groups
         needed = -(-(sequence.num_tokens + extra_tokens) // size)
-        if self.blocks.groups.slide:
+        if groups.slide:
             return self._slide(sequence, needed)
-        missing = needed - len(sequence.block_ids)
+        missing = needed * len(groups) - len(sequence.block_ids)
         if missing > 0:
             blocks = self.blocks.allocate(missing)
             if blocks is None:
                 return False
             sequence.block_ids += blocks
-        sequence.num_slots = len(sequence.block_ids) * size
+        sequence.num_slots = len(sequence.block_ids) // len(groups) * size
         return True
 
     def _slide(self, sequence: Sequence, needed: int) -> bool:

@@ -24,6 +24,7 @@ def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
         )
     config = ModelConfig.load(path)
     config.check_settings(settings)
+    config.check_device(settings, settings.device)
     weight_format(settings, config.quantization)
     if not (settings.random_weights or settings.simulate):
         _check_stored(settings, config)
@@ -47,7 +48,6 @@ def _check_stored(settings: EngineConfig, config: ModelConfig) -> None:
 
 def _check_draft(settings: EngineConfig, config: ModelConfig) -> None:
     """Checks the draft model's files, and that its token ids mean the same texts."""
-    settings.check_draft_device(settings.device)
     draft = config.draft(settings)
     if settings.is_mtp:
         if not settings.random_weights:

@@ -69,13 +69,9 @@ class Attempt:
 
         It must be awaited at once. Raises TimeoutError if there is no answer in time.
         """
-        loop = asyncio.get_running_loop()
-        self._reserved = loop.create_future()
-        late = loop.call_later(timeout_s, self._decode_failed, TimeoutError())
-        try:
+        self._reserved = asyncio.get_running_loop().create_future()
+        async with asyncio.timeout(timeout_s):  # an answer at the last moment may come too late
             return await self._reserved
-        finally:
-            late.cancel()
 
     @property
     def prefilling(self) -> bool:

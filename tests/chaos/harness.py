@@ -26,7 +26,7 @@ from typing import Any, Self
 import psutil
 
 from baton.client import AsyncClient
-from baton.config import ClusterConfig, EngineConfig
+from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.errors import ConfigError, DeadlineExceeded
 from baton.local import ports
 from baton.local.cluster import LocalCluster
@@ -48,6 +48,7 @@ ROOT = Path(__file__).parents[2]
 ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=48 << 20, tp_backend="gloo")
 IDLE_S = 90.0  # a reservation's lease is 30 s, and nothing may be held after it
 RELEASE_S = 60.0
+SILENCE_S = RouterLimits().silence_s  # after which a router gives a worker up
 TRACE_S = 60.0  # for the spans of the last requests to arrive
 _EXPORT_S = 6.0  # spans that are younger die with their process
 
@@ -223,7 +224,10 @@ class Harness:
     ) -> None:
         while_s = (outcome.began_s, outcome.ended_s)
         groups = self._groups_of(request.run)
-        role_down = any(outages.role_down(group, *while_s) for group in groups)
+        # All connections to workers pass through this process: while it is late, they are silent.
+        stats.largest_s["lag of this program"] = self._lag.largest_s
+        silent = outcome.lag_s > SILENCE_S
+        role_down = silent or any(outages.role_down(group, *while_s) for group in groups)
         # While one router is well, the SDK goes on there, whatever has been delivered.
         excused = outages.role_down("router", *while_s)
         if request.http:  # goes on nowhere else, but is cut only by its own router's death

@@ -29,6 +29,7 @@ from baton.errors import (
 )
 from tests.cluster.oracle import ENGINE, Oracle
 from tests.cluster.oracle import SAMPLING as OF_ORACLE
+from tests.waiting import WAIT_S
 
 LENGTHS = (1, 15, 17, 40, 90, 200, 450, 1500)
 SAMPLING: tuple[Mapping[str, Any], ...] = (
@@ -37,7 +38,7 @@ SAMPLING: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.0, "frequency_penalty": 0.6, "presence_penalty": 0.4},
 )
 NEVER = 1 << 30
-LONG_TIMEOUT_S = 90.0  # no request may need this long
+LONG_TIMEOUT_S = WAIT_S  # no request may need this long
 HTTP_SHARE = 0.4  # of requests that ask for no log-probabilities
 SLACK_S = 60.0  # after its deadline, until a request counts as one that never ends
 BURST = 12

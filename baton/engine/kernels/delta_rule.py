@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FLOAT = 4  # bytes
+MAX_PROPOSED = 64  # tokens of a sequence in a step that its state does not keep
 
 
 @dataclass(frozen=True)

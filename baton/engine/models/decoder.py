@@ -182,9 +182,13 @@ class DecoderModel(LatentAttention, MixtureOfExperts, LayerInputs):
         self, hidden: ResidualStream, layer: LayerWeights, states: Any, index: int, pool: Tensor
     ) -> None:
         """Adds the output of linear attention to the stream, and updates states."""
-        assert layer.delta is not None
-        out = self._linear.run(index, self._normed(hidden, layer.input_norm), states, pool)
-        self._add_product(hidden, out, layer.delta.delta_out, None, layer.attention_norm)
+        delta, lora = layer.delta, self._lora(hidden, index)
+        assert delta is not None
+        x = self._normed(hidden, layer.input_norm)
+        mixed = self._adapted(hidden, x, delta.delta_in, None, lora.get("delta_in"))
+        gates = self._adapted(hidden, x, delta.delta_gates, None, lora.get("delta_gates"))
+        out, norm = self._linear.run(index, mixed, gates, states, pool), layer.attention_norm
+        self._add_product(hidden, out, delta.delta_out, None, norm, lora.get("delta_out"))
 
     def _lora(self, hidden: ResidualStream, index: int) -> Mapping[str, LoraMatrices]:
         """What adapters add to a layer's products, by field; empty where no row has an adapter."""
@@ -242,21 +246,19 @@ class DecoderModel(LatentAttention, MixtureOfExperts, LayerInputs):
         norm: Tensor | None, lora: LoraMatrices | None = None,
     ) -> None:  # fmt: skip
         """Adds the product of x, normed if the layer has a norm there, to the stream."""
-        if lora is not None:
-            self._add(hidden, self._adapted(hidden, x, weight, bias, lora), norm)
-        elif self._adds_directly(norm):
+        if lora is None and self._adds_directly(norm):
             weight.product(x, bias, residual=hidden)
         else:
-            self._add(hidden, weight.product(x, bias), norm)
+            self._add(hidden, self._adapted(hidden, x, weight, bias, lora), norm)
 
     def _adapted(
         self, hidden: ResidualStream, x: Tensor, weight: LinearWeight, bias: Tensor | None,
-        lora: LoraMatrices,
+        lora: LoraMatrices | None,
     ) -> Tensor:  # fmt: skip
         """The product of x with what the rows' adapters add to it."""
-        assert hidden.lora_slots is not None
         y: Tensor = weight.product(x, bias)
-        self.ops.add_lora(y, x, hidden.lora_slots, lora)
+        if lora is not None and hidden.lora_slots is not None:
+            self.ops.add_lora(y, x, hidden.lora_slots, lora)
         return y
 
     def _adds_directly(self, norm: Tensor | None) -> bool:

@@ -30,18 +30,18 @@ class LinearAttention:
         """The states of a step's sequences, for all layers; None in models without states."""
         if batch.state_tables is None:
             return None
-        return States(batch.state_tables, batch.context_lens, batch.query_lens)
+        return States(batch.state_tables, batch.context_lens, batch.query_lens, batch.kept_lens)
 
-    def run(self, index: int, x: Tensor, states: Any, pool: Tensor) -> Tensor:
-        """Advances states by normed rows x: `[rows, value_heads * value_size]`.
+    def run(self, index: int, mixed: Tensor, gates: Tensor, states: Any, pool: Tensor) -> Tensor:
+        """Advances states by rows: `[rows, value_heads * value_size]`.
 
-        states: as `states` returned them · pool: always of blocks of the same shape.
+        mixed, gates: products with `delta_in` and `delta_gates` · states: as `states` returned them
+        · pool: always of blocks of the same shape.
         """
-        weights = self._weights[index]
-        assert weights is not None, "the layer has linear attention"
         if index not in self._rules:
+            weights = self._weights[index]
+            assert weights is not None, "the layer has linear attention"
             self._rules[index] = self._rule(index, weights, pool)
-        mixed, gates = weights.delta_in.product(x), weights.delta_gates.product(x)
         return self._advance(self._rules[index], mixed, gates, states, pool)
 
     def _rule(self, index: int, weights: DeltaRuleWeights, pool: Tensor) -> DeltaRule:

@@ -23,14 +23,17 @@ from baton.engine.checkpoint.fields import BOOLEAN, NOT_NEGATIVE, Fields, one_of
 from baton.engine.checkpoint.tensors import FLOATS, StoredTensor, file_tensors, read_json
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.output_order import arranged
 from baton.engine.models.shard import BY_INPUTS, WHOLE, Shard
-from baton.engine.models.tensor_names import layer_tensors
+from baton.engine.models.tensor_names import delta_rule_tensors, layer_tensors
+from baton.engine.quantization.config import Shapes
 from baton.engine.quantization.linear_weight import DenseWeight
 from baton.errors import CheckpointError
 
 LORA_CONFIG = "adapter_config.json"  # PEFT's names
 LORA_FILE = "adapter_model.safetensors"
 FIELDS = ("qkv", "o", "gate_up", "down")  # of `LayerWeights`, which adapters may change
+DELTA_FIELDS = ("delta_in", "delta_gates", "delta_out")  # of `DeltaRuleWeights`
 _PREFIX = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 _REMEDY = "; merge it with PEFT: model.merge_and_unload().save_pretrained(DIR)"
@@ -68,7 +71,7 @@ def load_lora(path: Path, config: ModelConfig, max_rank: int) -> LoraAdapter:
 
     Raises CheckpointError naming the file, and the key or tensor that is wrong.
     """
-    file, places = path / LORA_FILE, _places(config)
+    file, places = path / LORA_FILE, adapted_tensors(config)
     fields = Fields(path / LORA_CONFIG, read_json(path / LORA_CONFIG), remedy=_REMEDY)
     fields.read("peft_type", one_of("LORA"))
     for key, values in _PLAIN.items():
@@ -109,18 +112,20 @@ class LoraSlots:
     ) -> None:  # fmt: skip
         """config: of the unsharded model."""
         self.config, self._shard = config, shard
-        self._ranks = torch.zeros(count, dtype=torch.int32, device=device)
+        # By the number of updates that one matrix holds.
+        self._ranks = {n: torch.zeros(count, dtype=torch.int32, device=device) for n in (1, 2, 3)}
         self.count, self.max_rank = count, max_rank
         layers = list[dict[str, LoraMatrices]]()
         for layer in range(config.num_layers):
             layers.append({})
-            for field in _fields(config, layer):
+            for field in adapted_fields(config, layer):
                 a, b, ends = self._sharded(layer, field, empty_update(config, layer, field, 1))
+                rank = max_rank * len(b)
                 layers[-1][field] = LoraMatrices(
-                    torch.zeros(count, len(a) * max_rank, a.shape[2], dtype=dtype, device=device),
-                    torch.zeros(count, max_rank, b.shape[1], dtype=dtype, device=device),
+                    torch.zeros(count, len(a) * rank, a.shape[2], dtype=dtype, device=device),
+                    torch.zeros(count, rank, b.shape[1], dtype=dtype, device=device),
                     ends,
-                    self._ranks,
+                    self._ranks[len(b)],
                 )
         self.layers = tuple(layers)
 
@@ -132,36 +137,37 @@ class LoraSlots:
     @torch.inference_mode()
     def write(self, slot: int, adapter: LoraAdapter) -> None:
         """Writes an adapter of the unsharded model to a slot that no row uses."""
-        rank, updates = adapter.rank, adapter.updates
-        self._ranks[slot] = rank
+        updates = adapter.updates
+        for times, ranks in self._ranks.items():
+            ranks[slot] = adapter.rank * times
         for layer, fields in enumerate(self.layers):
             for field, matrices in fields.items():
                 matrices.a[slot].zero_()
                 matrices.b[slot].zero_()
                 if (update := updates.get((layer, field))) is not None:
                     a, b, _ = self._sharded(layer, field, update)
-                    by_section = matrices.a[slot].view(len(a), self.max_rank, -1)
-                    by_section[:, :rank] = a.to(matrices.a)
-                    matrices.b[slot, :rank] = b.to(matrices.b)
+                    by_section = matrices.a[slot].view(len(a), matrices.max_rank, -1)
+                    by_section[:, : len(b)] = a.to(matrices.a)
+                    matrices.b[slot, : len(b)] = b.to(matrices.b)
 
     def _sharded(
         self, layer: int, field: str, update: Update
     ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """This rank's part of an update, and where its sections end."""
-        (a, b), config, shard = update, self.config, self._shard
-        sections = _outputs(config, layer, field)
+        (a, b), shard = update, self._shard
+        config, sections = self.config.layer(layer), _outputs(self.config, layer, field)
         if field in BY_INPUTS:
             whole = a.flatten(0, 1)
             part = shard.weight(config, field, DenseWeight(whole))
             assert isinstance(part, DenseWeight)
             return part.tensor.unflatten(0, a.shape[:2]), b, (b.shape[1],)
+        if _is_mixed(config, field):
+            a, b, sections = _as_one_section(a, b, sections)
         # A further column has the section of each output.
         numbers = torch.repeat_interleave(
             torch.arange(len(sections)), torch.tensor([len(one) for one in sections])
         )
-        columns = torch.cat([b.T, numbers[:, None].float()], dim=1)
-        if field == "qkv" and config.head_order is not None:
-            columns = _rotated(config, columns)
+        columns = arranged(config, field, torch.cat([b.T, numbers[:, None].float()], dim=1))
         part = shard.weight(config, field, DenseWeight(columns))
         assert isinstance(part, DenseWeight)
         counts = part.tensor[:, -1].long().bincount(minlength=len(sections))
@@ -180,44 +186,60 @@ def identity_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _fields(config: ModelConfig, layer: int) -> list[str]:
+def adapted_fields(config: ModelConfig, layer: int) -> list[str]:
     """The fields of a layer that adapters may change: not those of experts."""
     has_experts = config.experts is not None and config.experts.layers[layer]
-    fields = ["qkv", "o"] if has_experts else list(FIELDS)
-    return fields if config.latent is None else [field for field in fields if field != "qkv"]
+    fixed = {*FIELDS[2:]} if has_experts else set[str]()
+    if config.latent is not None:
+        fixed.add("qkv")
+    tensors = _tensors(config, layer)
+    return [one for one in (*FIELDS, *DELTA_FIELDS) if one in tensors and one not in fixed]
 
 
-def _places(config: ModelConfig) -> dict[str, _Place]:
+def _tensors(config: ModelConfig, layer: int) -> dict[str, Shapes]:
+    return layer_tensors(config, layer) | delta_rule_tensors(config, layer)
+
+
+def _is_mixed(config: ModelConfig, field: str) -> bool:
+    """Whether the decoder's order of outputs mixes sections."""
+    gated = config.arch.gated_attention and field == "qkv"
+    return gated or field in ("delta_in", "delta_gates")
+
+
+def _as_one_section(
+    a: Tensor, b: Tensor, sections: list[range]
+) -> tuple[Tensor, Tensor, list[range]]:
+    """An update of several sections as that of one, whose rank is the sum of theirs."""
+    rank, outputs = b.shape
+    whole = b.new_zeros(len(sections), rank, outputs)
+    for number, one in enumerate(sections):
+        whole[number, :, one.start : one.stop] = b[:, one.start : one.stop]
+    return a.flatten(0, 1)[None], whole.flatten(0, 1), [range(outputs)]
+
+
+def adapted_tensors(config: ModelConfig) -> dict[str, _Place]:
     """Where each matrix that adapters may change belongs."""
     return {
         name: _Place(layer, field, section, shape)
         for layer in range(config.num_layers)
-        for field in _fields(config, layer)
-        for section, (name, shape) in enumerate(layer_tensors(config, layer)[field].items())
+        for field in adapted_fields(config, layer)
+        for section, (name, shape) in enumerate(_tensors(config, layer)[field].items())
     }
 
 
 def _outputs(config: ModelConfig, layer: int, field: str) -> list[range]:
     """The outputs of each section of a field."""
     outputs, start = list[range](), 0
-    for shape in layer_tensors(config, layer)[field].values():
+    for shape in _tensors(config, layer)[field].values():
         outputs.append(range(start, start := start + shape[0]))
     return outputs
 
 
 def empty_update(config: ModelConfig, layer: int, field: str, rank: int) -> Update:
     """An update of a field that changes nothing."""
-    shapes = list(layer_tensors(config, layer)[field].values())
+    shapes = list(_tensors(config, layer)[field].values())
     outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
     return torch.zeros(len(shapes), rank, inputs), torch.zeros(rank, outputs)
-
-
-def _rotated(config: ModelConfig, columns: Tensor) -> Tensor:
-    """Rows of queries, keys and values in the decoder's order, as those of weights."""
-    heads = columns.view(-1, config.head_size, columns.shape[1]).clone()
-    rotated = heads[: config.num_heads + config.num_kv_heads]
-    rotated.copy_(rotated[:, config.head_order])
-    return heads.flatten(0, 1)
 
 
 def _parts(name: str) -> tuple[str, str]:

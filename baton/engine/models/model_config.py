@@ -31,7 +31,7 @@ from baton.engine.checkpoint.fields import (
 from baton.engine.checkpoint.gguf import config_values
 from baton.engine.checkpoint.tensors import read_json
 from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
-from baton.engine.kernels.delta_rule import DeltaRuleShape
+from baton.engine.kernels.delta_rule import MAX_PROPOSED, DeltaRuleShape
 from baton.engine.kernels.routing import Routing
 from baton.engine.models.architectures import (
     ARCHITECTURES,
@@ -300,23 +300,26 @@ class ModelConfig:
 
     def check_settings(self, settings: EngineConfig) -> None:
         """Raises ConfigError for options that the model cannot have."""
-        if self.delta_rule is not None and settings.most_proposed:
-            option = "--speculative-model" if settings.speculative_model else "--speculate"
+        if self.delta_rule is not None and settings.most_proposed > MAX_PROPOSED:
             raise ConfigError(
-                f"{option}: {self.architecture} has linear attention, whose states cannot go "
-                "back to before a rejected token; leave the option out"
-            )
-        unlike = "linear attention" if self.delta_rule is not None else "heads of several sizes"
-        if settings.lora_slots and (self.delta_rule is not None or self.layer_heads):
-            raise ConfigError(
-                f"--max-loras: {self.architecture} has {unlike}, which adapters are not "
-                "supported for; leave --lora and --max-loras out"
+                f"--speculate {settings.speculate}: {self.architecture} has linear attention, with "
+                f"which at most {MAX_PROPOSED} tokens are proposed"
             )
         if settings.kv_dtype != "auto" and (self.latent is not None or self.layer_heads):
-            unlike = "latent KV" if self.latent is not None else unlike
+            unlike = "latent KV" if self.latent is not None else "heads of several sizes"
             raise ConfigError(
                 f"--kv-dtype {settings.kv_dtype}: {self.architecture} has {unlike}, whose rows are "
                 "not quantised: leave it out"
+            )
+
+    def check_device(self, settings: EngineConfig, device: str) -> None:
+        """Raises ConfigError for options that the model cannot have there. device: as of
+        --device."""
+        settings.check_draft_device(device)
+        if self.delta_rule is not None and settings.speculate and device.startswith("cuda"):
+            raise ConfigError(
+                f"--speculate: {self.architecture} has linear attention, whose kernels for GPUs "
+                "keep no state before proposed tokens; leave the option out, or add --device cpu"
             )
 
     def draft(self, settings: EngineConfig) -> ModelConfig:
@@ -364,7 +367,7 @@ class ModelConfig:
             experts = replace(experts, layers=experts.layers[-1:])
         return replace(
             self, num_layers=1, first_layer=self.num_layers, predicting_layers=0,
-            ropes=self.ropes[-1:], windows=self.windows[-1:], experts=experts,
+            ropes=self.ropes[-1:], windows=self.windows[-1:], experts=experts, delta_rule=None,
         )  # fmt: skip
 
     @property
@@ -765,6 +768,8 @@ def _routing(fields: Fields, names: ExpertNames, count: int) -> Routing:
 
 def _predicting_layers(fields: Fields, arch: Architecture) -> int:
     """Layers behind the others that predict further tokens; transformers 5 names them anew."""
+    if arch.delta_rule:  # a config of Qwen3-Next does not say that there is one
+        return int(fields.read("mtp_num_hidden_layers", whole(0, MAX_LAYERS), 1))
     if "num_nextn_predict_layers" not in arch.defaults:
         return 0
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):

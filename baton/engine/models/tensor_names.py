@@ -41,6 +41,14 @@ _PART = re.compile(r"(.+)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 _TEXT_PREFIX = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
 _KV_SCALE = re.compile(r".+\.self_attn\.(?:[kv]_proj\.|attn\.)?[kv]_scale")  # of KV in fp8
 _KV_PART = re.compile(r"\.self_attn\.[kv]_(?:proj|norm)\.")  # not used where K and V are read only
+# Of the layer that predicts further tokens, in models with linear attention: as others name them.
+_MTP_NAMES = {
+    "mtp.fc.": "eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.norm.": "shared_head.norm.",
+    "mtp.layers.0.": "",
+}
 _NOT_TEXT = re.compile(
     r"(?:model\.)?(?:vis|audio|multi_modal_projector\.|mm_projector\.|embed_(?:vision|audio)\."
     r"|connector\.|image_newline$)"
@@ -401,6 +409,8 @@ def text_tensors(path: Path, config: ModelConfig) -> tuple[dict[str, StoredTenso
         text = {_text_name(name): one for name, one in text.items() if not _NOT_TEXT.match(name)}
     if (quantization := config.quantization) is not None:
         text = {quantization.canonical(name): one for name, one in text.items()}
+    if config.arch.delta_rule:
+        text = {_mtp_name(config, name): one for name, one in text.items()}
     if config.first_layer:
         own = f"{layer_name(config, 0)}."
         copies = f"{own}embed_tokens.", f"{own}shared_head.head."
@@ -417,6 +427,14 @@ def _text_name(name: str) -> str:
     """The name in a text model of `model.language_model.…`, `language_model.model.…` and others."""
     rest = _TEXT_PREFIX.sub("", name, count=1)
     return rest if rest in (name, LM_HEAD) else f"model.{rest}"
+
+
+def _mtp_name(config: ModelConfig, name: str) -> str:
+    for prefix, inner in _MTP_NAMES.items():
+        if name.startswith(prefix):
+            number = config.first_layer or config.num_layers
+            return f"model.layers.{number}.{inner}{name.removeprefix(prefix)}"
+    return name
 
 
 def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
@@ -449,7 +467,7 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
             continue
         # Old exports saved rotary tables, and copies of a tied embedding.
         tied_copy = config.tie_embeddings and name == LM_HEAD
-        # Of heads that predict further tokens, which are not used.
+        # Of further layers that predict further tokens, which are not used.
         further = bool(config.arch.delta_rule) and name.startswith("mtp.")
         kv_scale = config.quantization is not None and _KV_SCALE.fullmatch(name)
         if not (tied_copy or further or kv_scale or name.endswith("rotary_emb.inv_freq")):

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine.checkpoint.tensors import StoredTensor, stored_tensors
-from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.output_order import arranged, latent_order
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.tensor_names import (
     CLASSIFICATION_HEAD,
@@ -346,13 +346,13 @@ def _assemble(
         if field == "correction":
             return make(parts).flatten()
         if any(len(shape) != 2 for shape in parts.values()):
-            return shard.tensor(config, field, _arranged(config, field, make(parts)))
+            return shard.tensor(config, field, arranged(config, field, make(parts)))
         weight = make_weight(parts)
         rearranged = config.arch.gated_attention or config.head_order or config.layer_heads
         if (field == "qkv" and rearranged) or field in ("delta_in", "delta_gates"):
             rows = torch.arange(weight.shape[0])[:, None]
-            weight = weight.take_outputs(_arranged(config, field, rows)[:, 0])
-        if (order := _latent_order(config, field, weight.shape[0])) is not None:
+            weight = weight.take_outputs(arranged(config, field, rows)[:, 0])
+        if (order := latent_order(config, field, weight.shape[0])) is not None:
             weight = weight.take_outputs(order)
         weight = shard.weight(config, field, weight)
         is_kept = field in ("router", "shared_gate", "kv_b")
@@ -401,7 +401,7 @@ def _assemble(
     if shared is None:
         embedding = shard.tensor(config, "embedding", make({EMBEDDING: sizes}))
     layers = tuple(layer(index) for index in range(config.num_layers))
-    norm = _arranged(config, "final_norm", make(final_norm(config)))
+    norm = arranged(config, "final_norm", make(final_norm(config)))
     predictor = _predictor(parts_of(predictor_tensors(config)))
     if shared is not None:
         return ModelWeights(shared.embedding, layers, norm, shared.lm_head, predictor=predictor)
@@ -421,61 +421,6 @@ def _predictor(fields: dict[str, Any]) -> PredictorWeights | None:
     return PredictorWeights(**fields) if fields else None
 
 
-def _arranged(config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
-    """Converts a checkpoint's tensor to the order and type that the decoder expects."""
-    if field.endswith("norm"):
-        if config.arch.norm_rounds_once:
-            tensor = tensor.float()
-        if config.norm_plus_one:
-            tensor = tensor + 1
-    if field == "sinks":
-        return tensor.float()
-    if field == "router_norm":
-        scaled: Tensor = tensor * float(config.hidden_size**-0.5)
-        return scaled
-    outputs = (config.num_heads + config.num_kv_heads) * config.head_size
-    if config.layer_heads and field.startswith("qkv") and len(tensor) == outputs:
-        tensor = torch.cat((tensor, tensor[config.num_heads * config.head_size :]))  # as values
-    if config.delta_rule is not None and field in _DELTA_RULE_FIELDS:
-        return _by_key_head(config, config.delta_rule.shape, field, tensor)
-    if config.arch.gated_attention and field in ("qkv", "qkv_bias"):
-        heads = tensor.view(-1, config.head_size, *tensor.shape[1:])
-        gated = heads[: 2 * config.num_heads]
-        tensor = torch.cat([gated[::2], heads[2 * config.num_heads :], gated[1::2]]).flatten(0, 1)
-    order = config.head_order
-    if order is not None and field in ("qkv", "qkv_bias", "q_norm", "k_norm"):
-        heads = tensor.view(-1, config.head_size, *tensor.shape[1:])
-        rotated = heads[: config.num_heads + config.num_kv_heads]  # values follow
-        rotated.copy_(rotated[:, order])
-    return tensor
-
-
-_DELTA_RULE_FIELDS = ("delta_in", "delta_gates", "conv", "log_decay", "decay_bias", "head_scale")
-
-
-def _by_key_head(config: ModelConfig, delta: DeltaRuleShape, field: str, tensor: Tensor) -> Tensor:
-    """Orders outputs or channels by key head, whose parts follow each other. Vectors are float32.
-
-    A checkpoint has them by part, each of which has all key heads; but Qwen3-Next's projections are
-    by key head already.
-    """
-    if field == "conv":
-        tensor = tensor.flatten(1)
-    elif tensor.dim() == 1:
-        return tensor.float()
-    elif len(config.arch.delta_rule) == 2:
-        return tensor
-    keys, values = delta.key_size, delta.values_per_key * delta.value_size
-    sizes = {
-        "delta_in": (keys, keys, values, values),
-        "conv": (keys, keys, values),
-        "delta_gates": (delta.values_per_key,) * 2,
-    }[field]
-    parts = tensor.split([delta.key_heads * size for size in sizes])
-    by_head = [part.unflatten(0, (delta.key_heads, -1)) for part in parts]
-    return torch.cat(by_head, dim=1).flatten(0, 1)
-
-
 def _by_head(config: ModelConfig, kv_b: LinearWeight, like: Tensor) -> Iterator[list[Tensor]]:
     """Each head's projection of queries to where latent rows are, and of rows to values.
 
@@ -487,26 +432,6 @@ def _by_head(config: ModelConfig, kv_b: LinearWeight, like: Tensor) -> Iterator[
     heads = kv_b.apply(one).T.unflatten(0, (-1, latent.nope_size + latent.value_size))
     yield [head[: latent.nope_size].T.contiguous() for head in heads]
     yield [head[latent.nope_size :].contiguous() for head in heads]
-
-
-def _latent_order(config: ModelConfig, field: str, outputs: int) -> Tensor | None:
-    """The checkpoint's index of each output, in the decoder's order of rotated pairs (see
-    `ModelConfig.head_order`); None: the same."""
-    if (latent := config.latent) is None or field not in ("qkv", "q_b"):
-        return None
-    order, size = torch.arange(outputs), latent.rope_size
-    rows = 0 if field == "q_b" else config.head_size
-    if field == "q_b" or not latent.q_rank:
-        for end in range(latent.query_size, outputs - rows + 1, latent.query_size):
-            order[end - size : end] = _halves(order[end - size : end])
-    if rows:
-        order[-size:] = _halves(order[-size:])
-    return order
-
-
-def _halves(pairs: Tensor) -> Tensor:
-    """Neighbours that are rotated together, half the length apart."""
-    return torch.cat((pairs[::2], pairs[1::2]))
 
 
 def _joined_shape(shapes: Shapes) -> tuple[int, ...]:

@@ -21,12 +21,12 @@ class Proposer(ABC):
 
     def __init__(self, most: int, max_context: int) -> None:
         """most: longest proposal, in tokens · max_context: longest sequence, in tokens."""
-        self._most = most
+        self.most = most
         self._max_context = max_context
 
     def limit(self, sequence: Sequence) -> int:
         """The longest proposal for a sequence; one more token is sampled after it."""
-        return max(0, min(self._most, sequence.tokens_left(self._max_context) - 1))
+        return max(0, min(self.most, sequence.tokens_left(self._max_context) - 1))
 
     @abstractmethod
     def propose(

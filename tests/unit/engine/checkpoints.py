@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
+from tests.unit.engine.model_cases import MROPE
+
 SMALL: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -23,8 +25,6 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
     "attention_multiplier": 0.25,  # Granite's; other models do not read it
 }
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-
 
 VISION: dict[str, Any] = {
     "hidden_size": 32,
@@ -200,7 +200,8 @@ def byte_tokenizer():
 
 
 def add_predicting_layer(directory, seed=5, mixed=None):
-    """Adds a layer for multi-token prediction to a checkpoint whose config names one.
+    """Adds a layer for multi-token prediction to a checkpoint, whose config names one or which has
+    linear attention.
 
     It is random, or with `mixed` often right: attention and MLPs of all layers are scaled by it, so
     that a token follows mostly from the one before, in the model and in the layer.
@@ -214,7 +215,8 @@ def add_predicting_layer(directory, seed=5, mixed=None):
         return torch.randn(shape, generator=generator)
 
     if mixed is not None:
-        for name in (name for name in tensors if ".o_proj." in name or ".down_proj." in name):
+        outputs = ".o_proj.", ".down_proj.", ".linear_attn.out_proj."
+        for name in (name for name in tensors if any(one in name for one in outputs)):
             tensors[name] *= mixed
         tensors["lm_head.weight"] *= 4  # so that sampled tokens are often the likeliest
     for name in [name for name in tensors if name.startswith(last)]:
@@ -228,6 +230,22 @@ def add_predicting_layer(directory, seed=5, mixed=None):
             "hnorm": begin["hnorm"], "shared_head.norm": tensors["model.norm.weight"].clone()
         }  # fmt: skip
     tensors |= {f"{own}{name}.weight": tensor for name, tensor in begin.items()}
-    for name, copied in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
-        tensors[f"{own}{name}.weight"] = tensors[f"{copied}.weight"].clone()
+    if config["model_type"].startswith("qwen3_"):
+        tensors = {_qwen_name(name, own): tensor for name, tensor in tensors.items()}
+    else:
+        copies = ("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")
+        for name, copied in copies:
+            tensors[f"{own}{name}.weight"] = tensors[f"{copied}.weight"].clone()
     save_file(tensors, file, {"format": "pt"})
+
+
+def _qwen_name(name, own):
+    """As Qwen3-Next and Qwen3.5 name the tensors of that layer."""
+    if not name.startswith(own):
+        return name
+    others = {
+        "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
+        "shared_head.norm": "norm",
+    }  # fmt: skip
+    module = name.removeprefix(own).removesuffix(".weight")
+    return f"mtp.{others.get(module, f'layers.0.{module}')}.weight"

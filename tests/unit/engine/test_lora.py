@@ -14,6 +14,7 @@ from baton.engine.models.lora import (
     LORA_CONFIG,
     LORA_FILE,
     LoraSlots,
+    adapted_tensors,
     identity_of,
     load_lora,
 )
@@ -21,6 +22,7 @@ from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weight_loader import load_weights
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.model_cases import ADAPTED
 from tests.unit.engine.paged import PagedRun
 from tests.unit.engine.small_models import KERNELS, feed, make, require
 
@@ -57,6 +59,14 @@ def make_adapter(directory, model, *, tensors=None, modules=(Q, DOWN), rank=4, s
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 12, "bias": "none", **config}
     (directory / LORA_CONFIG).write_text(json.dumps(fields))
     return updates
+
+
+def adaptable(directory, model):
+    """The modules of a transformers model that adapters may change."""
+    places = adapted_tensors(ModelConfig.load(directory))
+    named = {name for name, _ in model.named_modules()}
+    assert named >= {name.removesuffix(".weight") for name in places}
+    return [name.removesuffix(".weight") for name in places]
 
 
 def load(tmp_path, kernels, *adapters, dtype=torch.float32):
@@ -96,10 +106,10 @@ def merged(tmp_path, model, updates, scale):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Phi3ForCausalLM", "Glm4ForCausalLM"])
+@pytest.mark.parametrize("architecture", ADAPTED)
 def test_rows_of_two_adapters_and_of_none_share_a_step(tmp_path, kernels, architecture):
-    reference = make_checkpoint(tmp_path / "base", architecture)
-    modules = [name for name, one in reference.named_modules() if name.endswith("_proj")]
+    reference = make_checkpoint(tmp_path / "base", architecture, **ADAPTED[architecture])
+    modules = adaptable(tmp_path / "base", reference)
     everything = make_adapter(tmp_path / "a", reference, modules=modules)
     few = make_adapter(tmp_path / "b", reference, modules=modules[1::3], rank=8, seed=1)
     model = load(tmp_path, kernels, "a", "b")

@@ -15,6 +15,7 @@ from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
 from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
+from baton.engine.speculative import Proposer, verify
 from baton.engine.state_cache import CachedPrefix, StateBlockManager
 from baton.errors import ConfigError, Overloaded
 from baton.generation.sampling_params import SamplingParams
@@ -144,15 +145,14 @@ def test_a_state_that_a_sender_may_still_write_is_quarantined(directory):
         assert loaded.runner.pool.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [({"speculate": 4}, "--speculate"), ({"max_loras": 1}, "--max-loras")],
-)
-def test_options_that_states_rule_out_are_refused_by_name(settings, named, directory):
-    settings = EngineConfig(str(directory), **settings)
+def test_options_that_states_rule_out_are_refused_by_name(directory):
+    settings = EngineConfig(str(directory), speculate=65)
     for refuses in (check_model, build.load):
-        with pytest.raises(ConfigError, match=f"^{named}: Qwen3_5ForCausalLM has linear attention"):
+        with pytest.raises(ConfigError, match=r"^--speculate 65: .* at most 64 tokens"):
             refuses(settings)
+    on_gpu = replace(settings, speculate=4, device="cuda:0")
+    with pytest.raises(ConfigError, match=r"^--speculate: Qwen3_5ForCausalLM has linear"):
+        check_model(on_gpu)
 
 
 def test_ranks_and_devices_that_cannot_have_states_are_refused(directory):
@@ -173,16 +173,31 @@ def test_layers_are_numbered_in_the_pool_and_among_states(directory):
     assert replace(config, delta_rule=None).layer_groups.size == 4
 
 
+class Guesses(Proposer):
+    """Proposes any tokens."""
+
+    def propose(self, sequences, limits, rows):
+        choose = random.Random(rows)
+        return [tuple(choose.choices(range(2), k=limit)) for limit in limits]
+
+    def learn(self, sequence, sampled):
+        pass
+
+    def record_step(self, rows, proposed, seconds):
+        pass
+
+
 class Machine:
     """A scheduler whose blocks hold what was computed into them: tokens, instead of numbers."""
 
-    def __init__(self, num_blocks, state_blocks=3):
+    def __init__(self, num_blocks, state_blocks=3, proposer=None):
         self.memory = dict.fromkeys(range(num_blocks))
         self.blocks = StateBlockManager(
             num_blocks, SIZE, True, state_blocks, copy=self.copy,
             zero=lambda blocks: self.memory.update(dict.fromkeys(blocks)),
         )  # fmt: skip
-        self.scheduler = Scheduler(self.blocks, ChunkBudget(24), max_batch=3)
+        self.scheduler = Scheduler(self.blocks, ChunkBudget(24), 3, proposer)
+        self.accepted = 0
         self.told = set()
 
     def copy(self, source, target):
@@ -200,21 +215,25 @@ class Machine:
             for index in range(start // SIZE):
                 block = sequence.block_ids[index]
                 assert self.memory[block] == known[: (index + 1) * SIZE]
-            end = start + item.count
+            end = start + item.count - len(item.proposed)  # which no state keeps
             for index in range(start // SIZE, -(-end // SIZE)):
                 self.memory[sequence.block_ids[index]] = known[: min(end, (index + 1) * SIZE)]
             self.memory.update(dict.fromkeys(sequence.state_blocks, known[:end]))
         takes, before = self.scheduler.takes_checkpoint(step), set(self.blocks._checkpoints)
         self.scheduler.update_after_launch(step)
         for item in step.sequences:
-            sequence = item.sequence
+            sequence, sampled = item.sequence, []
             if item.samples and sequence.awaits_token:
-                sequence.tokens[-1] = choose.randrange(2)
+                sampled = [choose.randrange(2) for _ in range(len(item.proposed) + 1)]
+                sampled = sampled[: verify(item.proposed, sampled)]
+                sequence.tokens[-1:] = sampled
                 sequence.awaits_token = False
-            self.scheduler.update_after_landing(item)
+                self.accepted += len(sampled) - 1
+            self.scheduler.update_after_landing(item, sampled)
             if sequence.num_tokens >= sequence.limit:
                 self.drop(sequence)
-        assert takes or before >= set(self.blocks._checkpoints), "it was known before the launch"
+        known = takes or step.num_proposed or before >= set(self.blocks._checkpoints)
+        assert known, "it was known before the launch"
         self.check()
         return [item.sequence for item in step.sequences]
 
@@ -353,10 +372,11 @@ def test_other_content_under_the_same_hash_gets_no_checkpoint():
     blocks.check()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(9))
 def test_whatever_is_resumed_is_the_state_of_its_tokens(seed, short_checkpoints):
     """Prompts that share prefixes come and go; a small pool evicts checkpoints and preempts."""
-    choose, machine, resumed = random.Random(seed), Machine(38), 0
+    proposer = Guesses(3, 999) if seed > 5 else None
+    choose, machine, resumed = random.Random(seed), Machine(38, proposer=proposer), 0
     live, stems = list[Sequence](), [[one] * 60 for one in range(2)]
     for at in range(400):
         if len(live) < 5 and choose.random() < 0.3:
@@ -377,6 +397,7 @@ def test_whatever_is_resumed_is_the_state_of_its_tokens(seed, short_checkpoints)
         machine.drop(one)
     machine.check()
     assert resumed
+    assert bool(machine.accepted) == (proposer is not None)
     assert machine.scheduler.preemptions
     assert not machine.blocks.num_held
 

@@ -39,7 +39,7 @@ from baton.rendezvous import Rendezvous
 from tests.contract.kvtransfer_driver import DRIVER, StandIn
 from tests.unit.engine.bench import WAIT_S, Bench
 from tests.unit.engine.checkpoints import make_checkpoint
-from tests.unit.engine.test_lora import ALL, make_adapter
+from tests.unit.engine.test_lora import adaptable, make_adapter
 
 GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)  # into a further block
 PROMPTS = [[(n * i) % 250 + 2 for i in range(20 * n)] for n in (1, 2, 3)]
@@ -55,12 +55,19 @@ def connections():
     return [ObjectConnection(end, MESSAGES) for end in socket.socketpair()]
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_each_rank_has_its_part_of_an_adapter(tmp_path, backend):
+@pytest.mark.parametrize(
+    ("architecture", "backend"),
+    [
+        *(("Qwen2ForCausalLM", "shm"), ("Qwen2ForCausalLM", "gloo")),
+        *(("Qwen3_5ForCausalLM", "gloo"), ("Gemma4ForCausalLM", "gloo")),
+    ],
+)
+def test_each_rank_has_its_part_of_an_adapter(tmp_path, architecture, backend):
     """The tokens of one process: of two adapters and of none, in the same steps."""
-    model = make_checkpoint(tmp_path / "base", "Qwen2ForCausalLM", num_key_value_heads=2)
+    model = make_checkpoint(tmp_path / "base", architecture, num_key_value_heads=2)
+    modules = adaptable(tmp_path / "base", model)
     for seed, name in enumerate("ab"):
-        make_adapter(tmp_path / name, model, modules=ALL, seed=seed)
+        make_adapter(tmp_path / name, model, modules=modules, seed=seed)
     config = ModelConfig.load(tmp_path / "base")
     adapters = [load_lora(tmp_path / name, config, 16) for name in "ab"]
 

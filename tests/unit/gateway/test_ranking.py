@@ -152,7 +152,7 @@ async def test_tokens_that_score_are_the_routers_option(gateway_of, tmp_path):
 
 async def test_a_body_may_have_2048_inputs(gateway_of, tmp_path):
     """They do not fill the router's wait queue, which holds 1,024 requests."""
-    gateway = await gateway_of()
+    gateway = await gateway_of(default_timeout_s=86400.0)  # none is rejected for its deadline
     answer = await gateway.post("/v1/embeddings", {"input": [[3, 4]] * 2048})
     assert answer.status_code == 200, answer.text
     assert len(answer.json()["data"]) == 2048

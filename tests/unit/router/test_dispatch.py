@@ -202,6 +202,21 @@ async def test_a_prefill_worker_that_stands_still_delays_no_end_by_more_than_the
     await acknowledged
 
 
+async def test_an_answer_in_the_turn_of_its_timeout_leaves_no_error_behind():
+    """It would end the request as if its own deadline had passed."""
+    attempt = Attempt("h", lambda *_: False)
+    reserved = asyncio.create_task(attempt.reserved(0.01))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_soon(attempt.on_decode, decode_pb2.ReserveResponse())
+    time.sleep(0.1)  # noqa: ASYNC251 - the loop is late, and the timer is due with the answer
+    with contextlib.suppress(TimeoutError):
+        await reserved
+    finished = asyncio.create_task(attempt.finished())
+    await asyncio.sleep(0)
+    assert not finished.done()
+    finished.cancel()
+
+
 async def test_a_first_token_that_is_the_last_frees_the_reservation(cluster):
     assert await cluster.run(request_state(max_tokens=1)) == ([100], LENGTH)
     assert await received(cluster.decodes[0].cancelled) == "r-1"

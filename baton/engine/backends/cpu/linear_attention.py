@@ -34,7 +34,7 @@ class NativeLinearAttention(LinearAttention):
     ) -> Tensor:
         if not self._is_native:
             return super()._advance(rule, mixed, gates, states, pool)
-        spans = spans_of(states.context_lens, states.query_lens, states.tables)
+        spans = spans_of(*states[1:3], states.tables, states.kept_lens)
         shape = rule.layout.shape
         out = mixed.new_empty(len(mixed), shape.value_heads * shape.value_size)
         library.require(mixed.dtype).baton_delta_rule(
@@ -58,12 +58,15 @@ class NativeLinearAttention(LinearAttention):
         )  # fmt: skip
 
 
-def spans_of(context_lens: Tensor, query_lens: Tensor, tables: Tensor) -> Any:
+def spans_of(
+    context_lens: Tensor, query_lens: Tensor, tables: Tensor, kept_lens: Tensor | None = None
+) -> Any:
     """The rows of each sequence, and its table, for native code."""
     counts, row = query_lens.tolist(), 0
+    kept = counts if kept_lens is None else kept_lens.tolist()
     spans = (Span * len(counts))()
     table, stride = tables.data_ptr(), tables.shape[1] * INT32
     for at, context in enumerate(context_lens.tolist()):
-        spans[at] = Span(row, counts[at], context, table + at * stride)
+        spans[at] = Span(row, counts[at], context, table + at * stride, kept[at])
         row += counts[at]
     return spans

@@ -43,7 +43,7 @@ class Pool(Structure):
 class Span(Structure):
     """The rows of a sequence, and its block table."""
 
-    _fields_ = _fields(("first_row count context", c_int32), ("table", c_void_p))
+    _fields_ = _fields(("first_row count context", c_int32), ("table", c_void_p), ("kept", c_int32))
 
 
 class AttentionShape(Structure):

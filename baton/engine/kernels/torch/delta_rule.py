@@ -40,11 +40,13 @@ class DeltaRuleTensors(NamedTuple):
 
 class States(NamedTuple):
     """The states of a batch's sequences. tables: int32 `[sequences, blocks]` · context_lens,
-    query_lens: as `StepBatch`'s; a sequence without context begins with a state of zeros."""
+    query_lens, kept_lens: as `StepBatch`'s; a sequence without context begins with a state of
+    zeros."""
 
     tables: Tensor
     context_lens: Tensor
     query_lens: Tensor
+    kept_lens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -60,22 +62,26 @@ class DeltaRule:
     eps: float
 
     def run(self, mixed: Tensor, gates: Tensor, states: States, pool: Tensor) -> Tensor:
-        """Advances each sequence's state by its rows: outputs `[rows, value_heads * value_size]`.
+        """Advances each sequence's state by its kept rows: outputs `[rows, value_heads *
+        value_size]` of all rows.
 
         mixed: `[rows, key_heads * (head_channels + values_per_key * value_size)]`, of each key head
         its query, key, values and output gates · gates: `[rows, 2 * value_heads]`, of each key head
         beta and decay of its value heads, before their functions.
         """
         counts, out = states.query_lens.tolist(), list[Tensor]()
+        kept_lens = counts if states.kept_lens is None else states.kept_lens.tolist()
         of_sequences = zip(
             mixed.split(counts), gates.split(counts), states.tables.long(),
-            states.context_lens.tolist(), strict=True,
+            states.context_lens.tolist(), kept_lens, strict=True,
         )  # fmt: skip
-        for some_mixed, some_gates, table, context in of_sequences:
+        for some_mixed, some_gates, table, context, kept in of_sequences:
             rows = state_rows(pool, self.layout, table, self.layer)
             state = rows.read() if context else rows.zeros()
-            out.append(self._advance(some_mixed, some_gates, state))
+            out.append(self._advance(some_mixed[:kept], some_gates[:kept], state))
             rows.write(state)
+            if kept < len(some_mixed):
+                out.append(self._advance(some_mixed[kept:], some_gates[kept:], state))
         return torch.cat(out)
 
     def _advance(self, mixed: Tensor, gates: Tensor, state: Tensor) -> Tensor:

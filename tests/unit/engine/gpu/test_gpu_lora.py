@@ -14,7 +14,7 @@ from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kernels.torch.lora import add_lora as reference_add_lora
 from baton.engine.kernels.triton.lora import add_lora
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.lora import FIELDS, LoraSlots, empty_update
+from baton.engine.models.lora import LoraSlots, adapted_fields, empty_update
 from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
@@ -37,8 +37,7 @@ def an_adapter(config, seed, rank=4):
     generator = torch.Generator().manual_seed(seed)
     updates = {}
     for layer in range(config.num_layers):
-        has_experts = config.experts is not None and config.experts.layers[layer]
-        for field in FIELDS[:2] if has_experts else FIELDS:
+        for field in adapted_fields(config, layer):
             updates[layer, field] = tuple(
                 0.15 * torch.randn(part.shape, generator=generator)
                 for part in empty_update(config, layer, field, rank)
@@ -63,7 +62,7 @@ class MixedRun(PagedRun):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama biases, odd heads", "gemma2", "qwen2 moe", "olmo2, partly turned"]
+    "name", ["llama biases, odd heads", "gemma2", "qwen2 moe", "olmo2, partly turned", "qwen3.5"]
 )
 def test_rows_of_adapters_equal_the_torch_models(name):
     config = CONFIGS[name]

@@ -7,7 +7,7 @@
 namespace baton {
 namespace {
 
-constexpr int TOKENS = 64;        // between which a tile of a matrix stays in the core's cache
+constexpr int TOKENS = MAX_PROPOSED;  // between which a tile of a matrix stays in the core's cache
 constexpr int TILE_VECTORS = 4;   // columns of a tile, in vectors
 constexpr float L2_EPS = 1e-6f;
 
@@ -44,8 +44,10 @@ class HeadRun {
             for (float* row : rows_) std::memset(row, 0, values_ * sizeof(float));
         mixed_stride_ = size_t(rule_.key_heads) * width_;
         mixed_ = mixed + span.first_row * mixed_stride_ + size_t(head) * width_;
-        for (int first = 0; first < span.count; first += TOKENS) {
-            const int count = std::min(TOKENS, span.count - first);
+        int count;
+        for (int first = 0; first < span.count; first += count) {
+            keeps_ = first < span.kept;
+            count = std::min(TOKENS, (keeps_ ? span.kept : span.count) - first);
             convolve(head, first, count);
             for (int i = 0; i < group_; i++) {
                 const int value_head = head * group_ + i;
@@ -57,7 +59,7 @@ class HeadRun {
                       out + (span.first_row + first) * size_t(rule_.key_heads) * group_ * values_);
             }
         }
-        keep_inputs(span.count);
+        keep_inputs(span.kept);
     }
 
    private:
@@ -158,7 +160,7 @@ class HeadRun {
             for (int j = 0; j < VECTORS; j++)
                 store(out_.data() + size_t(token) * values_ + column + j * LANES, out[j]);
         }
-        for (int k = 0; k < keys_; k++)
+        for (int k = 0; keeps_ && k < keys_; k++)
             for (int j = 0; j < VECTORS; j++)
                 store(rows[k] + column + j * LANES, tile[k * VECTORS + j]);
     }
@@ -205,6 +207,7 @@ class HeadRun {
     float beta_[TOKENS], decay_[TOKENS];
     const Activation* mixed_ = nullptr;
     size_t mixed_stride_ = 0;
+    bool keeps_ = true;  // whether the state keeps the current tokens
 };
 
 }  // namespace

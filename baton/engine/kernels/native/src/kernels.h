@@ -158,6 +158,8 @@ struct Pool {
     int32_t shared_by;              // layers of these heads in the place of one; even, or at most 1
 };
 
+constexpr int MAX_PROPOSED = 64;  // tokens that are proposed for a sequence with a state
+
 // Rows of one sequence: [first_row, first_row + count) of the batch, at positions
 // [context, context + count).
 struct Span {
@@ -165,6 +167,7 @@ struct Span {
     int32_t count;
     int32_t context;
     const int32_t* table;  // its blocks, one of each group of layers in turn
+    int32_t kept;          // rows that a state keeps; at most MAX_PROPOSED follow
 };
 
 struct AttentionShape {
@@ -208,7 +211,7 @@ struct DeltaRule {
     float eps;
 };
 
-// Advances the states of spans, whose tables are those of states, by their rows: mixed [rows][key_heads]
+// Advances the states of spans, whose tables are those of states, by their kept rows: mixed [rows][key_heads]
 // [query, key, values, output gates], gates [rows][key_heads][2][values_per_key] -> out [rows][value heads]
 // [value_size]. A row's bits depend on its own sequence alone, not on how it is divided into spans.
 void delta_rule(Team& team, const Activation* mixed, const Activation* gates, const Span* spans,
