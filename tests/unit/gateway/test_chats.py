@@ -279,6 +279,16 @@ async def test_documents_and_a_template_of_the_routers_reach_the_prompt(says, tm
         assert refused.json()["error"]["param"].startswith("documents")
 
 
+async def test_the_system_fingerprint_stands_for_the_routers_template_too(says, tmp_path):
+    own = tmp_path / "own.jinja"
+    found = []
+    for text in ("{{ messages[0].content }}", "{{ messages[0].content }}!", None):
+        own.write_text(text or "")
+        gateway = await says("{}", **({"chat_template": own} if text else {}))
+        found.append((await gateway.chat()).json()["system_fingerprint"])
+    assert len(set(found)) == 3
+
+
 async def test_a_template_without_documents_refuses_them(says):
     gateway = await says("{}")
     refused = await gateway.chat(documents=[{"title": "T"}])
