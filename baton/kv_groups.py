@@ -43,6 +43,12 @@ class KvGroups:
     def __len__(self) -> int:
         return len(self.windows)
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The window of each group, in tokens or "full"; then "state", if there are states."""
+        windows = tuple(str(window or "full") for window in self.windows)
+        return (*windows, "state") if self.state_blocks else windows
+
     @cached_property
     def slide(self) -> bool:
         """Whether some group has a window."""

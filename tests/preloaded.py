@@ -37,6 +37,8 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 from unittest import mock
 
+import psutil
+
 IMPORTED = (
     *("prefill_worker.worker", "decode_worker.worker", "router.main", "baton.gateway.routes"),
     *("baton.cli", "baton.local.up", "baton.local.router_processes", "baton.client"),
@@ -49,6 +51,13 @@ _MOST_BYTES, _MOST_DESCRIPTORS = 1 << 20, 64
 _HIGH = 512  # descriptors from here on are free in a new process
 _START = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _PARAMETERS = list(inspect.signature(_START).parameters)
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """The ranks that a worker has started: programs, or forks, whose command is the server's."""
+    names = {module.rpartition(".")[2] for module in RANKS}
+    children = psutil.Process(pid).children()
+    return [one for one in children if one.name() in names or RANKS & {*one.cmdline()}]
 
 
 class Preloaded:

@@ -50,7 +50,8 @@ async def baton(*argv: str) -> Ended:
 
 async def as_json(*argv: str) -> dict[str, Any]:
     """The object that the command `baton` prints with `--json`; it must have worked."""
-    done = await baton(*argv, "--json")
+    patient = ("--timeout", f"{WAIT_S:g}") if argv[0] == "status" else ()  # by default 5 s
+    done = await baton(*argv, *patient, "--json")
     assert (done.status, done.err) == (0, "")
     found: dict[str, Any] = json.loads(done.out)
     return found

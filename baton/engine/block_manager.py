@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.block_hash import block_hash, root_hash
+from baton.engine.held_blocks import HeldBlocks
 from baton.kv_groups import NO_BLOCK, KvGroups
 
 
@@ -49,17 +50,15 @@ class BlockManager:
     """Allocates `num_blocks` blocks of `block_size` tokens. Used by the engine thread only."""
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        prefix_cache: bool = True,
-        windows: tuple[int, ...] = (0,),
-    ) -> None:
-        """windows: of each group of layers, as of `KvGroups`."""
+        self, num_blocks: int, block_size: int, prefix_cache: bool = True,
+        windows: tuple[int, ...] = (0,), num_kinds: int = 0,
+    ) -> None:  # fmt: skip
+        """windows: of each group, as of `KvGroups` · num_kinds: of blocks, if not the groups."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups = KvGroups(windows, block_size)
         self._prefix_cache = prefix_cache
+        self.held_by_kind = HeldBlocks(num_blocks, num_kinds or len(windows))
         self._refs = [0] * num_blocks
         self._free: deque[int] = deque(range(num_blocks))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -90,13 +89,16 @@ class BlockManager:
     def num_available(self) -> int:
         return self.num_free + self.num_cached
 
-    def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one holder each, or None when there are not enough."""
+    def allocate(self, count: int, kinds: Sequence[int] = ()) -> list[int] | None:
+        """`count` blocks with one holder each, or None when there are not enough.
+
+        kinds: the group of each; without them, the first."""
         if count > self.num_available:
             return None
         blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._refs[block] = 1
+        self.held_by_kind.allocated(blocks, kinds or [0] * count)
         return blocks
 
     def get_computed_blocks(
@@ -123,7 +125,9 @@ class BlockManager:
             found = self.groups.cached_prefix(found)
         for block in found:
             if block != NO_BLOCK:
-                self._evictable.pop(block, None)
+                if not self._refs[block]:
+                    del self._evictable[block]
+                    self.held_by_kind.held_again(block)
                 self._refs[block] += 1
         return found
 
@@ -176,6 +180,7 @@ class BlockManager:
             self._refs[block] -= 1
             if self._refs[block]:
                 continue
+            self.held_by_kind.released(block)
             if block in self._entries:
                 self._evictable[block] = None
             else:
@@ -198,6 +203,7 @@ class BlockManager:
             assert self._refs[block] == 1, "only privately held blocks are quarantined"
             assert block not in self._entries, "a cached block is never written from outside"
             self._refs[block] = 0
+            self.held_by_kind.released(block)
             self._quarantined.add(block)
 
     def end_quarantine(self, blocks: Iterable[int]) -> None:
@@ -216,6 +222,7 @@ class BlockManager:
         held = {block for block, refs in enumerate(self._refs) if refs}
         groups = [set(self._free), self._cached_blocks(), self._quarantined, held]
         assert sum(map(len, groups)) == self.num_blocks, "every block is in one state"
+        assert self.held_by_kind.counted(held) == self.held_by_kind.counts, "counts are exact"
         assert len(set().union(*groups)) == self.num_blocks, "no block is in two states"
         assert len(self._free) == len(groups[0]), "no block is free twice"
         assert all(refs >= 0 for refs in self._refs), "no negative reference count"

@@ -476,7 +476,7 @@ class EngineLoop:
         blocks, scheduler = self._blocks, self._scheduler
         return Load(
             scheduler.queue_tokens, len(scheduler.running), scheduler.num_waiting,
-            blocks.num_blocks, blocks.num_free, blocks.num_cached,
-            blocks.num_held, blocks.num_quarantined, self._steps,
-            scheduler.preemptions, scheduler.chunk.tokens_per_s, scheduler.chunk.tokens,
+            blocks.num_blocks, blocks.num_free, blocks.num_cached, blocks.num_held,
+            blocks.num_quarantined, self._steps, scheduler.preemptions,
+            *(scheduler.chunk.tokens_per_s, scheduler.chunk.tokens, (*blocks.held_by_kind.counts,)),
         )  # fmt: skip

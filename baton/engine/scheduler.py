@@ -441,7 +441,7 @@ class Scheduler:
             ids[at] = NO_BLOCK
         sequence.block_ids = ids
         missing = groups.missing(ids, position, ahead, needed)
-        blocks = self.blocks.allocate(len(missing))
+        blocks = self.blocks.allocate(len(missing), [at % len(groups) for at in missing])
         if blocks is None:
             return False
         ids += [NO_BLOCK] * (needed * len(groups) - len(ids))

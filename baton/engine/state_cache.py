@@ -29,6 +29,8 @@ from baton.kv_groups import KvGroups
 # Tokens that a checkpoint has to save: it costs the end of a chunk, a copy, and its blocks.
 MIN_CHECKPOINT = 256
 
+_STATE = 1  # the kind of a state's blocks, beside those of KV
+
 
 class CachedPrefix(NamedTuple):
     """What the blocks of a prefix hold. hashes: of each block · root: the parent of the first."""
@@ -52,7 +54,7 @@ class StateBlockManager(BlockManager):
     ) -> None:
         """state_blocks: of each state · zero: zeroes blocks' memory · copy: copies that of its
         first blocks to its second ones."""
-        super().__init__(num_blocks, block_size, prefix_cache)
+        super().__init__(num_blocks, block_size, prefix_cache, num_kinds=2)
         self.groups = KvGroups((0,), block_size, state_blocks)
         self._zero, self._copy = zero, copy
         self.has_checkpoints = prefix_cache
@@ -65,10 +67,10 @@ class StateBlockManager(BlockManager):
         """Blocks that are not held and cache a prefix, or a part of a checkpoint."""
         return len(self._evictable) + len(self._checkpoints) * self.groups.state_blocks
 
-    def allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int, kinds: Tokens[int] = ()) -> list[int] | None:
         """Blocks for KV: no bytes of a state are left in them, which read as KV might be numbers
         that are not finite."""
-        blocks = self._allocate(count)
+        blocks = self._allocate(count, kinds)
         if blocks and (stale := self._not_kv.intersection(blocks)):
             self._zero(sorted(stale))
             self._not_kv -= stale
@@ -76,7 +78,8 @@ class StateBlockManager(BlockManager):
 
     def allocate_state(self) -> list[int] | None:
         """Blocks for a state with one holder each, or None when there are not enough."""
-        blocks = self._allocate(self.groups.state_blocks)
+        count = self.groups.state_blocks
+        blocks = self._allocate(count, [_STATE] * count)
         self._not_kv.update(blocks or ())
         return blocks
 
@@ -126,6 +129,8 @@ class StateBlockManager(BlockManager):
             tokens = prefix.tokens[index * size : (index + 1) * size]
             self.cache_block(block, block_hash, parents[index], tokens)
         for block in copy:
+            if self._refs[block]:
+                self.held_by_kind.released(block)
             self._refs[block] = 0
         self._copy(state, copy)
         self._checkpoints[end] = copy
@@ -169,11 +174,11 @@ class StateBlockManager(BlockManager):
     def _cached_blocks(self) -> set[int]:
         return super()._cached_blocks().union(*self._checkpoints.values())
 
-    def _allocate(self, count: int) -> list[int] | None:
+    def _allocate(self, count: int, kinds: Tokens[int]) -> list[int] | None:
         if count <= self.num_available:
             while len(self._free) < count:
                 self.drop_checkpoints([next(iter(self._checkpoints))])
-        return super().allocate(count)
+        return super().allocate(count, kinds)
 
     def _prune(self, block_hash: int) -> None:
         """Uncaches the block of a hash and those before it, as far as no checkpoint follows."""

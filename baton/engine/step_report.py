@@ -31,6 +31,7 @@ class Load:
     preemptions: int
     prefill_tokens_per_s: float
     chunk_tokens: int
+    blocks_held_by_group: tuple[int, ...] = ()
 
 
 class SequenceProgress(NamedTuple):

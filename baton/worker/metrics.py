@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from opentelemetry.context import Context
@@ -19,6 +20,7 @@ from baton.engine.draft_model import DraftModel
 from baton.engine.runner import StepRunner
 from baton.engine.step_report import StepReport
 from baton.errors import BatonError
+from baton.kv_groups import KvGroups
 from baton.telemetry.metrics.recorder import Attributes, Recorder
 from baton.v1 import worker_pb2
 from baton.worker.adapters import FAILED, LOADED
@@ -167,12 +169,19 @@ class WorkerMetrics:
         load: Callable[[], worker_pb2.Load],
         runner: StepRunner,
         draft: DraftModel | None = None,
+        groups: KvGroups | None = None,
     ) -> None:
         """Reads the engine's load, and its rows on a GPU, at every scrape from now on."""
 
         def states(prefix: str, *names: str) -> list[tuple[float, Attributes]]:
             now = load()
             return [(getattr(now, prefix + name), {"state": name}) for name in names]
+
+        def by_window() -> list[tuple[float, Attributes]]:
+            held, count = Counter[str](), load().blocks_held_by_group
+            for window, blocks in zip(groups.kinds if groups else (), count, strict=False):
+                held[window] += blocks
+            return [(blocks, {"window": window}) for window, blocks in held.items()]
 
         blocks = ("free", "cached", "held", "quarantined")
         observe = self._recorder.observe
@@ -183,6 +192,7 @@ class WorkerMetrics:
         observe("baton.engine.tokens.generated", lambda: load().tokens_generated)
         observe("baton.engine.preemptions", lambda: load().preemptions)
         observe("baton.kv.blocks", lambda: states("blocks_", *blocks))
+        observe("baton.kv.group.blocks", by_window)
         if runner.decode_rows:
             observe(
                 "baton.engine.gpu.rows",

@@ -188,7 +188,9 @@ class Node(WorkerServiceServicer):
                 return
             self.engine = loaded.engine(lambda report: self._call(loop, self._on_step, report))
             self.engine.ended.add_done_callback(lambda _: self._call(loop, self._stop.set))
-            self.metrics.observe_engine(self.load, loaded.runner, loaded.draft)
+            self.metrics.observe_engine(
+                self.load, loaded.runner, loaded.draft, loaded.layout.groups
+            )
             self.limits = ModelLimits.from_loaded(loaded)
             eos_token_ids = loaded.model_config.eos_token_ids
             self.grammars = GrammarCompiler(loaded.path, self.limits.vocab_size, eos_token_ids)

@@ -29,6 +29,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.v1.common_pb2 import WorkerRecord
 from tests.chaos.versions import ADAPTER, NAME, Changes
 from tests.etcd_members import leader_of
+from tests.preloaded import ranks_of
 from tests.proxy import Proxy
 from tests.waiting import WAIT_S
 
@@ -72,8 +73,6 @@ RECOVERED_S = 1.5  # after a fault was taken back, until others are expected to 
 SLOW_BYTES_PER_S = 200_000.0
 STOPPED_S, RUNNING_S = 0.15, 0.05  # a sluggish process does the two by turns
 KV_SHARE = 0.5  # of handoffs, each of which is a put for each pair of ranks
-RANK = "baton.engine.rank_process"  # in the command of a worker's other ranks
-RANK_NAME = RANK.rpartition(".")[2]  # of a forked process: its command is another's
 
 
 @dataclass(frozen=True)
@@ -323,10 +322,8 @@ class Injector:
 
     def _rank(self, fault: Fault) -> psutil.Process:
         """The target's process, or one of the ranks that it started."""
-        first = psutil.Process(self.cluster.processes[fault.target].pid)
-        others = first.children()
-        ranks = [one for one in others if RANK in one.cmdline() or one.name() == RANK_NAME]
-        ranks.insert(0, first)
+        pid = self.cluster.processes[fault.target].pid
+        ranks = [psutil.Process(pid), *ranks_of(pid)]
         return ranks[int(fault.share * len(ranks))]
 
     async def _back(self, name: str, starts: int) -> None:

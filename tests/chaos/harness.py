@@ -238,7 +238,7 @@ class Harness:
         lost = any(outages.role_down(group, 0.0, outcome.ended_s) for group in groups)
         gone = request.run.model == ADAPTER and (lost or outages.any_down((ADAPTER,), *while_s))
         if wrong := violation(request, outcome, excused, role_down, gone):
-            stats.violations.append(f"{request}: {wrong}")
+            stats.violations.append(f"{request} to {outcome.router or 'any router'}: {wrong}")
 
     def _group_of(self, name: str, role: str) -> str:
         """Of which processes at least one must be well: a role's, or a version's."""

@@ -44,6 +44,8 @@ def violation(
             allowed = True
         case DeadlineExceeded():
             late = lasted_s > request.timeout_s + DEADLINE_SLACK_S + LAGS * outcome.lag_s
+            # Over HTTP it counts from when the router takes the request, which may have to start.
+            late = late and not (request.http and router_down)
             allowed = request.timeout_s < load.LONG_TIMEOUT_S and not late
         case Overloaded():
             allowed = not tokens and error.retry_after_s > 0

@@ -51,6 +51,7 @@ def failed(
 
 
 HASTY = ChaosRequest(RUN, 40, timeout_s=0.5)
+HASTY_HTTP = ChaosRequest(RUN, 40, timeout_s=0.5, http=True)
 OUTCOMES = [  # what is wrong with it, or "" where nothing is
     (PLAIN, whole(PLAIN), NEITHER, ""),
     (STOPPED, whole(STOPPED), NEITHER, ""),
@@ -74,6 +75,9 @@ OUTCOMES = [  # what is wrong with it, or "" where nothing is
     (PLAIN, failed(errors.InternalError("a bug")), BOTH, "InternalError"),
     (HASTY, failed(errors.DeadlineExceeded("late"), 3, 0.6), NEITHER, ""),
     (HASTY, failed(errors.DeadlineExceeded("late"), 3, 11.0), NEITHER, "after 11.0 s and 3 tokens"),
+    (HASTY, failed(errors.DeadlineExceeded("late"), 3, 11.0), ROUTER, "after 11.0 s and 3 tokens"),
+    (HASTY_HTTP, failed(errors.DeadlineExceeded("late"), 3, 11.0), ROUTER, ""),
+    (HASTY_HTTP, failed(errors.DeadlineExceeded("late"), 3, 11.0), ROLE, "after 11.0 s"),
     (PLAIN, failed(errors.DeadlineExceeded("late")), ROUTER, "DeadlineExceeded"),
     # A refusal comes before any token, with advice when to come again.
     (PLAIN, failed(errors.Overloaded("full", 0.5)), NEITHER, ""),

@@ -108,6 +108,18 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     assert not [one.name for one in threading.enumerate() if one.name.startswith(("kv-", "engine"))]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def patience() -> Iterator[None]:
+    """What the SDK waits for by default, ten seconds for a status, is for machines that are not
+    busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        for method in vars(AsyncClient).values():
+            if (defaults := getattr(method, "__kwdefaults__", None)) and defaults.get("timeout"):
+                patch.setitem(defaults, "timeout", WAIT_S)
+        assert AsyncClient.status.__kwdefaults__ == {"timeout": WAIT_S}
+        yield
+
+
 def own_shared_memory() -> set[str]:
     """Files of ours in /dev/shm that did not exist before this session of tests."""
     began = psutil.Process().create_time()

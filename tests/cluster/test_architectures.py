@@ -99,10 +99,11 @@ async def test_each_kind_of_kv_between_workers_of_other_ranks_one_of_which_is_ki
     await Killing(cluster, client, 64).check(reference)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-async def test_multi_token_prediction_changes_no_token(ranks, tmp_path, clusters):
+@pytest.mark.parametrize(("kind", "ranks"), [("latent", 1), ("states", 2)])
+async def test_multi_token_prediction_changes_no_token(kind, ranks, tmp_path, clusters):
     """After handoffs, and when a worker dies in the middle of streams."""
-    make_checkpoint(tmp_path, "DeepseekV3ForCausalLM", tokenizer=True, num_nextn_predict_layers=1)
+    named = {"num_nextn_predict_layers": 1} if kind == "latent" else {}
+    make_checkpoint(tmp_path, KINDS[kind].architecture, tokenizer=True, **named)
     add_predicting_layer(tmp_path, mixed=0.1)
     engine = replace(
         ENGINE, model=str(tmp_path), kv_cache_bytes=0, kv_blocks=256, speculative_model="mtp",

@@ -3,10 +3,7 @@
 import asyncio
 import itertools
 import json
-import os
-import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -29,6 +26,7 @@ from tests.cluster.oracle import (
     check,
     decoding_process,
 )  # fmt: skip
+from tests.preloaded import ranks_of
 from tests.waiting import WAIT_S, eventually
 
 SERVICES = {"baton-router", "baton-prefill", "baton-decode"}
@@ -493,12 +491,6 @@ async def test_a_message_streams_on_though_its_decode_worker_is_killed(clusters)
         assert again.usage.cache_read_input_tokens and again.usage.input_tokens
 
 
-def children_of(pid):
-    """Of all its threads."""
-    threads = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for one in threads for child in one.read_text().split()]
-
-
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 async def test_halves_of_unlike_tensor_parallelism_and_a_rank_that_is_killed(
     clusters, oracle, backend
@@ -516,8 +508,8 @@ async def test_halves_of_unlike_tensor_parallelism_and_a_rank_that_is_killed(
         assert (done.route.prefill, done.route.decode) == pair
     running = await Streams(client, oracle, oracle.mixed(8)).start()
     worker = cluster.processes["decode-0"]
-    (rank,) = children_of(worker.pid)
-    os.kill(rank, signal.SIGKILL)
+    (rank,) = ranks_of(worker.pid)
+    rank.kill()
     await running
     assert await worker.wait() != 0
     await all_blocks_free(client)

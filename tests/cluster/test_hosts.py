@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 from collections.abc import AsyncIterator
-
-import psutil
 
 from baton.client import AsyncClient
 from baton.local.cluster import LocalCluster
 from tests.cluster.conftest import Clusters
 from tests.cluster.oracle import Oracle, Streams, all_blocks_free, check
+from tests.preloaded import ranks_of
 from tests.processes import Running, baton_running
 from tests.waiting import eventually
 
@@ -63,9 +61,8 @@ async def test_ranks_on_several_hosts(clusters: Clusters, oracle: Oracle) -> Non
 
         streams = Streams(client, oracle, oracle.mixed(6))
         running_streams = await streams.start()
-        children = psutil.Process(decode[1].process.pid).children()
-        (rank,) = (one for one in children if one.name() == "remote_rank")
-        os.kill(rank.pid, signal.SIGKILL)
+        (rank,) = ranks_of(decode[1].pid)
+        rank.kill()
         await running_streams
         await decode[0].says("a rank of this worker has ended")
         assert await decode[0].process.wait() == 1

@@ -20,9 +20,10 @@ from baton.engine.tensor_parallel import TensorParallelModel
 from baton.net.object_connection import ObjectConnection
 
 MULTIPLE = 16  # of head sizes and block sizes
-MAX_HEAD_SIZE = 256  # that Triton's attention takes
+MAX_HEAD_SIZE = 512  # that Triton's attention takes
 MAX_NATIVE_SIZE = 640  # elements of a head, or of a latent row, that native attention takes
-MAX_QUERIES = 128  # heads that share a KV head
+MAX_QUERIES = 128  # heads that share a KV head; a quarter of it in Triton's with wide heads
+WIDE_HEAD = 256
 
 
 def unsupported(config: ModelConfig, block_size: int, kernels: str) -> str:
@@ -35,9 +36,12 @@ def unsupported(config: ModelConfig, block_size: int, kernels: str) -> str:
     for size in sorted({one.head_size for one in layers if one.latent is None}):
         if size % MULTIPLE or size > most:
             return f"heads of {size} elements, and {need} up to {most}"
-    queries = config.num_heads // min(one.num_kv_heads for one in layers)
-    if config.latent is None and queries > MAX_QUERIES:
-        return f"{queries} heads share a KV head, and {kernels} kernels take up to {MAX_QUERIES}"
+    for one in layers if config.latent is None else ():
+        queries, most = one.num_heads // one.num_kv_heads, MAX_QUERIES
+        if kernels == "Triton's" and one.head_size > WIDE_HEAD:
+            most //= 4
+        if queries > most:
+            return f"{queries} heads share a KV head, and {kernels} kernels take up to {most}"
     return f"blocks of {block_size} tokens, and {need}" if block_size % MULTIPLE else ""
 
 

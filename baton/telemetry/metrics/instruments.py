@@ -195,6 +195,9 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "Sequences that lost their blocks to others and started over."),
     Instrument("baton.kv.blocks", GAUGE, "{block}", WORKERS,
         "KV blocks by state: free, cached, held, quarantined. Their sum is the pool.", ("state",)),
+    Instrument("baton.kv.group.blocks", GAUGE, "{block}", WORKERS,
+        "Held KV blocks by the window, in tokens, of the layers that they belong to: full where "
+        "those attend to all tokens, state for blocks of states.", ("window",)),
     Instrument("baton.worker.cost", COUNTER, "{currency}", WORKERS,
         "Price of this worker since it started, by `--worker-price`; 0 where none is set."),
     Instrument("baton.prefill.queue_time", HISTOGRAM, "s", WORKERS,

@@ -115,7 +115,9 @@ async def test_every_wait_for_an_end_is_bounded(monkeypatch):
     begun = asyncio.Event()
     starting = cluster(on_line=lambda name, line: begun.set())
     task = asyncio.create_task(starting.__aenter__())
-    await begun.wait()
+    waiting = asyncio.create_task(begun.wait())
+    await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+    assert begun.is_set(), await task
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

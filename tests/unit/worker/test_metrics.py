@@ -12,6 +12,7 @@ from baton.engine.block_manager import CacheChanges
 from baton.engine.runner import StepRunner
 from baton.engine.step_report import Load, SequenceProgress, StepReport
 from baton.errors import Stale
+from baton.kv_groups import KvGroups
 from baton.v1 import common_pb2, worker_pb2
 from baton.worker.metrics import (
     CacheWatcher,
@@ -82,7 +83,9 @@ def test_a_decode_worker_counts_steps_drafts_reservations_and_cost():
     metrics.reserved("held")
     metrics.reserved("refused")
     drafting = SimpleNamespace(seconds=1.5)
-    metrics.observe_engine(worker_pb2.Load, OnGpu.__new__(OnGpu), drafting)
+    load = worker_pb2.Load(blocks_held_by_group=[3, 5, 2, 4])
+    groups = KvGroups((0, 512, 512), state_blocks=2)
+    metrics.observe_engine(lambda: load, OnGpu.__new__(OnGpu), drafting, groups)
     duration = "baton_engine_step_duration_seconds"
     expected = {
         'baton_engine_draft_tokens_total{accepted="yes"} 4',
@@ -99,6 +102,9 @@ def test_a_decode_worker_counts_steps_drafts_reservations_and_cost():
         'baton_reservations_total{outcome="failed"} 0',
         'baton_engine_gpu_rows_total{kind="padding"} 6',
         "baton_engine_gpu_wait_time_seconds_total 2.5",
+        'baton_kv_group_blocks{window="full"} 3',
+        'baton_kv_group_blocks{window="512"} 7',
+        'baton_kv_group_blocks{window="state"} 4',
     }
     assert expected <= set(page(metrics))
     assert cost(metrics) > 0

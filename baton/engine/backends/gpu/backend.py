@@ -252,18 +252,12 @@ def refused(config: ModelConfig, block_size: int, capability: Capability) -> str
     gpu = f"a GPU of compute capability {'.'.join(map(str, capability))}"
     if capability < LEAST_CAPABILITY["none"]:
         return f"{gpu}, and Triton's kernels need 8.0"
-    if config.latent is None and config.head_size > SMALL_HEAD_SIZE and capability in SMALL_MEMORY:
+    largest = max(config.layer(index).head_size for index in range(config.num_layers))
+    if config.latent is None and largest > SMALL_HEAD_SIZE and capability in SMALL_MEMORY:
         return (
-            f"heads of {config.head_size} elements, and {gpu} has shared memory for tiles of "
+            f"heads of {largest} elements, and {gpu} has shared memory for tiles of "
             f"{SMALL_HEAD_SIZE}"
         )
-    lacking = {
-        "heads of several sizes": bool(config.layer_heads),
-        "norms of rotated queries and keys": config.arch.norms_rotated,
-        "attention by chunks": config.arch.chunked,
-    }
-    if found := [what for what, has in lacking.items() if has]:
-        return f"{found[0]}, which Triton's kernels do not have"
     return unsupported(config, block_size, "Triton's")
 
 

@@ -7,7 +7,6 @@ Shapes in `decode` depend only on its arguments' shapes, so that a CUDA graph ca
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from baton.engine.kernels.triton.mla import (
     write_latent,
 )
 from baton.engine.kernels.triton.moe_routing import FusedRouter, moe_sum, route
-from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
+from baton.engine.kernels.triton.prefill_attention import Tiles, plan_tiles, prefill_attention
 from baton.engine.kernels.triton.rms_norm import add_rms_norm
 from baton.engine.kernels.triton.rope_kv import Rotation, rope_and_write
 from baton.engine.kernels.triton.slot_mapping import SlotMapping, map_slots
@@ -50,19 +49,25 @@ class _PlacedRows:
     """Where a step's rows read and write KV: `num_decodes` decode rows first, then those of chunks.
 
     groups: for each group of layers, the rows' slots and the block tables `[sequences, width]` ·
-    plans: of decode rows, by the window of the layers that they are for; made where first used ·
-    latent_plan: of all rows, over latent KV · owners: int32 `[rows]`, the sequence of each row;
-    None: one each.
+    query_lens: of chunks, if there are any · tiles: of chunks, by the heads that share a KV head,
+    and their size · plans: of decode rows, by window, KV heads and head size; both made where first
+    used · latent_plan: of all rows, over latent KV · owners: int32 `[rows]`, the sequence of each
+    row; None: one each.
     """
 
     groups: list[tuple[SlotMapping, Tensor]]
     num_decodes: int
     context_lens: Tensor
     query_lens: Tensor | None = None
-    tiles: Any = None  # of chunks, if there are any
-    plans: dict[int | None, DecodePlan] = field(default_factory=dict)
+    tiles: dict[tuple[int, int], Tiles] = field(default_factory=dict)
+    plans: dict[tuple[int | None, int, int], DecodePlan] = field(default_factory=dict)
     latent_plan: DecodePlan | None = None
     owners: Tensor | None = None
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether some rows are those of chunks, of a model without latent KV."""
+        return self.query_lens is not None
 
     @property
     def lengths(self) -> Tensor:
@@ -204,27 +209,33 @@ class GpuModel(DecoderModel):
         if experts is None or layer.gate_up is not None or not self._adds_directly(norm):
             return super()._add_mlp(hidden, layer, placed, index)
         normed = self._normed(hidden, layer.mlp_norm)
-        hidden.rows = self._mix(normed, experts, placed, self._tokens_of[index], hidden.rows)
+        tokens = self._tokens_of[index]
+        hidden.rows = self._mix(normed, experts, placed, tokens, stream=hidden.rows)
         return None
 
     def _mix(
         self, x: Tensor, experts: MoeWeights, placed: _PlacedRows, tokens: Tensor,
-        stream: Tensor | None = None,
+        routed: Tensor | None = None, stream: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """stream: the residual stream that the result is added to, in place."""
         config = self.config.experts
         assert isinstance(experts, _MoeExperts) and config is not None
         router, scored = experts.few_router, None
-        wide = self._router_input(x)
+        wide = self._router_input(x if routed is None else routed)
         if router is not None and router.takes(wide):
             scores, scored = wide.new_empty(len(x), config.count), (router, wide)
         else:
             scores = experts.router.apply(wide, experts.router_bias)
         slots = route(
             scores, config.routing, self._own_experts, experts.correction, placed.lengths, tokens,
-            scored=scored,
+            scored=scored, share_scale=experts.share_scale,
         )  # fmt: skip
-        inner = experts.gate_up.apply(x, slots, self.config.activation)
+        inputs = slots
+        if config.scales_inputs:  # a row for each slot
+            scaled = x[:, None] * slots.shares[:, :, None].to(x.dtype)
+            x, inputs = scaled.flatten(0, 1), replace(slots, taken=slots.taken.view(-1, 1))
+            slots = replace(slots, shares=torch.ones_like(slots.shares))
+        inner = experts.gate_up.apply(x, inputs, self.config.activation)
         return moe_sum(experts.down.apply(inner, slots), slots, x.dtype, stream)
 
     def _place(self, batch: StepBatch, pool: Tensor) -> _PlacedRows:
@@ -232,18 +243,15 @@ class GpuModel(DecoderModel):
         context_lens, tables = batch.context_lens, batch.block_tables
         query_lens = None if num_decodes == len(batch.query_lens) else batch.query_lens
         groups = self._map_groups(context_lens, query_lens, tables, num_rows, pool)
-        tiles = owners = None
+        owners = None
         if query_lens is not None and self.config.latent is not None:
             ends = query_lens.cumsum(0, dtype=torch.int32)
             numbers = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
             owners = (ends <= numbers[:, None]).sum(1, dtype=torch.int32)
-        elif query_lens is not None:
-            query_lens = query_lens[num_decodes:]
-            group = self.config.num_heads // self.config.num_kv_heads
-            tiles = plan_tiles(query_lens, num_rows - num_decodes, group)
+        query_lens = None if query_lens is None else query_lens[num_decodes:]
         plan = self._latent_plan(groups[0][0])
         return _PlacedRows(
-            groups, num_decodes, context_lens, query_lens, tiles, latent_plan=plan, owners=owners
+            groups, num_decodes, context_lens, query_lens, latent_plan=plan, owners=owners
         )
 
     def _latent_plan(self, rows: SlotMapping) -> DecodePlan | None:
@@ -269,22 +277,28 @@ class GpuModel(DecoderModel):
     ) -> Tensor:
         """See `DecoderModel`. Of decode rows alone qkv is returned: their attention kernel rotates
         it."""
-        config, ((rows, _), at) = self.config, self._in_pool(placed.groups, index)
+        config, ((rows, _), at) = self.config.layer(index), self._in_pool(placed.groups, index)
         if config.qk_norm == "row":  # the kernels norm heads
             q, k, v = self._split(qkv, index)
             qkv = torch.cat([*self._rows_normed(q, k, layer), v], dim=1)
-        if placed.tiles is None:
+        if not placed.has_chunks:
             return qkv
-        heads = config.num_heads, config.num_kv_heads
-        rotation = self._rotation(index)
-        return rope_and_write(qkv, rows.positions, rows.slots, rotation, pool, at, *heads)
+        heads, (pool, at) = (config.num_heads, config.num_kv_heads), self._pool_of(pool, at, index)
+        return rope_and_write(
+            qkv, rows.positions, rows.slots, self._rotation(index), pool, at, *heads,
+            only_reads=config.only_reads(index),
+        )  # fmt: skip
 
     def _rotation(self, index: int) -> Rotation:
         cos, sin = self._tables[self._table_of[index]]
         if self.config.qk_norm == "row":
             return Rotation(cos, sin)
-        layer = self._weights.layers[index]
-        return Rotation(cos, sin, layer.q_norm, layer.k_norm, self.config.rms_eps)
+        layer, arch = self._weights.layers[index], self.config.arch
+        scales = self._query_scales if self.config.ropes[index] is None else None
+        return Rotation(
+            cos, sin, layer.q_norm, layer.k_norm, self.config.rms_eps, scales, arch.norms_rotated,
+            arch.value_norm,
+        )  # fmt: skip
 
     def _rows_normed(self, q: Tensor, k: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
         if self._num_ranks > 1:
@@ -297,20 +311,26 @@ class GpuModel(DecoderModel):
         return q, k
 
     def _attend(self, q: Tensor, placed: _PlacedRows, index: int, pool: Tensor) -> Tensor:
-        own, scoring = placed.num_decodes, self._scoring[index]
+        own, scoring, config = placed.num_decodes, self._scoring[index], self.config.layer(index)
         (_, block_tables), at = self._in_pool(placed.groups, index)
-        out = q.new_empty(len(q), self.config.num_heads, self.config.head_size)
+        pool, at = self._pool_of(pool, at, index)
+        out = q.new_empty(len(q), config.num_heads, config.head_size)
         if own:
-            window, tables = scoring.window, block_tables[:own]
-            if window not in placed.plans:
-                lengths = placed.lengths[:own]
-                placed.plans[window] = plan_decode(out[:own], pool, lengths, window)
-            plan = placed.plans[window]
-            rotation = self._rotation(index) if placed.tiles is None else None
-            decode_attention(q[:own], pool, at, tables, plan, scoring, out[:own], rotation)
-        if placed.tiles is not None:
-            assert placed.query_lens is not None, "chunks have lengths"
+            kind = scoring.window, config.num_kv_heads, config.head_size
+            if kind not in placed.plans:
+                placed.plans[kind] = plan_decode(
+                    out[:own], pool, placed.lengths[:own], scoring.window, chunked=scoring.chunked
+                )
+            rotation = None if placed.has_chunks else self._rotation(index)
+            decode_attention(
+                q[:own], pool, at, block_tables[:own], placed.plans[kind], scoring, out[:own],
+                rotation, only_reads=config.only_reads(index),
+            )  # fmt: skip
+        if placed.query_lens is not None:
+            group = config.num_heads // config.num_kv_heads, config.head_size
+            if group not in placed.tiles:
+                placed.tiles[group] = plan_tiles(placed.query_lens, len(q) - own, *group)
             tables, context_lens = block_tables[own:], placed.context_lens[own:]
-            chunks = (tables, context_lens, placed.query_lens, placed.tiles, scoring, out[own:])
-            prefill_attention(q[own:], pool, at, *chunks)
+            chunks = (tables, context_lens, placed.query_lens, placed.tiles[group], scoring)
+            prefill_attention(q[own:], pool, at, *chunks, out[own:])
         return out.view(len(q), -1)

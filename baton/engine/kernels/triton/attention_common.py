@@ -1,6 +1,7 @@
 """Parts of both attention kernels: an online softmax over keys read through a block table. A pool
-is `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`, K at 0 and V at 1. Rows have
-the queries' type, or one byte an element, with the float32 scales behind all rows of the block
+is `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`, K at 0 and V at 1, or what a
+layer sees of one (`kernels.torch.attention.pool_of_layer`), as layer 0. Rows have the queries'
+type, or one byte an element, with the float32 scales behind all rows of the block
 (`kernels.torch.row_quantization.split_rows`). Offsets exceed 2**31 and are int64. 8-bit elements
 are loaded in pairs, as int16: GPUs have an instruction (ldmatrix) that arranges 16-bit elements
 from shared memory for a product, and none for 8 bits. Products are then computed for even and odd
@@ -72,13 +73,14 @@ NO_WINDOW = 2**31 - 1
 def pool_sizes(q: Tensor, pool: Tensor) -> tuple[dict[str, Any], dict[str, int | str]]:
     """The kernels' constants for a pool and queries `[rows, heads, head_size]`, and the key of
     their configurations. The caller must not change them."""
-    return _pool_sizes(q.shape[1:], q.dtype, pool.shape[3:], pool.dtype, q.device.type)
+    rows, steps = pool.shape[3:], pool.stride()[2:4]
+    return _pool_sizes(q.shape[1:], q.dtype, rows, steps, pool.dtype, q.device.type)
 
 
 @lru_cache(maxsize=256)
 def _pool_sizes(
-    queries: torch.Size, query_type: torch.dtype, rows: torch.Size, row_type: torch.dtype,
-    device_type: str,
+    queries: torch.Size, query_type: torch.dtype, rows: torch.Size, steps: tuple[int, ...],
+    row_type: torch.dtype, device_type: str,
 ) -> tuple[dict[str, Any], dict[str, int | str]]:  # fmt: skip
     heads, head_size = queries
     kv_heads, block_size, row_size = rows
@@ -98,11 +100,26 @@ def _pool_sizes(
         "head_size": padded, "query_bytes": query_type.itemsize, "kv_bytes": row_type.itemsize,
     }  # fmt: skip
     return {
-        "HEADS": heads, "KV_HEADS": kv_heads, "BLOCK_SIZE": block_size,
+        "HEADS": heads, "KV_HEADS": kv_heads, "BLOCK_SIZE": block_size, **_steps(rows, steps),
         "ROW_SIZE": row_size // 2 if quantized else row_size,
         "HEAD_SIZE": head_size, "HEAD_PAD": padded, "QUANTIZED": quantized,
         "FP8": row_type == FP8, "K_TYPE": k_type, "V_TYPE": v_type,
     }, key  # fmt: skip
+
+
+def _steps(rows: torch.Size, strides: tuple[int, ...]) -> dict[str, int]:
+    part, head = (stride // (rows[1] * rows[2]) for stride in strides)
+    return {"PART_STEP": part, "HEAD_STEP": head}
+
+
+def pool_steps(pool: Tensor) -> dict[str, int]:
+    """How far V is from K, and a head from the next, in blocks of a head's rows."""
+    return _steps(pool.shape[3:], pool.stride()[2:4])
+
+
+def in_order(pool: Tensor) -> bool:
+    """Whether a pool is contiguous, or what a layer sees of one that is."""
+    return pool.is_contiguous() or (pool.shape[1] == 1 and pool[0, 0, 0, 0].is_contiguous())
 
 
 def stored_elements(pool: Tensor) -> Tensor:
@@ -188,6 +205,12 @@ def unpack(pairs, FP8: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
+def window_at(position, window, CHUNKED: tl.constexpr):
+    """The number of tokens that those at a position attend to."""
+    return position % window + 1 if CHUNKED else window
+
+
+@triton.jit
 def within(keys, least, most):
     """Positions of keys, clamped to least .. most - 1; least None is 0."""
     lowest = 0 if least is None else least
@@ -239,7 +262,7 @@ def attend_range(
     sum of V in float32, split likewise · total, largest: float32 `[rows]` · k_base, v_base:
     pointers to one layer and head in block 0 · block_table: int32, the sequence's · begin, end: the
     range; begin is a multiple of TILE · positions: int32 `[rows]`, of the queries · scale, softcap:
-    for powers of two; softcap may be None.
+    for powers of two; softcap may be None · window: of all rows, or int32 `[rows]`.
 
     PARTLY: keys before `least` (if not None) and from `most` on are masked and not read; otherwise
     the tiles are full · CAUSAL: a row sees no key after its position · WINDOWED: nor one `window`

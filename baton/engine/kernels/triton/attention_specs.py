@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from baton.engine.kernels.torch.attention import Scoring, write_kv
+from baton.engine.kernels.torch.attention import Scoring, pool_of_layer, write_kv
 from baton.engine.kernels.torch.row_quantization import (
     FP8,
     SCALE_BYTES,
@@ -19,12 +19,11 @@ from baton.engine.kernels.torch.row_quantization import (
     split_rows,
     unpack_rows,
 )
-from baton.engine.kernels.torch.rows import rms_norm, rotate
 from baton.engine.kernels.triton.attention_common import attention_reference, pool_sizes
 from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
 from baton.engine.kernels.triton.launch import tile_rows
 from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
-from baton.engine.kernels.triton.rope_kv import Rotation
+from baton.engine.kernels.triton.rope_kv import Rotation, rotated_heads
 from baton.engine.kernels.triton.specs import (
     Config,
     KernelSpec,
@@ -61,9 +60,9 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Random queries, a pool with KV of sequences, and their block tables in random order.
 
-    shape: "dtype", "kv", "head_size", "group" (heads that share a KV head), "kv_heads", "layers"
-    and "block_size"; with "ragged", KV that no query sees is NaN · seen: visible positions of each
-    sequence · rows: number of queries.
+    shape: "dtype", "kv", "head_size", "group" (heads that share a KV head), "kv_heads", "layers",
+    "shared_by" (layers in the place of one) and "block_size"; with "ragged", KV that no query sees
+    is NaN · seen: visible positions of each sequence · rows: number of queries.
     """
     sizes: Key = {"head_size": 128, "group": 4, "kv_heads": 8, "layers": 1, "block_size": 16}
     head_size, group, kv_heads, layers, block_size = (
@@ -73,7 +72,10 @@ def draw(
     kv = dtype_of(shape, "kv") if "kv" in shape else dtype
     counts = [-(-span.stop // block_size) for span in seen]
     used, width = sum(counts), max(1, *counts)
-    pool = random_pool(used + 4, layers, kv_heads, head_size, kv, device, block_size)
+    wide_size = head_size * int(shape.get("shared_by", 1))
+    pool = random_pool(used + 4, layers, kv_heads, wide_size, kv, device, block_size)
+    if wide_size != head_size:
+        pool, _ = pool_of_layer(pool, 1, kv_heads, head_size)
     order = 1 + torch.randperm(used, dtype=torch.int32, device=device)
     block_tables = torch.zeros(len(seen), width, dtype=torch.int32, device=device)
     for row, part in zip(block_tables, order.split(counts), strict=True):
@@ -128,22 +130,25 @@ def _trial(
 ) -> Trial:
     """A trial for sequences of `tokens` tokens after contexts `before`; -1 is padding."""
     window, programs = int(shape.get("window", 0)) or None, int(shape.get("programs", 0))
-    seen = [
-        range(max(0, a + 1 - window) if window else 0, a + b) if b else range(0)
-        for a, b in zip(before, tokens, strict=True)
-    ]
+    chunked = bool(shape.get("chunked"))
+
+    def first(position: int) -> int:
+        oldest = position + 1 - window if window else 0
+        return position // window * window if window and chunked else max(0, oldest)
+
+    seen = [range(first(a), a + b) if b else range(0) for a, b in zip(before, tokens, strict=True)]
     q, pool, block_tables = draw(shape, device, seen, sum(tokens))
     context_lens, query_lens = (
         torch.tensor(lens, dtype=torch.int32).to(device) for lens in (before, tokens)
     )
-    first = (q, pool, pool.shape[1] - 1, block_tables)
+    given = (q, pool, pool.shape[1] - 1, block_tables)
     sinks = 2 * torch.randn(q.shape[1], device=device) if shape.get("sinks") else None
     softcap = float(shape.get("softcap", 0))
-    scoring = Scoring(float(q.shape[2] ** -0.5), window, softcap, sinks)
+    scoring = Scoring(float(q.shape[2] ** -0.5), window, softcap, sinks, chunked)
     _, key = pool_sizes(q, pool)
 
     def reference() -> tuple[Tensor]:
-        found = attention_reference(*first, context_lens.clamp_min(0), query_lens, scoring)
+        found = attention_reference(*given, context_lens.clamp_min(0), query_lens, scoring)
         return (found.masked_fill_((context_lens < 0)[:, None, None], 0) if decodes else found,)
 
     if "rope" in shape:
@@ -154,9 +159,11 @@ def _trial(
         def run(config: Config | None) -> tuple[Tensor]:
             name = text_of(config or {})
             if name not in plans:  # as one plan serves all layers of a step
-                plans[name] = plan_decode(q, pool, seq_lens, window, programs, config)
+                plans[name] = plan_decode(
+                    q, pool, seq_lens, window, programs, config, chunked=chunked
+                )
             out = torch.empty_like(q)
-            decode_attention(*first, plans[name], scoring, out)
+            decode_attention(*given, plans[name], scoring, out)
             return (out,)
 
         return Trial(
@@ -166,16 +173,16 @@ def _trial(
             moved_bytes=sum(map(len, seen)) * pool[0, 0].nbytes // pool.shape[4],
         )
     group = q.shape[1] // pool.shape[3]
-    tiles = cache(partial(plan_tiles, query_lens, len(q), group))
+    tiles = cache(partial(plan_tiles, query_lens, len(q), group, q.shape[2]))
     pairs = sum(b * a + b * (b + 1) / 2 for a, b in zip(before, tokens, strict=True))
 
     def run_prefill(config: Config | None) -> tuple[Tensor]:
         out = torch.empty_like(q)
-        prefill_attention(*first, context_lens, query_lens, tiles(), scoring, out, config)
+        prefill_attention(*given, context_lens, query_lens, tiles(), scoring, out, config)
         return (out,)
 
     return Trial(
-        {**key, "rows": tile_rows(len(q), len(query_lens), group)},
+        {**key, "rows": tile_rows(len(q), len(query_lens), group, q.shape[2])},
         run_prefill,
         reference,
         flops=4.0 * q.shape[1] * q.shape[2] * pairs,
@@ -186,15 +193,23 @@ def _rope_trial(
     shape: Key, q: Tensor, pool: Tensor, block_tables: Tensor, context_lens: Tensor,
     scoring: Scoring, programs: int,
 ) -> Trial:  # fmt: skip
-    """Decode rows whose K and V are written by the same launch; with "norms", heads are normed."""
+    """Decode rows whose K and V are written by the same launch.
+
+    shape: "norms": heads are normed; "last": after the rotation; "values": values, too · "scaled":
+    queries are, by their position · "reads": K and V are another layer's.
+    """
     rows, heads, head_size = q.shape
     layer, kv_heads, block_size = pool.shape[1] - 1, *pool.shape[3:5]
-    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, device=q.device).to(q.dtype)
+    reads = bool(shape.get("reads"))
+    width = heads + (0 if reads else 2 * kv_heads)
+    qkv = torch.randn(rows, width * head_size, device=q.device).to(q.dtype)
     drawn = torch.randn(block_tables.shape[1] * block_size, head_size // 2, device=q.device)
     cos, sin = (table.repeat(1, 2).to(q.dtype) for table in (drawn.cos(), drawn.sin()))
     norms = torch.rand(2, head_size, device=q.device).to(q.dtype).unbind()
     q_norm, k_norm = norms if "norms" in shape else (None, None)
-    rotation = Rotation(cos, sin, q_norm, k_norm, 1e-5)
+    scales = torch.rand(len(cos), 1, device=q.device) + 0.5 if "scaled" in shape else None
+    options = bool(shape.get("last")), bool(shape.get("values"))
+    rotation = Rotation(cos, sin, q_norm, k_norm, 1e-5, scales, *options)
     given, seq_lens = pool.clone(), context_lens + 1
     _, key = pool_sizes(q, pool)
 
@@ -213,19 +228,22 @@ def _rope_trial(
         return values[slots // block_size, layer, :, :, slots % block_size]
 
     def run(config: Config | None) -> tuple[Tensor, ...]:
-        plan = plan_decode(q, pool, seq_lens, scoring.window, programs, config)
+        window, chunked = scoring.window, scoring.chunked
+        plan = plan_decode(q, pool, seq_lens, window, programs, config, chunked=chunked)
+        places = (pool, layer, block_tables, plan, scoring)
         out = torch.empty_like(q)
-        decode_attention(qkv, pool, layer, block_tables, plan, scoring, out, rotation)
+        decode_attention(qkv, *places, out, rotation, only_reads=reads)
         return out, written(pool)
 
     def reference() -> tuple[Tensor, ...]:
-        q, k, v = qkv.view(rows, -1, head_size).split((heads, kv_heads, kv_heads), dim=1)
-        if "norms" in shape:
-            q, k = (rms_norm(x, norm, 1e-5) for x, norm in zip((q, k), norms, strict=True))
-        angles = [table[context_lens.clamp_min(0), None].float() for table in (cos, sin)]
-        q, k = (rotate(x.float(), *angles).to(qkv.dtype) for x in (q, k))
+        parts = [heads] if reads else [heads, kv_heads, kv_heads]
+        positions = context_lens.clamp_min(0).long()
+        q, *kv = rotated_heads(
+            qkv.view(rows, -1, head_size).split(parts, dim=1), positions, rotation
+        )
         live, (_, slots) = context_lens >= 0, places()
-        write_kv(given, layer, slots, k[live], v[live])
+        if kv:
+            write_kv(given, layer, slots, *(x[live] for x in kv))
         lens = context_lens.clamp_min(0), live.int()
         # The reference has no padding rows.
         found = torch.zeros_like(q)
@@ -253,7 +271,12 @@ _ROPE_CASES: tuple[Key, ...] = (
     {"dtype": "fp16", "head_size": 64, "norms": 1}, {"dtype": "fp32", "head_size": 80, "group": 1},
     {"kv": "int8", "head_size": 96, "group": 3, "programs": 9},
     {"head_size": 256, "group": 8, "norms": 1, "sinks": 1},
+    {"head_size": 256, "group": 2, "norms": 1, "values": 1, "shared_by": 4, **_WINDOW},
+    {"norms": 1, "last": 1, "scaled": 1, "chunked": 1, **_WINDOW, "programs": 3},
+    {"head_size": 512, "group": 8, "norms": 1, "reads": 1},
 )  # fmt: skip
+# Of layers with heads of their own, and with attention by chunks.
+_OWN_HEADS: Key = {"head_size": 512, "group": 8, "shared_by": 2, "chunked": 1, **_WINDOW}
 
 
 def _prefill_cases() -> list[Key]:
@@ -265,7 +288,7 @@ def _prefill_cases() -> list[Key]:
     short: list[Key] = [{**_WINDOW, "tokens": 70}, {"tokens": 16}, {"tokens": 4, "kv": "int8"}]
     return [
         {**case, **_SIZES, "batch": 3, "context": 60, "ragged": at}
-        for at, case in enumerate(long + short)
+        for at, case in enumerate([*long, *short, {**_OWN_HEADS, "tokens": 20}])
     ]
 
 
@@ -283,9 +306,10 @@ def _configs(**sizes: tuple[int, ...]) -> Callable[[Key], list[Config]]:
     return fitting
 
 
-# Shapes of served models: Llama 3, Qwen 2.5 and 3, Gemma.
+# Shapes of served models: Llama 3, Qwen 2.5 and 3, Gemma 3 and 4.
 _SHAPES: list[Key] = [
-    {"head_size": head_size, "kv": kv} for head_size in (64, 128, 256) for kv in ("bf16", "int8")
+    *({"head_size": size, "kv": kv} for size in (64, 128, 256) for kv in ("bf16", "int8")),
+    {"head_size": 512, "group": 8, "kv": "bf16", "kv_heads": 2},
 ]
 
 SPECS = (
@@ -296,7 +320,8 @@ SPECS = (
             {**heads, **use, **_SIZES, "batch": 4, "context": 150, "ragged": at}
             for at, heads in enumerate(_HEADS)
             for use in ({"programs": 5}, {**_WINDOW, "programs": 2})
-        ],
+        ]
+        + [{**_OWN_HEADS, **_SIZES, "batch": 4, "context": 150, "ragged": 1}],
         configs=_configs(num_warps=(2, 4, 8), num_stages=(2, 3, 4), PER_PROCESSOR=(1, 2, 3)),
         shapes=_SHAPES,
     ),

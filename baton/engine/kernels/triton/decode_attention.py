@@ -23,16 +23,26 @@ from baton.engine.kernels.triton.attention_common import (
     LOWEST,
     NO_WINDOW,
     attend_range,
+    in_order,
     initial_state,
     join_even_odd,
     pool_sizes,
     score_arguments,
     split_even_odd,
     stored_elements,
+    window_at,
 )
 from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
-from baton.engine.kernels.triton.rope_kv import Rotation, load_angles, rotate_heads, store_kv
+from baton.engine.kernels.triton.rope_kv import (
+    NO_ROTATION,
+    Rotation,
+    load_angles,
+    load_values,
+    rotate_heads,
+    scaled_queries,
+    store_kv,
+)
 from baton.engine.kernels.triton.specs import Config
 
 # Launches overlap the kernel in front up to this number of decode rows. With more rows, programs
@@ -55,18 +65,19 @@ class DecodePlan:
     ends: Tensor
     firsts: Tensor
     config: Config
+    chunked: bool = False
 
 
 def plan_decode(
     q: Tensor, pool: Tensor, seq_lens: Tensor, window: int | None, programs: int = 0,
-    config: Config | None = None,
+    config: Config | None = None, *, chunked: bool = False,
 ) -> DecodePlan:  # fmt: skip
     """Splits the keys of decode rows over programs, without waiting for the device.
 
     q, pool: arguments of `decode_attention`; only shape and type of q matter · seq_lens: int32
     `[rows]`, tokens of each sequence including the row's; 0 for a padding row · window: of the
     layers that use the plan · programs: number for each KV head; 0 is as many as the GPU runs at
-    once · config: None is the one in effect.
+    once · config: None is the one in effect · chunked: as of `Scoring`.
     """
     sizes, key = pool_sizes(q, pool)
     config = config or choose("decode_attention", key, q.device)
@@ -78,14 +89,14 @@ def plan_decode(
     )
     plan_kernel[(triton.cdiv(programs, 16),)](
         seq_lens, ends, firsts, rows, window or NO_WINDOW, programs, TILE=config["TILE"],
-        ROWS=triton.next_power_of_2(rows), PROGRAMS=16,
+        ROWS=triton.next_power_of_2(rows), PROGRAMS=16, CHUNKED=chunked and window is not None,
     )  # fmt: skip
-    return DecodePlan(seq_lens, window, ends, firsts, config)
+    return DecodePlan(seq_lens, window, ends, firsts, config, chunked)
 
 
 def decode_attention(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, plan: DecodePlan, scoring: Scoring,
-    out: Tensor, rotation: Rotation | None = None,
+    out: Tensor, rotation: Rotation | None = None, *, only_reads: bool = False,
 ) -> None:  # fmt: skip
     """Writes the attention of each row of q over its sequence, whose KV is in the pool. Does not
     wait for the device.
@@ -93,12 +104,13 @@ def decode_attention(
     q: `[rows, heads, head_size]`, contiguous · block_tables: int32 `[rows, width]`, the blocks of
     each sequence; entries beyond its tokens are not read · plan: of these rows and scoring's window
     · out: like q; zeros for padding rows · rotation: if given, q is `[rows, (heads + 2 * kv_heads)
-    * head_size]` as for `rope_and_write`, and K and V of the last token are written first.
+    * head_size]` as for `rope_and_write`, and K and V of the last token are written first; if
+    only_reads, q is without K and V, and they are in the pool.
     """
     window, config, programs = plan.window, plan.config, len(plan.firsts)
     rows, heads, head_size = out.shape
-    assert window == scoring.window and len(plan.ends) == rows
-    assert pool.is_contiguous() and block_tables.stride(1) == 1
+    assert (window, plan.chunked) == (scoring.window, scoring.chunked) and len(plan.ends) == rows
+    assert in_order(pool) and block_tables.stride(1) == 1
     assert out.is_contiguous() and out.dtype == q.dtype
     assert q.stride(1) == 1 if rotation else q.is_contiguous() and out.shape == q.shape
     sizes, _ = pool_sizes(out, pool)
@@ -106,7 +118,7 @@ def decode_attention(
     # Weighted sums of partial rows, followed by their log-sum-exps. A program has at most two
     # partial rows: the end of a row that another one began, and the beginning of one that another
     # one ends.
-    size = 2 * programs * heads * (head_size + 1)
+    size, chunked = 2 * programs * heads * (head_size + 1), plan.chunked and window is not None
     parts = torch.empty(size, dtype=torch.float32, device=q.device)
     places = (parts, plan.seq_lens, plan.ends)
     # Tensor cores need tiles of at least 16 rows.
@@ -116,13 +128,15 @@ def decode_attention(
     pool = stored_elements(pool)
     started(
         decode_kernel, (programs, kv_heads), q, pool, block_tables, out, *places, plan.firsts,
-        *(rotation or (None,) * 4 + (0.0,)), rows, layer, q.stride(0), block_tables.stride(0),
+        *(rotation or NO_ROTATION).arguments, rows, layer, q.stride(0), block_tables.stride(0),
         pool.stride(0), *score_arguments(scoring), window or NO_WINDOW, WINDOWED=window is not None,
-        GROUP_PAD=group_pad, **sizes, **options,
+        CHUNKED=chunked, WRITES=not only_reads, GROUP_PAD=group_pad,
+        **(rotation or NO_ROTATION).options, **sizes, **options,
     )  # fmt: skip
     started(
         join_kernel, (rows, heads), out, *places, rows, programs, window or NO_WINDOW,
         HEAD_SIZE=head_size, HEAD_PAD=sizes["HEAD_PAD"], TILE=config["TILE"], PARTS=16,
+        CHUNKED=chunked,
     )  # fmt: skip
 
 
@@ -140,8 +154,10 @@ def processors(device: torch.device) -> int:
 
 
 @triton.jit
-def tiles_of_row(seq_len, window, TILE: tl.constexpr):
+def tiles_of_row(seq_len, window, TILE: tl.constexpr, CHUNKED: tl.constexpr = False):
     """A row's first visible key, the beginning of that key's tile, and its number of tiles."""
+    if CHUNKED:
+        window = window_at(seq_len - 1, window, CHUNKED)
     first = tl.maximum(seq_len - window, 0)
     base = first // TILE * TILE
     # A padding row has one tile, whose program writes zeros.
@@ -153,11 +169,12 @@ def tiles_of_row(seq_len, window, TILE: tl.constexpr):
 )
 def plan_kernel(
     seq_lens, ends, firsts, rows, window, programs, TILE: tl.constexpr, ROWS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    PROGRAMS: tl.constexpr, CHUNKED: tl.constexpr = False,
 ):  # fmt: skip
     """Computes a `DecodePlan` for PROGRAMS of its programs. Grid `[programs / PROGRAMS]`."""
     row = tl.arange(0, ROWS)
-    _, _, tiles = tiles_of_row(tl.load(seq_lens + row, mask=row < rows, other=0), window, TILE)
+    seq_len = tl.load(seq_lens + row, mask=row < rows, other=0)
+    _, _, tiles = tiles_of_row(seq_len, window, TILE, CHUNKED)
     tiles = tl.where(row < rows, tiles, 0)
     end = tl.cumsum(tiles, 0)
     if tl.program_id(0) == 0:
@@ -174,11 +191,13 @@ def plan_kernel(
 )
 def decode_kernel(
     q_rows, pool, block_tables, out, parts, seq_lens, ends, firsts, cos, sin, q_weights, k_weights,
-    eps, rows, layer, row_stride, table_stride, block_stride, scale, softcap, sinks, window,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
+    eps, q_scales, rows, layer, row_stride, table_stride, block_stride, scale, softcap, sinks,
+    window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PART_STEP: tl.constexpr, HEAD_STEP: tl.constexpr, ROW_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, FP8: tl.constexpr,
-    K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WINDOWED: tl.constexpr, GROUP_PAD: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
+    WRITES: tl.constexpr, NORM_LAST: tl.constexpr, NORM_VALUES: tl.constexpr,
+    GROUP_PAD: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention over one share of keys for one KV head: results of whole rows, and of partial rows.
 
@@ -196,18 +215,20 @@ def decode_kernel(
     row = tl.load(firsts + program)
 
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    PART: tl.constexpr = KV_HEADS * BLOCK_SIZE * ROW_SIZE
+    ROWS_SIZE: tl.constexpr = BLOCK_SIZE * ROW_SIZE
+    PART: tl.constexpr = PART_STEP * ROWS_SIZE
     head = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, HEAD_PAD)
     wanted = (head < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
-    k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)
+    k_base = pool + layer.to(tl.int64) * (2 * KV_HEADS * ROWS_SIZE)
+    k_base += kv_head * (HEAD_STEP * ROWS_SIZE)
 
     #  tiles of rows:  | row 0 | row 1 .................. | row 2 | row 3 ........ |
     #  shares:         | program 0    | program 1    | program 2    | program 3    |
     while at < stop:
         seq_len = tl.load(seq_lens + row)
         row_end = tl.load(ends + row)
-        first, base, tiles = tiles_of_row(seq_len, window, TILE)
+        first, base, tiles = tiles_of_row(seq_len, window, TILE, CHUNKED)
         row_begin = row_end - tiles
         until = tl.minimum(stop, row_end)
         begin = base + (at - row_begin) * TILE
@@ -231,16 +252,20 @@ def decode_kernel(
             cosines, sines = load_angles(cos, sin, position, dims, HEAD_SIZE)
             q = rotate_heads(
                 own + head * HEAD_SIZE, head < GROUP, dims, q_weights, cosines, sines, eps,
-                HEAD_SIZE,
+                HEAD_SIZE, NORM_LAST,
             )  # fmt: skip
-            if (until == row_end) & (seq_len > 0):
+            q = scaled_queries(q, q_scales, position)
+            writes = False
+            if WRITES:
+                writes = (until == row_end) & (seq_len > 0)
+            if writes:
                 one = tl.arange(0, 1)
                 of_kv = q_rows + row.to(tl.int64) * row_stride + (HEADS + kv_head + one) * HEAD_SIZE
-                k = rotate_heads(of_kv, one == 0, dims, k_weights, cosines, sines, eps, HEAD_SIZE)
-                of_kv += KV_HEADS * HEAD_SIZE
-                v = tl.load(
-                    of_kv[:, None] + dims[None, :], mask=(dims < HEAD_SIZE)[None, :], other=0.0
+                k = rotate_heads(
+                    of_kv, one == 0, dims, k_weights, cosines, sines, eps, HEAD_SIZE, NORM_LAST
                 )
+                of_kv += KV_HEADS * HEAD_SIZE
+                v = load_values(of_kv, one == 0, dims, eps, HEAD_SIZE, NORM_VALUES)
                 block = tl.load(block_table + position // BLOCK_SIZE).to(tl.int64)
                 into = k_base + block * block_stride + one
                 slot = position % BLOCK_SIZE
@@ -285,6 +310,7 @@ def decode_kernel(
 def join_kernel(
     out, parts, seq_lens, ends, rows, programs, window, HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    CHUNKED: tl.constexpr = False,
 ):  # fmt: skip
     """Joins the parts of one head of one row, if it has several. Grid `[rows, heads]`."""
     wait_for_inputs(PDL)
@@ -294,7 +320,7 @@ def join_kernel(
     heads = tl.num_programs(1)
     share = tl.cdiv(tl.load(ends + rows - 1), programs)
     end = tl.load(ends + row)
-    _, _, tiles = tiles_of_row(tl.load(seq_lens + row), window, TILE)
+    _, _, tiles = tiles_of_row(tl.load(seq_lens + row), window, TILE, CHUNKED)
     first = (end - tiles) // share
     last = (end - 1) // share
     if first == last:

@@ -64,14 +64,15 @@ class FusedRouter:
 def route(
     scores: Tensor, routing: Routing, own: range | None = None, correction: Tensor | None = None,
     lengths: Tensor | None = None, totals: Tensor | None = None, few_rows: int = FEW_ROWS,
-    scored: tuple[FusedRouter, Tensor] | None = None,
+    scored: tuple[FusedRouter, Tensor] | None = None, share_scale: Tensor | None = None,
 ) -> ExpertSlots:  # fmt: skip
     """Selects the best experts of each row, best first; of equal scores the lower number first.
 
     scores: `[rows, experts]`, the router's logits · own: experts on this rank; None is all ·
     correction: float32 `[experts]`, see the reference · lengths: int32 `[rows]`; rows of length 0
     select none · totals: int64 `[experts]`, counts of rows that are added to · few_rows: see
-    FEW_ROWS · scored: a router and its input x `[rows, in]`; `scores` is then written.
+    FEW_ROWS · scored: a router and its input x `[rows, in]`; `scores` is then written ·
+    share_scale: `[experts]`, which multiply shares, or None.
     """
     (rows, experts), per_row = scores.shape, routing.per_token
     own = own if own is not None else range(experts)
@@ -107,12 +108,12 @@ def route(
         each = 2 if depth <= 2048 else 1
         programs = triton.cdiv(experts, each)
     launch(
-        _route, (programs,), scores, x, weight, bias, arrived, correction, lengths, taken, shares,
-        totals, ranks, counts, rows, own.start, own.stop, depth, routing.scale, EXPERTS=experts,
-        PER_ROW=per_row, NORMED=routing.normed, SIGMOID=routing.sigmoid, GROUPS=routing.groups,
-        TAKEN_GROUPS=routing.taken_groups, GROUP_TOP=routing.group_top, ROWS=step,
-        COLUMNS=columns, GROUP_COLUMNS=triton.next_power_of_2(routing.groups), EACH=each,
-        DEPTH=triton.next_power_of_2(depth), num_warps=min(4, step),
+        _route, (programs,), scores, x, weight, bias, arrived, correction, share_scale, lengths,
+        taken, shares, totals, ranks, counts, rows, own.start, own.stop, depth, routing.scale,
+        EXPERTS=experts, PER_ROW=per_row, NORMED=routing.normed, SIGMOID=routing.sigmoid,
+        GROUPS=routing.groups, TAKEN_GROUPS=routing.taken_groups, GROUP_TOP=routing.group_top,
+        ROWS=step, COLUMNS=columns, GROUP_COLUMNS=triton.next_power_of_2(routing.groups),
+        EACH=each, DEPTH=triton.next_power_of_2(depth), num_warps=min(4, step),
     )  # fmt: skip
     if order is None or tiles is None:
         return ExpertSlots(taken, shares, 1)
@@ -191,8 +192,8 @@ def _in_best_groups(
 
 @triton.jit(do_not_specialize=["num_rows", "first", "end", "scale"])
 def _route(
-    scores, x, weight, bias, arrived, correction, lengths, taken, shares, totals, ranks, counts,
-    num_rows, first, end, depth, scale, EXPERTS: tl.constexpr, PER_ROW: tl.constexpr,
+    scores, x, weight, bias, arrived, correction, share_scale, lengths, taken, shares, totals,
+    ranks, counts, num_rows, first, end, depth, scale, EXPERTS: tl.constexpr, PER_ROW: tl.constexpr,
     NORMED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TAKEN_GROUPS: tl.constexpr,
     GROUP_TOP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     GROUP_COLUMNS: tl.constexpr, EACH: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
@@ -250,6 +251,9 @@ def _route(
     elif not SIGMOID:
         share = powers / tl.sum(powers, 1)[:, None]
     share = share * scale
+    if share_scale is not None:
+        factor = tl.load(share_scale + expert, mask=expert < EXPERTS, other=0.0)
+        share = share * factor.to(tl.float32)
 
     counts_here = has_row
     if lengths is not None:
@@ -385,6 +389,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         float(shape.get("scale", 1.0)),
     )  # fmt: skip
     correction = torch.randn(experts, device=device) if shape.get("corrected") else None
+    factors = torch.rand(experts, device=device) if shape.get("scaled") else None
     start = int(shape.get("start", 0))
     own = range(start, experts - start)
     is_row = torch.arange(rows, device=device) % 5 != 3
@@ -393,7 +398,9 @@ def _trial(shape: Key, device: torch.device) -> Trial:
 
     def run(config: Config | None) -> tuple[Tensor, ...]:
         totals.zero_()
-        slots = route(scores, routing, own, correction, lengths, totals, scored=scored)
+        slots = route(
+            scores, routing, own, correction, lengths, totals, scored=scored, share_scale=factors
+        )
         found = (slots.shares, slots.taken, totals) + ((scores.clone(),) if scored else ())
         if slots.order is None or slots.tiles is None or device.type == "meta":
             return found
@@ -404,6 +411,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     def expected() -> tuple[Tensor, ...]:
         # From the scores that the launch wrote: other rounding may select other experts.
         shares, numbers = reference.route(scores, routing, correction)
+        shares = shares if factors is None else shares * factors[numbers]
         counted = numbers if lengths is None else numbers[is_row]
         products = () if scored is None else (linear(x.float(), wide, added).to(scores.dtype),)
         found = (numbers - start).where((numbers >= own.start) & (numbers < own.stop), -1)
@@ -455,7 +463,7 @@ _CASES: tuple[Key, ...] = (
     {"scored": 1, "experts": 128, "per_row": 8, "normed": 1},
     {"scored": 2, "experts": 60, "per_row": 4, "start": 7, "padding": 1},
     {"scored": 5, "experts": 8, "per_row": 2, "normed": 1, "dtype": "fp32", "padding": 1},
-    {"scored": 64, "experts": 128, "per_row": 8, "normed": 1, "padding": 1},
+    {"scored": 64, "experts": 128, "per_row": 8, "normed": 1, "padding": 1, "scaled": 1},
     {"scored": 100, "experts": 32, "per_row": 4, "dtype": "fp16", "start": 5},
     {"scored": 70, "experts": 512, "per_row": 10, "dtype": "fp32", "start": 100, "padding": 1},
     {"scored": 300, "experts": 128, "per_row": 4, "normed": 1, "padding": 1},

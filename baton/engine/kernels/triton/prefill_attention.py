@@ -19,14 +19,16 @@ from baton.engine.kernels.torch.attention import Scoring
 from baton.engine.kernels.triton.attention_common import (
     NO_WINDOW,
     attend_range,
+    in_order,
     initial_state,
     join_even_odd,
     pool_sizes,
     score_arguments,
     split_even_odd,
     stored_elements,
+    window_at,
 )
-from baton.engine.kernels.triton.launch import MOST_TILE_ROWS, tile_rows
+from baton.engine.kernels.triton.launch import most_tile_rows, tile_rows
 from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.specs import Config
 
@@ -45,16 +47,16 @@ class Tiles:
     rows: int
 
 
-def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
+def plan_tiles(query_lens: Tensor, num_rows: int, group: int, head_size: int = 0) -> Tiles:
     """Splits the chunks of a step into tiles, without waiting for the device.
 
     query_lens: int32 `[sequences]`, rows of each; their sum is num_rows · group: query heads that
-    share a KV head, at most MOST_TILE_ROWS. A sequence's last tile sees the most keys and comes
-    first, so that the longest work starts early.
+    share a KV head, at most `most_tile_rows` of the head size. A sequence's last tile sees the most
+    keys and comes first, so that the longest work starts early.
     """
-    assert group <= MOST_TILE_ROWS, "the backend refuses other models"
+    assert group <= most_tile_rows(head_size), "the backend refuses other models"
     sequences = len(query_lens)
-    rows = tile_rows(num_rows, sequences, group)
+    rows = tile_rows(num_rows, sequences, group, head_size)
     tokens = rows // group
     # Each sequence has at most one partial tile.
     most = min(num_rows, num_rows // tokens + sequences)
@@ -110,7 +112,7 @@ def prefill_attention(
     the next · block_tables: of each sequence · context_lens: int32 `[sequences]`, tokens before a
     sequence's first row; -1 for padding, whose out is zeros · query_lens: int32 `[sequences]`, rows
     of each · tiles: `plan_tiles` of these query_lens."""
-    assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
+    assert q.is_contiguous() and in_order(pool) and block_tables.stride(1) == 1
     assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
     sizes, key = pool_sizes(q, pool)
     config = config or choose("prefill_attention", {**key, "rows": tiles.rows}, q.device)
@@ -119,7 +121,8 @@ def prefill_attention(
         q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
         block_tables.stride(0), pool.stride(0), *score_arguments(scoring),
         scoring.window or NO_WINDOW, **sizes, TOKENS=tiles.tokens, ROWS=tiles.rows,
-        WINDOWED=scoring.window is not None, **config,
+        WINDOWED=scoring.window is not None,
+        CHUNKED=scoring.chunked and scoring.window is not None, **config,
     )  # fmt: skip
 
 
@@ -130,10 +133,11 @@ def prefill_attention(
 def prefill_kernel(
     q_rows, pool, block_tables, context_lens, query_lens, places, out, layer, table_stride,
     block_stride, scale, softcap, sinks, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PART_STEP: tl.constexpr, HEAD_STEP: tl.constexpr,
+    ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, FP8: tl.constexpr, K_TYPE: tl.constexpr,
     V_TYPE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr,
-    TILE: tl.constexpr,
+    CHUNKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows for one KV head, over all keys that any of them sees.
 
@@ -152,7 +156,8 @@ def prefill_kernel(
     first_position = context + first_token
 
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    PART: tl.constexpr = KV_HEADS * BLOCK_SIZE * ROW_SIZE
+    ROWS_SIZE: tl.constexpr = BLOCK_SIZE * ROW_SIZE
+    PART: tl.constexpr = PART_STEP * ROWS_SIZE
     row = tl.arange(0, ROWS)
     token = row // GROUP
     dims = tl.arange(0, HEAD_PAD)
@@ -164,7 +169,8 @@ def prefill_kernel(
         return
     q = tl.load(q_rows + at, mask=wanted, other=0.0).to(K_TYPE)
     positions = first_position + token
-    k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)
+    k_base = pool + layer.to(tl.int64) * (2 * KV_HEADS * ROWS_SIZE)
+    k_base += kv_head * (HEAD_STEP * ROWS_SIZE)
     block_table = block_tables + sequence.to(tl.int64) * table_stride
 
     q, q_odd = split_even_odd(q, QUANTIZED)
@@ -179,8 +185,11 @@ def prefill_kernel(
     begin = None
     edges = (0, 0, diagonal, end)
     if WINDOWED:
-        begin = tl.maximum(first_position + 1 - window, 0)
-        whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), TILE) * TILE, diagonal)
+        first_window = window_at(first_position, window, CHUNKED)
+        last_window = window_at(end - 1, window, CHUNKED)
+        window = window_at(positions, window, CHUNKED)
+        begin = tl.maximum(first_position + 1 - first_window, 0)
+        whole = tl.minimum(tl.cdiv(tl.maximum(end - last_window, 0), TILE) * TILE, diagonal)
         edges = (begin // TILE * TILE, whole, diagonal, end)
     for part in tl.static_range(0 if WINDOWED else 1, 3):
         weighted, odd, total, largest = attend_range(

@@ -9,7 +9,12 @@ from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.kernels.routing import Routing
 from baton.engine.models.decoder import DecoderModel
-from baton.engine.models.model_config import DeltaRuleConfig, ExpertsConfig, LatentConfig
+from baton.engine.models.model_config import (
+    DeltaRuleConfig,
+    ExpertsConfig,
+    LatentConfig,
+    LayerHeads,
+)
 from baton.engine.models.rope_config import Rope
 from baton.engine.models.weight_loader import random_weights
 from baton.engine.models.weights import ModelWeights
@@ -95,6 +100,33 @@ CONFIGS = {
         architecture="Qwen3_5ForCausalLM",
         delta_rule=DeltaRuleConfig((True, False), DeltaRuleShape(2, 4, 16, 16, kernel=4)),
     ),
+    "gemma4": replace(
+        TINY,
+        architecture="Gemma4ForCausalLM",
+        num_layers=3,
+        num_kv_heads=2,
+        head_size=32,
+        layer_heads=(
+            LayerHeads(2, 16, keys_as_values=False, kv_layer=0),
+            LayerHeads(2, 32, keys_as_values=True, kv_layer=1),
+            LayerHeads(2, 16, keys_as_values=False, kv_layer=0),
+        ),
+        windows=(9, None, 9),
+        ropes=(Rope(1e4), Rope(1e6, "proportional", size=8), Rope(1e4)),
+        activation="gelu_tanh",
+        embedding_scale=2.0,
+    ),
+    "llama4": replace(
+        TINY,
+        architecture="Llama4ForCausalLM",
+        windows=(6, None),
+        ropes=(Rope(1e4), None),
+        query_scaling=(4.0, 0.5),
+        experts=replace(
+            EXPERTS, routing=Routing(3, False, sigmoid=True), shared_size=32, scales_inputs=True
+        ),
+    ),
+    "hunyuan": replace(TINY, architecture="HunYuanDenseV1ForCausalLM"),
     "olmo2, partly turned": replace(
         TINY, architecture="Olmo2ForCausalLM", ropes=(Rope(1e4, size=8), None)
     ),

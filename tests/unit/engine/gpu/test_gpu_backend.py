@@ -220,7 +220,7 @@ def test_kernels_that_are_chosen_or_refused(checkpoint):
     for changes, capability, reason in (
         ({}, (7, 5), "compute capability 7.5"),
         (wide, (8, 9), "8.9"),
-        ({"head_size": 272}, (9, 0), "up to 256"),
+        ({"head_size": 528}, (9, 0), "up to 512"),
         ({"num_heads": 256, "num_kv_heads": 1}, (9, 0), "256 heads"),
     ):
         assert reason in refused(replace(config, **changes), 16, capability)

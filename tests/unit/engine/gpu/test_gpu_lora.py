@@ -62,7 +62,11 @@ class MixedRun(PagedRun):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama biases, odd heads", "gemma2", "qwen2 moe", "olmo2, partly turned", "qwen3.5"]
+    "name",
+    [
+        *("llama biases, odd heads", "gemma2", "qwen2 moe", "olmo2, partly turned", "qwen3.5"),
+        *("gemma4", "llama4", "hunyuan"),
+    ],
 )
 def test_rows_of_adapters_equal_the_torch_models(name):
     config = CONFIGS[name]
