@@ -21,6 +21,7 @@ from baton.config.slo import Slo
 from baton.errors import Overloaded
 from baton.generation.sampling_params import Reasoning, SamplingParams
 from baton.text.detokenizer import TokenPieces
+from baton.text.reasoning import ReasoningFormat
 from baton.text.scoring import Scoring
 from baton.text.tool_parsers import ToolFormat, ToolSchemas
 from baton.v1 import common_pb2, prefill_pb2
@@ -90,6 +91,7 @@ class OutputFormat:
 
     pieces: TokenPieces
     reasoning: Reasoning | None = None
+    text_reasoning: ReasoningFormat | None = None  # between texts instead of tokens
     tools: ToolFormat | None = None
     single_tool_call: bool = False  # further calls are dropped
     tool_schemas: ToolSchemas = field(default_factory=dict)

@@ -247,8 +247,13 @@ class Admission:
             return params, None
         restrict = partial(self.chat_formats.restrict, params, request.chat, output_format)
         if params.structured_output is not None or has_grammar(params, request.chat):
-            return await self.prompts.run_in_thread(restrict), output_format
-        return restrict(), output_format
+            params = await self.prompts.run_in_thread(restrict)
+        else:
+            params = restrict()
+        if params.structured_output is not None and output_format.text_reasoning:
+            # Workers could not tell where it ends, so the answer begins at once.
+            output_format = replace(output_format, text_reasoning=None)
+        return params, output_format
 
     def _fit_output(
         self,
@@ -298,11 +303,14 @@ class Admission:
                     if error.field == "resumed_token_ids":
                         raise
                     for i, tool in enumerate(request.chat.tools):
+                        name, schema = "parameters", StructuredOutput(tool.parameters or "{}")
+                        if tool.HasField("input"):
+                            name, schema = "input", StructuredOutput.from_proto(tool.input)
                         try:
-                            await self._compile(StructuredOutput(tool.parameters or "{}"))
+                            await self._compile(schema)
                         except InvalidRequest as tool_error:
-                            name = f"chat.tools[{i}].parameters"
-                            raise InvalidRequest(str(tool_error), name) from error
+                            place = f"chat.tools[{i}].{name}"
+                            raise InvalidRequest(str(tool_error), place) from error
                     if request.sampling.HasField("structured_output"):
                         await self._compile(StructuredOutput.from_proto(given))
                     raise InvalidRequest(str(error), "chat.tools") from error
