@@ -21,6 +21,7 @@ from baton.config.slo import Slo
 from baton.errors import Overloaded
 from baton.generation.sampling_params import Reasoning, SamplingParams
 from baton.text.detokenizer import TokenPieces
+from baton.text.reasoning import ReasoningFormat
 from baton.text.scoring import Scoring
 from baton.text.tool_parsers import ToolFormat, ToolSchemas
 from baton.v1 import common_pb2, prefill_pb2
@@ -67,6 +68,7 @@ class PendingPrompt:
     rank: float = 0.0  # orders the prompts of one tenant
     virtual_finish: float = 0.0  # orders all prompts; grows when prompts of its tenant pass it
     seconds_until: Callable[[PendingPrompt], float] = field(default=lambda prompt: 0.0, repr=False)
+    user: str = ""  # the end user, of its tenant's
 
     @property
     def cost(self) -> float:
@@ -89,6 +91,7 @@ class OutputFormat:
 
     pieces: TokenPieces
     reasoning: Reasoning | None = None
+    text_reasoning: ReasoningFormat | None = None  # between texts instead of tokens
     tools: ToolFormat | None = None
     single_tool_call: bool = False  # further calls are dropped
     tool_schemas: ToolSchemas = field(default_factory=dict)
@@ -116,6 +119,7 @@ class TokenizedRequest:
     deadline: float  # time.monotonic()
     adapter: str = ""  # identity of its LoRA adapter, by which it is placed to its end
     tenant: str = ""
+    user: str = ""  # end user of the tenant
     model: str = ""  # the version that serves it, as "chat@v1"
     ttft_target_s: float = 0.0  # 0: none
     show_special_tokens: bool = False  # in the text

@@ -35,6 +35,7 @@ from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS, Architect
 from baton.engine.models.model_config import ModelConfig
 from baton.gateway import api, messages, responses
 from baton.telemetry.metrics import instruments
+from baton.text.reasoning import REASONING_FORMATS
 from baton.text.tool_parsers import FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -265,6 +266,12 @@ def tool_formats() -> Iterator[str]:
             written = " ".join(one.written.replace("|", "\\|").split())
             quote = "````" if "`" in written else "`"
             yield f"| `{name}` | {one.models} | {quote}{written}{quote} |"
+    yield "\n| `--reasoning-parser` | models | reasoning and answer | markers |\n|---|---|---|---|"
+    for name, form in sorted(REASONING_FORMATS.items()):
+        before, behind = form.answer or ("", "")
+        written = f"{form.begin}\u2026{form.end}{before}\u2026{behind}".replace("|", "\\|")
+        kind = "texts" if form.is_text else "tokens"
+        yield f"| `{name}` | {form.models} | `{written}` | {kind} |"
 
 
 PUBLISHED: dict[str, tuple[Any, type]] = {

@@ -74,6 +74,8 @@ class Options(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None  # none; additional variables of the template
     continue_final_message: bool | None  # False: answer it
     session: str | None  # none; requests of a session get the same version of a model
+    # none; for whom the request is: the end users of a tenant share what it gets equally
+    user: str | None
     cache_salt: str | None  # none; cached prefixes are shared by requests of the same salt
     priority: str | None  # the tenant's; "low", "normal" or "high"
     ttft_target: float | None  # none; seconds: refuse at once if the first token would be later
@@ -88,7 +90,7 @@ class Options(TypedDict, total=False):
 
 _SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 _PLAIN = (
-    *("model", "session", "include_stop", "cache_salt", "workers", "suffix", "bad_words"),
+    *("model", "session", "user", "include_stop", "cache_salt", "workers", "suffix", "bad_words"),
     *("add_special_tokens", "truncate_prompt_tokens", "show_special_tokens", "stream_interval"),
 )
 

@@ -28,7 +28,10 @@ TOOL_PARSERS = (
     "functiongemma", "gemma4", "glm45", "granite", "harmony", "jamba", "kimi_k2", "lfm2",
     "minimax_m2", "nemotron", "olmo3", "phi4_mini", "pythonic", "qwen3_coder", "seed_oss",
 )  # fmt: skip
-REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral", "seed_oss")
+REASONING_PARSERS = (
+    "auto", "none", "apriel", "deepseek_r1", "ernie45", "gemma4", "granite", "hunyuan_a13b",
+    "mistral", "olmo3", "qwen3", "seed_oss",
+)  # fmt: skip
 ROUTER_PROCESSES_TEXT = "processes of each router, at the same ports: one for each core it may use"
 MAX_ROUTER_PROCESSES = 64
 

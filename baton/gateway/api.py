@@ -178,6 +178,11 @@ class GenerateOptions(Struct, kw_only=True):
         """Types of the tools that are not functions; they are dropped from the prompt."""
         return []
 
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Names of the tools whose input is a text."""
+        return frozenset()
+
 
 class CompletionRequest(GenerateOptions, kw_only=True):
     """A request to complete one or more prompts."""
@@ -194,11 +199,20 @@ class CompletionRequest(GenerateOptions, kw_only=True):
     suffix: str | None = None
 
 
-class TextPart(Struct):
+class TextPart(Struct, tag="text"):
     """A part of a message; only text is supported."""
 
-    type: Literal["text"]
     text: str
+
+
+class RefusalPart(Struct, tag="refusal"):
+    """A part of an answer with which another model refused."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class CalledFunction(Struct):
@@ -208,19 +222,27 @@ class CalledFunction(Struct):
     name: str | UnsetType = UNSET
 
 
+class CalledCustomTool(Struct):
+    """A custom tool and its input, a text; in a delta, a piece of it."""
+
+    input: str
+    name: str | UnsetType = UNSET
+
+
 class ToolCall(Struct, kw_only=True):
-    """A function call."""
+    """A call of a function or of a custom tool."""
 
     id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustomTool | UnsetType = UNSET
+    type: Literal["function", "custom"] = "function"
 
 
 class Message(Struct, kw_only=True):
     """One turn of a chat; parts are joined by line breaks."""
 
     role: Text
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
@@ -230,6 +252,7 @@ class Message(Struct, kw_only=True):
     audio: None = None
 
 
+Parts = list[TextPart | RefusalPart]
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -242,11 +265,49 @@ class FunctionDefinition(Struct, kw_only=True):
     strict: bool | None = None
 
 
-class Tool(Struct, kw_only=True):
-    """A tool that the model may call; only functions are supported."""
+class Tool(Struct, kw_only=True, tag="function"):
+    """A function that the model may call."""
 
-    type: Literal["function"]
     function: FunctionDefinition
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class Grammar(Struct, kw_only=True):
+    """A grammar in Lark's syntax, or a regular expression."""
+
+    definition: Text
+    syntax: Literal["lark", "regex"]
+
+
+class TextFormat(Struct, tag="text"):
+    """Any text."""
+
+
+class GrammarFormat(Struct, tag="grammar"):
+    """A text that matches a grammar."""
+
+    grammar: Grammar
+
+
+class CustomDefinition(Struct, kw_only=True):
+    """A tool whose input is a text."""
+
+    name: str
+    description: str | None = None
+    format: TextFormat | GrammarFormat | None = None
+
+
+class CustomTool(Struct, kw_only=True, tag="custom"):
+    """A tool that the model may call with a text."""
+
+    custom: CustomDefinition
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
 
 
 class NamedFunction(Struct):
@@ -260,12 +321,26 @@ class NamedTool(Struct, tag="function"):
 
     function: NamedFunction
 
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class NamedCustomTool(Struct, tag="custom"):
+    """The custom tool that must be called."""
+
+    custom: NamedFunction
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
 
 class AllowedTools(Struct, kw_only=True):
     """Tools that may be called, or of which one must be; the prompt describes no others."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedTool | NamedCustomTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedToolChoice(Struct, tag="allowed_tools"):
@@ -274,7 +349,8 @@ class AllowedToolChoice(Struct, tag="allowed_tools"):
     allowed_tools: AllowedTools
 
 
-Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedToolChoice
+Tools = Annotated[list[Tool | CustomTool], Meta(max_length=MAX_TOOLS)]
 
 
 class ChatOptions(GenerateOptions, kw_only=True):
@@ -309,11 +385,15 @@ class ChatRequest(ChatOptions, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     reasoning_effort: Text | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -496,8 +576,9 @@ class ChatToolCallDelta(Struct, kw_only=True):
 
     index: Count
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: CalledFunction
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustomTool | UnsetType = UNSET
 
 
 class ChatDelta(Struct):
@@ -743,10 +824,8 @@ _QUOTED = re.compile(r"'.{1,40}'")
 _TYPE = re.compile(r"(\w+)\[\d+\]\.type$")
 _SUPPORTED = {
     "content": "must be text: images, audio, video and files are not supported",
-    "tools": "must be 'function': tools that run on the server are not supported",
-    "tool_calls": "must be 'function': tools that run on the server are not supported",
-    "input": "must be message, reasoning, item_reference, or function_call, custom_tool_call or "
-    "the output of one",
+    "tools": "must be 'function' or 'custom': tools that run on the server are not supported",
+    "tool_calls": "must be 'function' or 'custom': tools that run on the server are not supported",
 }
 
 

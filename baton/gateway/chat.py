@@ -11,6 +11,7 @@ from msgspec import UNSET
 from baton.errors import InvalidRequest, quoted
 from baton.gateway import api
 from baton.gateway.api import ChatDelta, ChatLogprobs, ChatToken
+from baton.gateway.custom_tools import ChatCalls, arguments_of, tool_message, whole_calls
 from baton.gateway.output import MIN_LOGPROB, ChoiceOutput
 from baton.gateway.parsed_request import (
     ParsedRequest,
@@ -20,7 +21,6 @@ from baton.gateway.parsed_request import (
     structured_output_of,
 )
 from baton.generation.sampling_params import FILL_CONTEXT
-from baton.generation.tool_call import ToolCallDelta
 from baton.v1 import common_pb2, inference_pb2
 from router.output.output_parser import ParsedOutput
 
@@ -39,6 +39,7 @@ def parsed_chat(body: api.ChatRequest) -> ParsedRequest:
     if most == 0:
         check_prompt_alone(body, "max_tokens")
     output, restriction = structured_output_of(body)
+    custom = [i for i, tool in enumerate(body.tools or ()) if isinstance(tool, api.CustomTool)]
     request = base_request(body, FILL_CONTEXT if most is None else most, logprobs, output)
     request.chat.CopyFrom(chat_message(body, body.messages))
     _set_tool_choice(request.chat, body)
@@ -65,6 +66,11 @@ def parsed_chat(body: api.ChatRequest) -> ParsedRequest:
                 else "thinking_token_budget"
             ),
             "template_kwargs": "chat_template_kwargs",
+            **{
+                f"tools[{i}].function.{name}": f"tools[{i}].custom.{place}"
+                for i in custom
+                for name, place in (("name", "name"), ("input", "format.grammar.definition"))
+            },
         },
     )
 
@@ -74,25 +80,19 @@ def chat_message(
 ) -> inference_pb2.Chat:
     """Builds the protocol's chat from a body and its messages."""
     chat = inference_pb2.Chat(continue_final_message=bool(body.continue_final_message))
-    for message in messages:
+    for at, message in enumerate(messages):
         content = message.content or ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
         turn = chat.messages.add(role=message.role, content=content)
         turn.name, turn.tool_call_id = message.name or "", message.tool_call_id or ""
         turn.reasoning = message.reasoning or message.reasoning_content or ""
-        for call in message.tool_calls or ():
-            function = call.function
-            name = "" if function.name is UNSET else function.name
-            turn.tool_calls.add(id=call.id, name=name, arguments=function.arguments)
+        for number, call in enumerate(message.tool_calls or ()):
+            name, arguments = _called(call, f"messages[{at}].tool_calls[{number}]")
+            turn.tool_calls.add(id=call.id, name=name, arguments=arguments)
     choice = getattr(body, "tool_choice", None)
     for tool in _allowed(body.tools or (), choice):
-        parameters = tool.function.parameters
-        chat.tools.add(
-            name=tool.function.name,
-            description=tool.function.description or "",
-            parameters="" if parameters is None else json.dumps(parameters, ensure_ascii=False),
-        )
+        chat.tools.append(tool_message(tool))
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
@@ -107,8 +107,8 @@ def chat_message(
 
 def _set_tool_choice(chat: inference_pb2.Chat, body: api.ChatRequest) -> None:
     choice = body.tool_choice
-    if isinstance(choice, api.NamedTool):
-        chat.tool_name = choice.function.name
+    if isinstance(choice, api.NamedTool | api.NamedCustomTool):
+        chat.tool_name = choice.name
     elif choice == "required" or _mode(choice) == "required":
         chat.tool_choice = inference_pb2.TOOL_CHOICE_REQUIRED
     elif choice == "none":
@@ -128,14 +128,27 @@ def _mode(choice: object) -> str | None:
     return choice.allowed_tools.mode if isinstance(choice, api.AllowedToolChoice) else None
 
 
-def _allowed(tools: Sequence[api.Tool], choice: object) -> Sequence[api.Tool]:
+def _called(call: api.ToolCall, place: str) -> tuple[str, str]:
+    """The name and arguments of an earlier call. Raises InvalidRequest if they are missing."""
+    called = call.custom if call.type == "custom" else call.function
+    if called is UNSET:
+        raise InvalidRequest(f"{place}.{call.type} is missing", f"{place}.{call.type}")
+    name = "" if called.name is UNSET else called.name
+    if isinstance(called, api.CalledCustomTool):
+        return name, arguments_of(called.input)
+    return name, called.arguments
+
+
+def _allowed(
+    tools: Sequence[api.Tool | api.CustomTool], choice: object
+) -> Sequence[api.Tool | api.CustomTool]:
     """The tools that a choice allows. Raises InvalidRequest for one that is not there."""
     if not isinstance(choice, api.AllowedToolChoice):
         return tools
-    names = {one.function.name for one in choice.allowed_tools.tools}
-    if unknown := names - {tool.function.name for tool in tools}:
+    names = {one.name for one in choice.allowed_tools.tools}
+    if unknown := names - {tool.name for tool in tools}:
         raise InvalidRequest(f"there is no tool {quoted(min(unknown))}", "tool_choice")
-    return [tool for tool in tools if tool.function.name in names]
+    return [tool for tool in tools if tool.name in names]
 
 
 def chat_tokens(
@@ -160,6 +173,10 @@ class ChatOutput(ChoiceOutput):
     answer = api.ChatCompletion
     chunk_object = "chat.completion.chunk"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._calls = ChatCalls(self.custom_tools)
+
     def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> ChatLogprobs:
         """Formats one entry for each token."""
         return ChatLogprobs(chat_tokens(positions, self.token_text))
@@ -171,14 +188,16 @@ class ChatOutput(ChoiceOutput):
     def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> api.ChatChoice:
         members_of_parsed = _reasoning(parsed)
         if parsed.tool_calls:
-            members_of_parsed["tool_calls"] = _whole_calls(parsed.tool_calls)
+            deltas = self._calls.push(parsed.tool_calls, last=True)
+            members_of_parsed["tool_calls"] = whole_calls(deltas)
         content = None if members_of_parsed and not text else text
         return api.ChatChoice(message=api.AssistantMessage(content, **members_of_parsed), **members)
 
     def _chunk(self, text: str, parsed: ParsedOutput | None, **members: Any) -> api.ChatChoice:
         members_of_parsed = _reasoning(parsed)
-        if parsed and parsed.tool_calls:
-            members_of_parsed["tool_calls"] = [_call_delta(call) for call in parsed.tool_calls]
+        ended = bool(members["finish_reason"])
+        if deltas := self._calls.push(parsed.tool_calls if parsed else (), last=ended):
+            members_of_parsed["tool_calls"] = deltas
         delta = ChatDelta(
             UNSET if members_of_parsed and self._begun and not text else text, **members_of_parsed
         )
@@ -191,20 +210,3 @@ def _reasoning(parsed: ParsedOutput | None) -> dict[str, Any]:
     if parsed is None or not parsed.reasoning:
         return {}
     return {"reasoning": parsed.reasoning, "reasoning_content": parsed.reasoning}
-
-
-def _call_delta(call: ToolCallDelta) -> api.ChatToolCallDelta:
-    function = api.CalledFunction(call.arguments, call.name or UNSET)
-    if not call.id:
-        return api.ChatToolCallDelta(index=call.index, function=function)
-    return api.ChatToolCallDelta(index=call.index, id=call.id, type="function", function=function)
-
-
-def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[api.ToolCall]:
-    calls: list[api.ToolCall] = []
-    for delta in deltas:
-        if delta.id:
-            function = api.CalledFunction("", delta.name)
-            calls.append(api.ToolCall(id=delta.id, function=function))
-        calls[-1].function.arguments += delta.arguments
-    return calls

@@ -1,4 +1,4 @@
-"""Custom tools of the Responses API, whose input is a text: the model calls functions of one text.
+"""Custom tools, whose input is a text: the model calls functions of one text.
 
 The prompt describes a function with the argument `input`; the model writes calls in its own format.
 """
@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Sequence
 
-CUSTOM_INPUT = "input"
+from msgspec import UNSET
+
+from baton.gateway import api
+from baton.generation.tool_call import ToolCallDelta
+from baton.text.tool_parsers.format import INPUT
+from baton.v1 import inference_pb2
+
 CUSTOM_SCHEMA = {
     "type": "object",
-    "properties": {CUSTOM_INPUT: {"type": "string"}},
-    "required": [CUSTOM_INPUT],
+    "properties": {INPUT: {"type": "string"}},
+    "required": [INPUT],
     "additionalProperties": False,
 }
-_BEGIN = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
+_BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 # Whole characters of a string; both halves of a pair of surrogates are one.
 _CHARS = re.compile(
     r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
@@ -46,3 +53,86 @@ class CustomInput:
     def close(self) -> str:
         """The rest: arguments that are not of a custom tool are its input as they are."""
         return "" if self._begun or self._held.strip() == "{}" else self._held
+
+
+def tool_message(tool: api.Tool | api.CustomTool) -> inference_pb2.Tool:
+    """The protocol's message for a tool."""
+    if isinstance(tool, api.CustomTool):
+        message = inference_pb2.Tool(
+            name=tool.name,
+            description=tool.custom.description or "",
+            parameters=json.dumps(CUSTOM_SCHEMA),
+        )
+        if isinstance(form := tool.custom.format, api.GrammarFormat):
+            is_regex = form.grammar.syntax == "regex"
+            setattr(message.input, "regex" if is_regex else "grammar", form.grammar.definition)
+        return message
+    parameters = tool.function.parameters
+    return inference_pb2.Tool(
+        name=tool.name,
+        description=tool.function.description or "",
+        parameters="" if parameters is None else json.dumps(parameters, ensure_ascii=False),
+    )
+
+
+def arguments_of(text: str) -> str:
+    """The arguments of an earlier call of a custom tool."""
+    return json.dumps({INPUT: text}, ensure_ascii=False)
+
+
+class ChatCalls:
+    """The calls of one output as chats have them."""
+
+    def __init__(self, custom_tools: Collection[str]) -> None:
+        self._custom_tools = custom_tools
+        self._input: CustomInput | None = None  # of the last call, if it is of a custom tool
+        self._index = 0
+
+    def push(
+        self, calls: Sequence[ToolCallDelta], *, last: bool = False
+    ) -> list[api.ChatToolCallDelta]:
+        """Pieces of calls, all if `last`."""
+        deltas = list[api.ChatToolCallDelta]()
+        for call in calls:
+            if call.id:
+                deltas += self._close()
+                self._index = call.index
+            if call.id and call.name in self._custom_tools:
+                self._input = CustomInput()
+                custom = api.CalledCustomTool(self._input.push(call.arguments), call.name)
+                delta = api.ChatToolCallDelta(index=call.index, custom=custom)
+                delta.id, delta.type = call.id, "custom"
+                deltas.append(delta)
+            elif self._input is not None:
+                deltas += self._custom(self._input.push(call.arguments))
+            else:
+                function = api.CalledFunction(call.arguments, call.name or UNSET)
+                delta = api.ChatToolCallDelta(index=call.index, function=function)
+                if call.id:
+                    delta.id, delta.type = call.id, "function"
+                deltas.append(delta)
+        return deltas + self._close() if last else deltas
+
+    def _custom(self, text: str) -> list[api.ChatToolCallDelta]:
+        custom = api.CalledCustomTool(text)
+        return [api.ChatToolCallDelta(index=self._index, custom=custom)] if text else []
+
+    def _close(self) -> list[api.ChatToolCallDelta]:
+        """The rest of the last call."""
+        text, self._input = self._input.close() if self._input else "", None
+        return self._custom(text)
+
+
+def whole_calls(deltas: Sequence[api.ChatToolCallDelta]) -> list[api.ToolCall]:
+    """Calls from their pieces."""
+    calls: list[api.ToolCall] = []
+    for delta in deltas:
+        if delta.id is not UNSET:
+            calls.append(api.ToolCall(id=delta.id, function=delta.function, custom=delta.custom))
+            if delta.custom is not UNSET:
+                calls[-1].type = "custom"
+        elif delta.custom is not UNSET and calls[-1].custom is not UNSET:
+            calls[-1].custom.input += delta.custom.input
+        elif delta.function is not UNSET and calls[-1].function is not UNSET:
+            calls[-1].function.arguments += delta.function.arguments
+    return calls

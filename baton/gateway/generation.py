@@ -199,6 +199,7 @@ class CompletionGeneration(Generation):
                 as_token_ids=bool(options.return_tokens_as_token_ids),
                 prompt_output=prompts[index // parsed.n],
                 stop_token_ids=options.stop_token_ids or (),
+                custom_tools=options.custom_tools,
                 on_prompt=self._on_prompt,
                 start=partial(self._on_start, index // parsed.n),
                 event=self._event,

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 from baton.errors import InvalidRequest, quoted
@@ -18,6 +19,7 @@ from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
 # Claude Code's first system block: it differs with each request, so no prefix would be cached.
 _BILLING_HEADER = "x-anthropic-billing-header:"
 _ERROR_PREFIX = "Error: "  # of results with `is_error`, which chat templates do not have
+_TEXTS = ("text", "document", "search_result", "compaction")  # blocks that are texts
 _DROPPED_BLOCKS = ("redacted_thinking", "server_tool_use", "mcp_tool_use")
 
 
@@ -38,8 +40,10 @@ class Block(Struct, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None  # of a tool_result
-    content: str | list[Block] | None = None
+    content: str | list[Block] | dict[str, Any] | None = None
     is_error: bool | None = None
+    title: str | None = None  # of a document or search result
+    source: str | dict[str, Any] | None = None
 
 
 class InputMessage(Struct, kw_only=True):
@@ -75,7 +79,7 @@ class Thinking(Struct, kw_only=True):
     """Whether the model reasons, for templates that support it."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: api.Positive | None = None
+    budget_tokens: api.Count | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -200,7 +204,7 @@ def _options(body: CountTokensRequest) -> dict[str, Any]:
         "chat_template_kwargs": _template_kwargs(body),
     }
     if thinking and thinking.type == "enabled":
-        options["max_thinking_tokens"] = thinking.budget_tokens
+        options["max_thinking_tokens"] = thinking.budget_tokens or None
     if config.format:
         schema = api.JsonSchemaFormat(schema=config.format.schema)
         options["response_format"] = api.ResponseFormat(type="json_schema", json_schema=schema)
@@ -230,7 +234,7 @@ def _tools(body: CountTokensRequest) -> tuple[list[api.Tool], dict[str, str]]:
             description=tool.description,
             parameters=_required(tool.input_schema, f"{place}.input_schema"),
         )
-        tools.append(api.Tool(type="function", function=function))
+        tools.append(api.Tool(function=function))
     return tools, fields
 
 
@@ -246,12 +250,12 @@ def _messages(body: CountTokensRequest) -> list[api.Message]:
     system = body.system or ()
     texts = [system] if isinstance(system, str) else [block.text for block in system]
     if texts := [text for text in texts if not text.startswith(_BILLING_HEADER)]:
-        parts = [api.TextPart("text", text) for text in texts]
+        parts: api.Parts = [api.TextPart(text) for text in texts]
         turns.append(api.Message(role="system", content=parts))
     for at, message in enumerate(body.messages):
         place = f"messages[{at}].content"
         if isinstance(message.content, str):
-            _text_of(turns, message.role).append(api.TextPart("text", message.content))
+            _text_of(turns, message.role).append(api.TextPart(message.content))
         else:
             for i, block in enumerate(message.content):
                 _add(turns, message.role, block, f"{place}[{i}]")
@@ -265,7 +269,7 @@ def _turn(turns: list[api.Message], role: str) -> api.Message:
     return turns[-1]
 
 
-def _text_of(turns: list[api.Message], role: str) -> list[api.TextPart]:
+def _text_of(turns: list[api.Message], role: str) -> api.Parts:
     content = _turn(turns, role).content
     assert isinstance(content, list)
     return content
@@ -274,8 +278,8 @@ def _text_of(turns: list[api.Message], role: str) -> list[api.TextPart]:
 def _add(turns: list[api.Message], role: str, block: Block, place: str) -> None:
     """Adds a block of a message. Raises InvalidRequest if its type has no place there."""
     kind = block.type
-    if kind == "text":
-        _text_of(turns, role).append(api.TextPart("text", _required(block.text, f"{place}.text")))
+    if kind in _TEXTS:
+        _text_of(turns, role).append(api.TextPart(_text(block, place)))
     elif kind == "tool_result" and role == "user":
         call_id = _required(block.tool_use_id, f"{place}.tool_use_id")
         content = _result(block, place)
@@ -300,18 +304,42 @@ def _add(turns: list[api.Message], role: str, block: Block, place: str) -> None:
 
 def _result(block: Block, place: str) -> str:
     content = block.content or ""
+    if isinstance(content, dict):
+        raise InvalidRequest(f"{place}.content must be text or blocks", f"{place}.content")
     if not isinstance(content, str):
-        for i, part in enumerate(content):
-            if part.type != "text":
-                raise _unsupported(part.type, f"{place}.content[{i}].type")
-        texts = [_required(p.text, f"{place}.content[{i}].text") for i, p in enumerate(content)]
-        content = "\n".join(texts)
+        # What a reference names is among the tools.
+        content = "\n".join(
+            _text(part, f"{place}.content[{i}]")
+            for i, part in enumerate(content)
+            if part.type != "tool_reference"
+        )
     is_marked = content.lower().startswith("error") or not block.is_error
     return content if is_marked else _ERROR_PREFIX + content
 
 
+def _text(block: Block, place: str) -> str:
+    """The text of a block, behind its title. Raises InvalidRequest if it has none."""
+    if block.type == "text":
+        return str(_required(block.text, f"{place}.text"))
+    content: Any = block.content
+    if block.type == "document":
+        source = block.source if isinstance(block.source, dict) else {}
+        if source.get("type") not in ("text", "content"):
+            raise _unsupported(block.type, f"{place}.type")
+        content = source.get("data" if source["type"] == "text" else "content")
+    elif block.type not in _TEXTS:
+        raise _unsupported(block.type, f"{place}.type")
+    if isinstance(content, list):
+        parts = (part if isinstance(part, dict) else msgspec.to_builtins(part) for part in content)
+        content = "\n".join(str(part.get("text") or "") for part in parts)
+    if not isinstance(content, str):
+        raise InvalidRequest(f"{place} has no text", place)
+    address = block.source if isinstance(block.source, str) else None
+    return "\n".join(filter(None, (block.title, address, content)))
+
+
 def _unsupported(kind: str, field: str) -> InvalidRequest:
-    text = f"{field}: a block {quoted(kind)} is not supported here: images and documents are not"
+    text = f"{field}: a block {quoted(kind)} is not supported here: send its text"
     return InvalidRequest(text, field)
 
 

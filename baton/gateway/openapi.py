@@ -60,7 +60,7 @@ _DESCRIPTIONS = {
     "request_id": "The caller's id for logs and traces, returned as x-request-id.",
     "cache_salt": "Share cached prefixes only with requests of the same salt.",
     "prompt_cache_key": "Session: its requests get the same version of a model.",
-    "user": "As prompt_cache_key, which takes precedence.",
+    "user": "End user: those of a tenant have equal shares. The session, too, if none is given.",
     "safety_identifier": "As user, which takes precedence.",
     "add_special_tokens": "Add the tokenizer's special tokens; default: to text, not to messages.",
     "skip_special_tokens": "False: show special tokens in the text.",

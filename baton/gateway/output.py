@@ -88,6 +88,7 @@ class ChoiceOutput(ABC):
     as_token_ids: bool = False  # show tokens of log-probabilities as ids
     prompt_output: PromptOutput = field(default_factory=PromptOutput)
     stop_token_ids: Collection[int] = ()
+    custom_tools: Collection[str] = ()  # names of the tools whose calls have a text as input
     on_prompt: Callable[[int], None] = lambda size: None  # receives the number of log-probabilities
     start: Callable[[inference_pb2.Started], None] = lambda started: None
     event: Callable[[Any], bytes] = msgspec.json.encode  # encodes the event of a choice

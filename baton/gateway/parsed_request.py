@@ -109,6 +109,7 @@ def base_request(
         include_stop=bool(body.include_stop_str_in_output),
         cache_salt=body.cache_salt or "",
         session=body.prompt_cache_key or body.user or body.safety_identifier or "",
+        user=body.user or body.safety_identifier or "",
         priority=priority_of(
             _TIERS.get(body.service_tier) if body.priority is None else body.priority
         ),

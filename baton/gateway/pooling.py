@@ -56,6 +56,7 @@ def parse_inputs(
         cache_salt=body.cache_salt or "",
         priority=priority_of(body.priority),
         session=body.user or "",
+        user=body.user or "",
     )
     if body.add_special_tokens is not None:
         base.add_special_tokens = body.add_special_tokens

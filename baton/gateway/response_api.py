@@ -256,7 +256,7 @@ def _id(exchange: HttpExchange) -> str:
 def _new_items(body: ResponsesRequest, response: Response) -> bytes:
     """The request's own items, as a list in JSON."""
     key = f"{response.id.removeprefix('resp_')}_input"
-    return _encode(shown_items(body.items, key))
+    return _encode(shown_items(body.kept_items, key))
 
 
 _ONE = ("401", "404", "507")

@@ -62,6 +62,7 @@ class FunctionCallItem(Struct, tag="function_call", kw_only=True):
     call_id: str
     name: str
     arguments: str = ""
+    namespace: str | UnsetType = UNSET
 
 
 class CustomToolCallItem(Struct, tag="custom_tool_call", kw_only=True):
@@ -72,6 +73,7 @@ class CustomToolCallItem(Struct, tag="custom_tool_call", kw_only=True):
     call_id: str
     name: str
     input: str = ""
+    namespace: str | UnsetType = UNSET
 
 
 Item = ReasoningItem | MessageItem | FunctionCallItem | CustomToolCallItem

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,54 +15,54 @@ from baton.gateway import api
 from baton.gateway.batch_store import Metadata
 from baton.gateway.chat import parsed_chat
 from baton.gateway.conversation_store import Context
-from baton.gateway.custom_tools import CUSTOM_INPUT, CUSTOM_SCHEMA
+from baton.gateway.custom_tools import arguments_of
 from baton.gateway.parsed_request import ParsedRequest
 from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
 
 
-class TextContent(Struct):
+class TextContent(Struct, omit_defaults=True):
     """A part of an item; only text is supported."""
 
-    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
-    text: str
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def shown(self) -> str | None:
+        return self.refusal if self.type == "refusal" else self.text
 
 
-ItemType = Literal[
-    "message",
-    "function_call",
-    "function_call_output",
-    "custom_tool_call",
-    "custom_tool_call_output",
-    "reasoning",
-    "item_reference",
-]
-Include = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
+Include = Annotated[str, Meta(max_length=64)]
 Content = str | list[TextContent]
 
 
 class InputItem(Struct, kw_only=True):
     """A message, or an item of an earlier output; which fields it has depends on its type."""
 
-    type: ItemType | None = None
+    type: api.ToolType | None = None
     id: str | None = None  # of a stored item that is referred to; others get new ones
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Content | None = None  # of a message, or of reasoning
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None  # of a function
+    arguments: str | dict[str, Any] | None = None  # of a function
     input: str | None = None  # of a custom tool
     output: Content | None = None
+    namespace: str | None = None  # of the tool that is called
+    tools: list[Tool] | None = None  # further ones, of the type additional_tools
 
     @property
-    def kind(self) -> ItemType:
+    def kind(self) -> str:
         """The type, which messages and references may omit."""
         return self.type or ("item_reference" if self.id and not self.role else "message")
 
 
-class ToolFormat(Struct, kw_only=True):
-    """What the input of a custom tool is; there are no grammars."""
+class ToolFormat(Struct, kw_only=True, omit_defaults=True):
+    """What the input of a custom tool is: text, or one that matches a grammar."""
 
     type: api.ToolType
+    definition: api.Text | None = None
+    syntax: Literal["lark", "regex"] | None = None
 
 
 class Tool(Struct, kw_only=True):
@@ -74,22 +74,47 @@ class Tool(Struct, kw_only=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: ToolFormat | UnsetType | None = UNSET
+    tools: list[Tool] | UnsetType = UNSET  # of a namespace
+
+    def functions(self, place: str) -> Iterator[tuple[Tool, str, str]]:
+        """Itself or the tools of its namespace, each with that and its field."""
+        if self.type != "namespace":
+            yield self, "", place
+            return
+        for at, tool in enumerate(self.tools or ()):
+            yield tool, self.name, f"{place}.tools[{at}]"
 
     @property
     def dropped(self) -> str:
         """What is reported of a tool that is not supported; else empty."""
         if self.type == "custom":
             kind = self.format.type if self.format else "text"
-            return "" if kind == "text" else f"custom.{kind}"
+            return "" if kind in ("text", "grammar") else f"custom.{kind}"
         return "" if self.type == "function" else self.type
 
-    @property
-    def definition(self) -> api.FunctionDefinition:
-        """The tool as the prompt describes it: a custom tool is a function of one text."""
-        schema = CUSTOM_SCHEMA if self.type == "custom" else self.parameters
-        return api.FunctionDefinition(
-            name=self.name, description=self.description, parameters=schema
-        )
+    def in_chat(self, namespace: str, place: str) -> api.Tool | api.CustomTool:
+        """The tool of a chat. Raises InvalidRequest for a missing field of the tool at `place`."""
+        name = full_name(namespace, _required(self.name, f"{place}.name"))
+        if self.type == "function":
+            return api.Tool(
+                function=api.FunctionDefinition(
+                    name=name, description=self.description, parameters=self.parameters
+                )
+            )
+        custom = api.CustomDefinition(name=name, description=self.description)
+        if self.format and self.format.type == "grammar":
+            definition, syntax = self.format.definition, self.format.syntax
+            if definition is None or syntax is None:
+                missing = f"{place}.format.{'syntax' if definition else 'definition'}"
+                raise InvalidRequest(f"{missing} is missing", missing)
+            grammar = api.Grammar(definition=definition, syntax=syntax)
+            custom.format = api.GrammarFormat(grammar)
+        return api.CustomTool(custom=custom)
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """The name of a tool in the prompt."""
+    return f"{namespace}.{name}" if namespace else name
 
 
 class FunctionChoice(api.NamedFunction, tag="function"):
@@ -100,11 +125,18 @@ class CustomChoice(api.NamedFunction, tag="custom"):
     """The custom tool that must be called."""
 
 
+class AllowedTool(Struct):
+    """A tool that may be called; those of types that are dropped are ignored."""
+
+    type: api.ToolType
+    name: str = ""
+
+
 class AllowedTools(Struct, kw_only=True, tag="allowed_tools"):
     """Tools that may be called, or of which one must be."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice | CustomChoice], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | CustomChoice | AllowedTools
@@ -148,7 +180,6 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
         "prompt": (),
         "moderation": (),
         "context_management": ([],),
-        "max_tool_calls": (),
         "image": (),
     }
 
@@ -161,7 +192,7 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
     reasoning: ReasoningOptions | None = None
     metadata: Metadata | None = None
     # Reasoning is returned as text, so nothing is encrypted.
-    include: list[Include] | None = None
+    include: list[Include] | None = None  # those of tools that are dropped add nothing
     top_logprobs: api.TopLogprobs | None = None  # alternatives of each token
     truncation: Literal["auto", "disabled"] | None = None
     previous_response_id: str | None = None
@@ -181,18 +212,47 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
         """Whether texts have log-probabilities."""
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
+    def functions(self) -> Iterator[tuple[Tool, str, str]]:
+        """All tools, those of namespaces and items included, with namespace and field."""
+        for at, tool in enumerate(self.tools or ()):
+            yield from tool.functions(f"tools[{at}]")
+        for at, item in enumerate(self.items):
+            for i, tool in enumerate(item.tools or ()):
+                yield from tool.functions(f"input[{at}].tools[{i}]")
+
     @property
     def supported_tools(self) -> list[Tool]:
         """The tools that the prompt describes."""
-        return [tool for tool in self.tools or () if not tool.dropped]
+        kept = list[Tool]()
+        for tool in self.tools or ():
+            if tool.tools:
+                nested = [one for one in tool.tools if not one.dropped]
+                kept.append(msgspec.structs.replace(tool, tools=nested))
+            elif not tool.dropped:
+                kept.append(tool)
+        return kept
 
     @property
     def dropped_tools(self) -> list[str]:
-        return [tool.dropped for tool in self.tools or () if tool.dropped]
+        dropped = [tool.dropped for tool, *_ in self.functions() if tool.dropped]
+        return dropped + [item.kind for item in self.items if item.kind not in _KNOWN_ITEMS]
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        return frozenset(tool.name for tool in self.supported_tools if tool.type == "custom")
+        return frozenset(
+            full_name(namespace, tool.name)
+            for tool, namespace, _ in self.functions()
+            if tool.type == "custom" and not tool.dropped
+        )
+
+    @property
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """Namespace and name of the tools in namespaces, by their names in the prompt."""
+        return {
+            full_name(namespace, tool.name): (namespace, tool.name)
+            for tool, namespace, _ in self.functions()
+            if namespace
+        }
 
     @property
     def conversation_id(self) -> str:
@@ -206,6 +266,11 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
         if isinstance(self.input, str):
             return [InputItem(role="user", content=self.input)]
         return self.input
+
+    @property
+    def kept_items(self) -> list[InputItem]:
+        """The items that are stored: those in the prompt."""
+        return [item for item in self.items if item.kind in _SHOWN_ITEMS | {"item_reference"}]
 
     @property
     def references(self) -> dict[str, str]:
@@ -248,13 +313,12 @@ def parsed_response(body: ResponsesRequest, context: Context | None = None) -> P
         items = [found.get(item.id or "", item) for item in body.items]
         body = msgspec.structs.replace(body, input=items)
     messages, item_fields = _messages(body, before)
-    tools, tool_fields = list[api.Tool](), dict[str, str]()
-    for at, tool in enumerate(body.tools or ()):
+    tools, tool_fields = list[api.Tool | api.CustomTool](), dict[str, str]()
+    for tool, namespace, place in body.functions():
         if not tool.dropped:
-            for name in ("name", "parameters"):
-                tool_fields[f"tools[{len(tools)}].function.{name}"] = f"tools[{at}].{name}"
-            _required(tool.name, f"tools[{at}].name")
-            tools.append(api.Tool(type="function", function=tool.definition))
+            for name, own in _TOOL_FIELDS.items():
+                tool_fields[f"tools[{len(tools)}].function.{name}"] = f"{place}.{own}"
+            tools.append(tool.in_chat(namespace, place))
     same = {name: getattr(body, name) for name in api.ChatOptions.__struct_fields__}
     chat = api.ChatRequest(
         **{**same, "response_format": _response_format(body.text)},
@@ -286,7 +350,11 @@ def _tool_choice(choice: ToolChoice | None) -> Any:
         case FunctionChoice() | CustomChoice():
             return api.NamedTool(api.NamedFunction(choice.name))
         case AllowedTools():
-            tools = [api.NamedTool(api.NamedFunction(one.name)) for one in choice.tools]
+            tools: list[Any] = [
+                api.NamedTool(api.NamedFunction(one.name))
+                for one in choice.tools
+                if one.type in ("function", "custom")
+            ]
             return api.AllowedToolChoice(api.AllowedTools(mode=choice.mode, tools=tools))
     return choice
 
@@ -298,6 +366,7 @@ def _response_format(text: TextOptions | None) -> api.ResponseFormat | None:
     return api.ResponseFormat(type="json_object") if isinstance(asked, JsonObject) else None
 
 
+_TOOL_FIELDS = {"name": "name", "parameters": "parameters", "input": "format.definition"}
 _ID_PREFIXES = {
     "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
     "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
@@ -306,12 +375,17 @@ _ID_PREFIXES = {
 _ORDER = {"reasoning": 0, "message": 1, "function_call": 2, "custom_tool_call": 2}
 
 
+_SHOWN_ITEMS = frozenset(_ID_PREFIXES)
+_KNOWN_ITEMS = _SHOWN_ITEMS | {"item_reference", "additional_tools"}
+
+
 def shown_items(items: Sequence[InputItem], key: str) -> list[dict[str, Any]]:
     """Items with ids made from `key`, as the API lists them. Raises InvalidRequest."""
     found = []
     for at, item in enumerate(items):
         if item.kind not in _ID_PREFIXES:
-            raise InvalidRequest("send the item, not its id", f"items[{at}].id")
+            known = ", ".join(_ID_PREFIXES)
+            raise InvalidRequest(f"send an item of these types: {known}", f"items[{at}].type")
         fields = {k: v for k, v in msgspec.to_builtins(item).items() if v is not None}
         content = fields.get("content")
         if isinstance(content, str):
@@ -338,7 +412,7 @@ def _messages(
     before = ""  # type of the previous item of an assistant's turn
     for at, item in enumerate((*history, *body.items), -len(history)):
         place, kind = f"input[{at}]" if at >= 0 else earlier, item.kind
-        if kind == "item_reference":  # not read yet
+        if kind not in _SHOWN_ITEMS:  # references are not read yet
             continue
         is_call = _ORDER.get(kind) == _ORDER["function_call"]
         if kind in _ORDER and (kind != "message" or item.role == "assistant"):
@@ -368,22 +442,30 @@ def _add(turn: api.Message, item: InputItem, place: str) -> None:
         content = _parts(item.content or "", place)
         turn.reasoning = content if isinstance(content, str) else "".join(p.text for p in content)
     else:
-        name = _required(item.name, f"{place}.name")
+        name = full_name(item.namespace, _required(item.name, f"{place}.name"))
         arguments = item.arguments or ""
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
         if item.kind == "custom_tool_call":
-            arguments = json.dumps({CUSTOM_INPUT: item.input or ""}, ensure_ascii=False)
+            arguments = arguments_of(item.input or "")
         function = api.CalledFunction(arguments, name)
         call = api.ToolCall(id=_required(item.call_id, f"{place}.call_id"), function=function)
         assert turn.tool_calls is not None
         turn.tool_calls.append(call)
 
 
-def _parts(content: Content | None, place: str, name: str = "content") -> str | list[api.TextPart]:
+def _parts(content: Content | None, place: str, name: str = "content") -> str | api.Parts:
     if content is None:
         raise InvalidRequest(f"{place}.{name} is missing", f"{place}.{name}")
     if isinstance(content, str):
         return content
-    return [api.TextPart("text", part.text) for part in content]
+    parts: api.Parts = []
+    for at, part in enumerate(content):
+        if part.shown is None:
+            field = f"{place}.{name}[{at}].{'refusal' if part.type == 'refusal' else 'text'}"
+            raise InvalidRequest(f"{field} is missing", field)
+        parts.append(api.TextPart(part.shown))
+    return parts
 
 
 def _required(value: str | None, field: str) -> str:

@@ -8,9 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from baton.errors import BatonError, ContextOverflow
 from baton.gateway import api
@@ -87,7 +89,7 @@ class ResponseGeneration(Generation):
         self._body = body
         emit = self._emit if body.stream else _ignore
         show = partial(token_text, self.admission.tokenizer) if body.with_logprobs else None
-        self._output = ItemsOutput(self.on_start, emit, show, body.custom_tools)
+        self._output = ItemsOutput(self.on_start, emit, show, body.custom_tools, body.namespaces)
 
     @property
     def sinks(self) -> Sequence[ItemsOutput]:
@@ -287,12 +289,15 @@ class ItemsOutput(ItemSink):
         emit: Emit,
         show: Callable[[int], tuple[str, bytes]] | None = None,
         custom_tools: Collection[str] = (),
+        namespaces: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     ) -> None:
         """`show` returns a token's text and bytes; None: without log-probabilities.
 
-        custom_tools: names of the tools whose calls have a text as input.
+        `custom_tools`: names of the tools whose calls have a text as input. `namespaces`: namespace
+        and name of tools that are in one.
         """
         super().__init__(on_start)
+        self._namespaces = namespaces
         self._custom_tools = custom_tools
         self._input = CustomInput()  # of the open call of a custom tool
         self._input_parts = list[str]()
@@ -308,11 +313,10 @@ class ItemsOutput(ItemSink):
         return kind(id=self._new_id(kind))
 
     def new_call(self, call: ToolCallDelta) -> Item:
-        if call.name in self._custom_tools:
-            self._input, self._input_parts = CustomInput(), []
-            new_id = self._new_id(CustomToolCallItem)
-            return CustomToolCallItem(id=new_id, call_id=call.id, name=call.name)
-        return FunctionCallItem(id=self._new_id(FunctionCallItem), call_id=call.id, name=call.name)
+        namespace, name = self._namespaces.get(call.name, (UNSET, call.name))
+        is_custom = call.name in self._custom_tools
+        kind = CustomToolCallItem if is_custom else FunctionCallItem
+        return kind(id=self._new_id(kind), call_id=call.id, name=name, namespace=namespace)
 
     def _new_id(self, kind: type[Item]) -> str:
         return f"{_PREFIXES[kind]}_{self.request_id}_{len(self.items)}"
@@ -326,6 +330,7 @@ class ItemsOutput(ItemSink):
         super().put(piece)
 
     def on_begin(self, item: Item) -> None:
+        self._input, self._input_parts = CustomInput(), []
         index = len(self.items) - 1
         self._item_members = {"item_id": item.id, "output_index": index}
         self._text_members = self._item_members

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from baton.registry.membership import ROLES
 from baton.simulator.worker import SimulatedWorker, WorkerSpec
 from baton.v1 import common_pb2
-from router.fleet.kv_index import KvIndex
-from router.fleet.snapshot import READY, AssignedPrompt, Snapshot, WorkerView
+from router.fleet.kv_index import AssignedPrompt, KvIndex
+from router.fleet.snapshot import READY, Snapshot, WorkerView
 
 _ROLE_NUMBERS = {name: role for role, name in ROLES.items()}
 
@@ -130,11 +130,14 @@ class SimulatedFleet:
 
     def assign(self, name: str, request: object, prompt: AssignedPrompt) -> None:
         """Counts a prompt against a worker until `unassign`."""
-        self.members[name].assigned[request] = prompt
+        member = self.members[name]
+        member.assigned[request] = prompt
+        self._index.begin(str(id(request)), member.slot, prompt)
         self._touched.add(name)
 
     def unassign(self, name: str, request: object) -> None:
-        self.members[name].assigned.pop(request, None)
+        if prompt := self.members[name].assigned.pop(request, None):
+            self._index.end(str(id(request)), prompt)
         self._touched.add(name)
 
     def count_request(self, name: str, change: int) -> None:

@@ -35,7 +35,8 @@ class Prompt(Sequence[int]):
     def __getitem__(self, where: int | slice) -> int | Sequence[int]:
         if isinstance(where, int):
             raise TypeError("a simulated prompt has no tokens")
-        return (self.blocks[where.start // self._block_size],)
+        size = self._block_size
+        return tuple(self.blocks[(where.start or 0) // size : where.stop // size])
 
     @property
     def units(self) -> list[int]:

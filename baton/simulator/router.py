@@ -19,7 +19,7 @@ from baton.simulator.prompt import Prompt
 from baton.simulator.worker import SimulatedSequence, SimulatedWorker
 from baton.v1 import fleet_pb2
 from router.admission import early_rejection
-from router.fleet.snapshot import AssignedPrompt
+from router.fleet.kv_index import AssignedPrompt
 from router.placement import room, scoring
 from router.placement.scoring import Pair
 from router.queueing.fair_queue import FairQueue
@@ -290,8 +290,11 @@ class SimulatedRouter:
     def _assign(self, attempt: _Attempt, name: str, num_tokens: int) -> None:
         self._unassign(attempt)
         attempt.assigned_to = name
-        finish = attempt.demand.pending.virtual_finish
-        self.fleet.assign(name, attempt, AssignedPrompt(num_tokens, finish))
+        demand = attempt.demand
+        prompt = AssignedPrompt(
+            num_tokens, demand.pending.virtual_finish, demand.token_ids, demand.cache_salt
+        )
+        self.fleet.assign(name, attempt, prompt)
 
     def _unassign(self, attempt: _Attempt) -> None:
         if attempt.assigned_to:

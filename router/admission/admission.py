@@ -160,6 +160,7 @@ class Admission:
             adapter=adapter,
             deadline=deadline,
             tenant=tenant.name,
+            user=request.user,
             model=model,
             ttft_target_s=request.ttft_target_ms / 1000 or self.limits.ttft_target_s,
             resumed=resumed,
@@ -196,6 +197,7 @@ class Admission:
             choices=charged,
             earlier_tokens=reserved.tokens,
             model=request.model,
+            user=request.user,
         )
         reserved.entered(tenant, charged, prompt_tokens + max_tokens * charged)
         request.pending = lease.prompt
@@ -210,7 +212,8 @@ class Admission:
     ) -> TokenizedRequest:
         """The request as `enter` would leave it, without charging it."""
         queue, seconds = tenant.fair_queue(request.model), _work_s(request, prefill_rate)
-        return replace(request, pending=queue.preview(tenant.share, seconds, priority))
+        pending = queue.preview(tenant.share, seconds, priority, request.user)
+        return replace(request, pending=pending)
 
     async def _prompt(
         self,
@@ -244,8 +247,13 @@ class Admission:
             return params, None
         restrict = partial(self.chat_formats.restrict, params, request.chat, output_format)
         if params.structured_output is not None or has_grammar(params, request.chat):
-            return await self.prompts.run_in_thread(restrict), output_format
-        return restrict(), output_format
+            params = await self.prompts.run_in_thread(restrict)
+        else:
+            params = restrict()
+        if params.structured_output is not None and output_format.text_reasoning:
+            # Workers could not tell where it ends, so the answer begins at once.
+            output_format = replace(output_format, text_reasoning=None)
+        return params, output_format
 
     def _fit_output(
         self,
@@ -295,11 +303,14 @@ class Admission:
                     if error.field == "resumed_token_ids":
                         raise
                     for i, tool in enumerate(request.chat.tools):
+                        name, schema = "parameters", StructuredOutput(tool.parameters or "{}")
+                        if tool.HasField("input"):
+                            name, schema = "input", StructuredOutput.from_proto(tool.input)
                         try:
-                            await self._compile(StructuredOutput(tool.parameters or "{}"))
+                            await self._compile(schema)
                         except InvalidRequest as tool_error:
-                            name = f"chat.tools[{i}].parameters"
-                            raise InvalidRequest(str(tool_error), name) from error
+                            place = f"chat.tools[{i}].{name}"
+                            raise InvalidRequest(str(tool_error), place) from error
                     if request.sampling.HasField("structured_output"):
                         await self._compile(StructuredOutput.from_proto(given))
                     raise InvalidRequest(str(error), "chat.tools") from error

@@ -23,9 +23,10 @@ from baton.generation.sampling_params import (
 from baton.text import Tokenizer
 from baton.text.detokenizer import TokenPieces
 from baton.text.json_repair import repaired
-from baton.text.reasoning import reasoning_format
+from baton.text.reasoning import ReasoningFormat, reasoning_format
 from baton.text.scoring import is_pair
 from baton.text.tool_parsers import ToolFormat, ToolSchemas, tool_format
+from baton.text.tool_parsers.format import AllowedCalls, GrammarTerms
 from baton.text.tool_parsers.harmony import HarmonyFormat
 from baton.v1 import inference_pb2
 from router.request import OutputFormat
@@ -36,6 +37,7 @@ MAX_TOOL_CHARS = 256 << 10  # all tools of a request
 MAX_TEMPLATE_KWARGS_CHARS = 16 << 10
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MAX_SPACE = 4  # white-space tokens after the token with which a prompt opens reasoning
+_MAX_OPENING = 64  # tokens with which a prompt opens reasoning by a text
 _STRUCTURED_OUTPUT = "sampling.structured_output"
 _SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn reasoning on
 _SCHEMA_OPTIONS = {"x-guidance": JSON_OPTIONS}
@@ -51,6 +53,8 @@ class ChatFormats:
     markers: Mapping[str, int] | None = None  # token ids of the markers that are tokens
     reasoning: Reasoning | None = None
     always_reasons: bool = False
+    text_reasoning: ReasoningFormat | None = None  # between texts instead of tokens
+    text_pieces: TokenPieces | None = None  # with its markers as text, and none of tool calls
     shows_calls: bool = True  # whether the template shows earlier calls
     text_arguments: bool = False  # whether it takes their arguments as JSON in a text
 
@@ -65,32 +69,39 @@ class ChatFormats:
         texts = tools.markers if tools else ()
         markers = {text: tokenizer.added_token(text) for text in texts}
         shown = tokenizer.tool_template.shown_arguments if tokenizer.tool_template else {dict}
-        reasoning = None
-        if form := reasoning_format(reasoning_parser, plain + template):
+        reasoning, form = None, reasoning_format(reasoning_parser, plain + template)
+        if form and not form.is_text:
             begin, end = map(tokenizer.added_token, (form.begin, form.end))
             if begin is not None and end is not None:
                 reasoning = Reasoning(begin, end)
-            elif reasoning_parser != "auto":
+            elif reasoning_parser == "auto":
+                form = replace(form, is_text=True)
+            else:
                 raise ConfigError(
                     f"--reasoning-parser {reasoning_parser} needs a model whose tokenizer has the "
                     f"tokens {form.begin} and {form.end}"
                 )
         if tools and tools.channels:
-            reasoning = None  # it has a channel
+            reasoning = form = None  # it has a channel
+        text_form = form if form and form.is_text else None
+        text_markers = [text for text in text_form.markers if text] if text_form else []
         return cls(
             tokenizer,
-            tokenizer.showing(texts),
+            tokenizer.showing([*texts, *text_markers]),
             tools,
             {text: token for text, token in markers.items() if token is not None},
             reasoning,
             always_reasons=bool(form and form.always),
+            text_reasoning=text_form,
+            text_pieces=tokenizer.showing(text_markers) if text_form else None,
             shows_calls=not shown.isdisjoint((dict, str)),
             text_arguments=shown == {str},
         )
 
     def __str__(self) -> str:
         tools = f"tool calls as {self.tools.name}" if self.tools else "no tool calls"
-        return f"{tools}, {'reasoning' if self.reasoning or self.has_channels else 'no reasoning'}"
+        reasons = self.reasoning or self.text_reasoning or self.has_channels
+        return f"{tools}, {'reasoning' if reasons else 'no reasoning'}"
 
     @property
     def has_channels(self) -> bool:
@@ -139,18 +150,22 @@ class ChatFormats:
             )
         elif chat.HasField("max_thinking_tokens"):
             reason = (
-                "the end of a channel cannot be forced: leave it out, and set reasoning_effort"
-                if self.has_channels
+                "the end of this model's reasoning, which is no token, cannot be forced: leave it "
+                "out, and set reasoning_effort"
+                if self.has_channels or self.text_reasoning
                 else "no reasoning of this model is known: leave it out"
             )
             raise InvalidRequest(reason, "chat.max_thinking_tokens")
-        if tools is None and reasoning is None:
+        text_reasoning = self.text_reasoning
+        if text_reasoning and self._opens_text(prompt, text_reasoning.begin):
+            text_reasoning = replace(text_reasoning, always=True)
+        if tools is None and reasoning is None and text_reasoning is None:
             return None
-        pieces = self.pieces if tools else self.tokenizer.pieces
+        pieces = self.pieces if tools else self.text_pieces or self.tokenizer.pieces
         schemas = _schemas(chat, parsed=tools.typed) if tools and _with_tools(chat) else {}
         implied_end = (self.markers or {}).get(tools.ends_reasoning) if tools else None
         single = chat.single_tool_call
-        return OutputFormat(pieces, reasoning, tools, single, schemas, implied_end)
+        return OutputFormat(pieces, reasoning, text_reasoning, tools, single, schemas, implied_end)
 
     def restrict(
         self, params: SamplingParams, chat: inference_pb2.Chat, output: OutputFormat
@@ -162,7 +177,10 @@ class ChatFormats:
         """
         structured, must_call = params.structured_output, _must_call(chat)
         if output.tools is not None and has_grammar(params, chat):
-            structured = self._tool_grammar(output.tools, chat, None if must_call else structured)
+            answer = None if must_call else structured
+            optional = not must_call and answer is None
+            if not optional or output.tools.marks_calls(self.markers or {}):
+                structured = self._tool_grammar(output.tools, chat, answer, optional=optional)
         elif structured and isinstance(output.tools, HarmonyFormat):
             structured = self._channel_grammar(output.tools, structured)
         if isinstance(output.tools, HarmonyFormat) and not params.ignore_eos:
@@ -178,29 +196,37 @@ class ChatFormats:
         return params
 
     def _tool_grammar(
-        self, tools: ToolFormat, chat: inference_pb2.Chat, answer: StructuredOutput | None
+        self,
+        tools: ToolFormat,
+        chat: inference_pb2.Chat,
+        answer: StructuredOutput | None,
+        *,
+        optional: bool,
     ) -> StructuredOutput:
         if answer is not None and not answer.json_schema:
             raise InvalidRequest(
                 "with tools that may be called only a JSON schema can restrict the answer",
                 _STRUCTURED_OUTPUT,
             )
-        parameters = dict[str, Any]()
+        parameters, inputs = dict[str, Any](), dict[str, StructuredOutput]()
         for at, tool in enumerate(chat.tools):
             if chat.tool_name in ("", tool.name):
                 schema = json.loads(tool.parameters) if tool.parameters else None
                 prepare_schema(schema or {}, "the schema", f"chat.tools[{at}].parameters")
                 parameters[tool.name] = schema
+                if tool.HasField("input"):
+                    inputs[tool.name] = _input(tool, at)
         schema = _object(answer.json_schema, _STRUCTURED_OUTPUT) if answer else None
         if schema is not None:
             prepare_schema(schema, field=_STRUCTURED_OUTPUT)
-        grammar = tools.grammar(
-            parameters,
-            self.markers or {},
-            _SCHEMA_OPTIONS,
+        allowed = AllowedCalls(
+            tools=parameters,
+            inputs=inputs,
             single=bool(chat.tool_name) or chat.single_tool_call,
             answer=schema,
+            optional=optional,
         )
+        grammar = tools.grammar(allowed, GrammarTerms(self.markers or {}, _SCHEMA_OPTIONS))
         if len(grammar) > (most := MAX_STRUCTURED_OUTPUT_CHARS):
             raise InvalidRequest(
                 f"as a grammar the tools have {len(grammar)} characters, {most} at most are taken: "
@@ -217,7 +243,8 @@ class ChatFormats:
             prepared = _object(output.json_schema, _STRUCTURED_OUTPUT)
             prepare_schema(prepared, field=_STRUCTURED_OUTPUT)
             schema = json.dumps({**prepared, **_SCHEMA_OPTIONS})
-        return StructuredOutput(grammar=form.answer_grammar(output, self.markers or {}, schema))
+        terms = GrammarTerms(self.markers or {}, {})
+        return StructuredOutput(grammar=form.answer_grammar(output, terms, schema))
 
     def _variables(self, chat: inference_pb2.Chat) -> dict[str, Any]:
         """The template's variables other than messages."""
@@ -277,6 +304,12 @@ class ChatFormats:
         switch = next((name for name in _SWITCHES if re.search(rf"\b{name}\b", source)), None)
         return {switch: effort != "none", **variables} if switch else variables
 
+    def _opens_text(self, prompt: Sequence[int], begin: str) -> bool:
+        """Whether a prompt ends with the text that opens reasoning."""
+        assert self.text_pieces is not None
+        tail = b"".join(self.text_pieces.shown(token)[1] for token in prompt[-_MAX_OPENING:])
+        return tail.decode("utf-8", "replace").rstrip().endswith(begin)
+
     def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
         assert self.reasoning is not None
         begin, tail = self.reasoning.begin_token_id, list(prompt[-1 - _MAX_SPACE :])
@@ -286,6 +319,14 @@ class ChatFormats:
         return (
             self.reasoning.end_token_id not in behind and not self.tokenizer.decode(behind).strip()
         )
+
+
+def _input(tool: inference_pb2.Tool, at: int) -> StructuredOutput:
+    """What the text that a tool takes must match. Raises InvalidRequest."""
+    found, field = StructuredOutput.from_proto(tool.input), f"chat.tools[{at}].input"
+    if bool(found.regex) + bool(found.grammar) != 1 or found.json_schema or found.choice:
+        raise InvalidRequest("give a regular expression or a grammar, which is not empty", field)
+    return found
 
 
 def check_messages(messages: Sequence[inference_pb2.ChatMessage]) -> None:
@@ -304,7 +345,11 @@ def _with_tools(chat: inference_pb2.Chat) -> bool:
 
 def has_grammar(params: SamplingParams, chat: inference_pb2.Chat) -> bool:
     """Whether the chat's tools are made into a grammar, which takes some time."""
-    return bool(chat.tools) and (_must_call(chat) or params.structured_output is not None)
+    if not _with_tools(chat):
+        return False
+    has_inputs = any(tool.HasField("input") for tool in chat.tools)
+    restricted = has_inputs or params.structured_output is not None
+    return restricted or _must_call(chat)
 
 
 def _must_call(chat: inference_pb2.Chat) -> bool:
@@ -317,7 +362,10 @@ def _checked_tools(chat: inference_pb2.Chat) -> set[str]:
         raise InvalidRequest(
             f"there may be {MAX_TOOLS} tools at most, not {len(chat.tools)}", "chat.tools"
         )
-    size = sum(len(t.name) + len(t.description) + len(t.parameters) for t in chat.tools)
+    size = sum(
+        len(t.name) + len(t.description) + len(t.parameters) + t.input.ByteSize()
+        for t in chat.tools
+    )
     if size > MAX_TOOL_CHARS:
         raise InvalidRequest(
             f"tools may have {MAX_TOOL_CHARS} characters at most, not {size}", "chat.tools"

@@ -106,6 +106,7 @@ class Tenant:
         choices: int = 1,
         earlier_tokens: int = 0,
         model: str = "",
+        user: str = "",
     ) -> AdmissionLease:
         """Charges a choice of a request and queues its prompt; leaving the lease's block ends it.
 
@@ -113,7 +114,8 @@ class Tenant:
         this is the first one; 0 for a further choice, which is not charged as a request and does
         not wait for used-up tokens, as the first choice would have run in vain.
         `earlier_tokens`: prompts and outputs of the choices entered before it. `model`: whose
-        workers compute the prompt, which waits for its tenant's share of them. Raises Overloaded at
+        workers compute the prompt, which waits for its tenant's share of them, and of that for its
+        end `user`'s. Raises Overloaded at
         a limit, with the time until it fits; InvalidRequest if it never fits.
         """
         total = earlier_tokens + prompt_tokens + max_tokens * choices
@@ -131,7 +133,7 @@ class Tenant:
             self._charge(requests, prompt_tokens + reserved)
             self._usage.add_running(choices)
         queue = self.fair_queue(model)
-        prompt = queue.add(self.share, seconds_of_work, priority)
+        prompt = queue.add(self.share, seconds_of_work, priority, user)
         return AdmissionLease(self, queue, prompt, requests, prompt_tokens, reserved)
 
     def check(self, choices: int = 1, tokens: int | None = None) -> None:

@@ -13,6 +13,7 @@ from baton.v1 import common_pb2, inference_pb2
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
 # Prompt tokens, times the alternatives at each, whose log-probabilities are returned: 8 MiB.
 MAX_PROMPT_LOGPROBS = 1 << 20
+MAX_USER_CHARS = 1024
 MAX_WORKERS = 64  # that one request may name
 _PRIORITIES = common_pb2.Priority.values()
 
@@ -23,14 +24,15 @@ def smallest_limit(*limits: int) -> int:
 
 
 def check_fields(request: inference_pb2.GenerateRequest) -> None:
-    """Checks priority, cache salt and the number of workers named."""
+    """Checks priority, cache salt, end user and the number of workers named."""
     if request.priority not in _PRIORITIES:
         raise InvalidRequest(f"there is no priority {request.priority}", "priority")
     if "\0" in request.cache_salt:
         raise InvalidRequest("cache_salt has a NUL character", "cache_salt")
-    if (size := len(request.cache_salt)) > (limit := MAX_CACHE_SALT_CHARS):
-        text = f"cache_salt has {size} characters and at most {limit} are accepted"
-        raise InvalidRequest(text, "cache_salt")
+    for name, limit in (("cache_salt", MAX_CACHE_SALT_CHARS), ("user", MAX_USER_CHARS)):
+        if (size := len(getattr(request, name))) > limit:
+            text = f"{name} has {size} characters and at most {limit} are accepted"
+            raise InvalidRequest(text, name)
     if (size := len(request.workers)) > MAX_WORKERS:
         text = f"the request names {size} workers and at most {MAX_WORKERS} are accepted"
         raise InvalidRequest(text, "workers")

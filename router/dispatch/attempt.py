@@ -12,8 +12,8 @@ from baton.errors import BatonError, InternalError, InvalidRequest, TransferFail
 from baton.net.tasks import wait_at_most
 from baton.telemetry import tracing
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from router.fleet.kv_index import AssignedPrompt
 from router.fleet.member import Event, Member
-from router.fleet.snapshot import AssignedPrompt
 
 # Least and most time to wait for a prefill worker's last message; between, the attempt's duration.
 # The caller has all tokens by then, and the worker may have been stopped.

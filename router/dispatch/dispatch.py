@@ -22,8 +22,9 @@ from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.dispatch.attempt import Attempt, Deliver
 from router.dispatch.failover import RoleMissing, run_with_failover
 from router.fleet.fleet import Fleet
+from router.fleet.kv_index import AssignedPrompt
 from router.fleet.member import Event, Member
-from router.fleet.snapshot import AssignedPrompt, Snapshot
+from router.fleet.snapshot import Snapshot
 from router.placement import room, scoring
 from router.placement.cost_model import Estimate
 from router.placement.scoring import Pair
@@ -199,8 +200,10 @@ class Dispatch:
             return pair, decode, reserved
 
     def _assign(self, attempt: Attempt, by: Estimate, pair: Pair) -> None:
-        prompt = AssignedPrompt(by.uncached, pair.demand.pending.virtual_finish)
-        attempt.assign(self._fleet.member(by.worker.incarnation), prompt)
+        demand, member = pair.demand, self._fleet.member(by.worker.incarnation)
+        finish = demand.pending.virtual_finish
+        prompt = AssignedPrompt(by.uncached, finish, demand.token_ids, demand.cache_salt)
+        attempt.assign(member, prompt)
 
     async def _call_reserve(
         self, state: RequestState, attempt: Attempt, pair: Pair, decode: Member, trace: Context

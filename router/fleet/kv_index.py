@@ -1,7 +1,8 @@
 """Which workers cache which blocks, by the blocks' hashes, as the workers report them.
 
 A hint: only a worker compares tokens. What a prompt finds costs one look-up for each block that any
-worker caches, however many workers there are.
+worker caches, however many workers there are. Prompts that workers still compute are compared by
+their tokens: their blocks are about to be cached there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import itertools
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +22,20 @@ import numpy.typing as npt
 # caches of all workers at once.
 MOST_AT_ONCE = 4096
 _PART = 256
+_START_TOKENS = 16
+_MOST_COMPARED = 4  # prompts in work, the first ones
+
+_Start = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class AssignedPrompt:
+    """A prompt that a worker has from this router and is not known to have computed."""
+
+    num_tokens: int  # left to compute, to the router's knowledge
+    virtual_finish: float  # workers compute the earliest first
+    token_ids: Sequence[int] = ()  # all of it
+    salt: str = ""  # of its KV
 
 
 class KvIndex:
@@ -31,6 +48,8 @@ class KvIndex:
         self._num_cached: dict[int, int] = {}  # by slot
         self._num_slots = 0  # ever
         self._work: deque[Iterator[int]] = deque()  # yields how many blocks it has done
+        # By salt and first tokens, then by sequence: prompts in work, with their workers' slots.
+        self._in_work: dict[_Start, dict[str, tuple[int, AssignedPrompt]]] = {}
 
     def join(self) -> int:
         """A slot for a worker that caches nothing yet."""
@@ -58,6 +77,25 @@ class KvIndex:
     def leave(self, slot: int) -> None:
         """The slot is free when all of it is forgotten."""
         self._add(self._leaving(slot), len(self._stored[slot]))
+
+    def begin(self, name: str, slot: int, prompt: AssignedPrompt) -> None:
+        """A worker gets a sequence's prompt to compute, until `end`."""
+        self._in_work.setdefault(_start_of(prompt.salt, prompt.token_ids), {})[name] = slot, prompt
+
+    def end(self, name: str, prompt: AssignedPrompt) -> None:
+        """The worker has computed the prompt, or will not."""
+        start = _start_of(prompt.salt, prompt.token_ids)
+        del self._in_work[start][name]
+        if not self._in_work[start]:
+            del self._in_work[start]
+
+    def in_work(self, salt: str, token_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Slots of workers that compute leading tokens of a prompt for another one: how many of
+        them, and how many of these were left to compute."""
+        alike = self._in_work.get(_start_of(salt, token_ids), {})
+        for slot, prompt in islice(alike.values(), _MOST_COMPARED):
+            common = _common_tokens(token_ids, prompt.token_ids)
+            yield slot, common, min(common, prompt.num_tokens)
 
     def store(self, slot: int, hashes: Iterable[int]) -> None:
         bit, own, holders = 1 << slot, self._stored[slot], self._holders
@@ -153,3 +191,20 @@ class KvIndex:
         bits = np.unpackbits(packed, axis=1, bitorder="little")
         blocks: npt.NDArray[np.float64] = np.array([n for _, n in found], np.float64) @ bits
         return blocks
+
+
+def _start_of(salt: str, prompt: Sequence[int]) -> _Start:
+    return salt, tuple(prompt[:_START_TOKENS])
+
+
+def _common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    """Equal leading tokens, in whole blocks of _START_TOKENS."""
+    low, high = 0, min(len(one), len(other)) // _START_TOKENS
+    while low < high:
+        middle = (low + high + 1) // 2
+        part = slice(low * _START_TOKENS, middle * _START_TOKENS)
+        if one[part] == other[part]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * _START_TOKENS

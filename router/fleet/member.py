@@ -14,9 +14,9 @@ from baton.net.failures import error_of
 from baton.net.message_stream import MAX_MESSAGE_BYTES, MessageStream
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
-from router.fleet.kv_index import KvIndex
+from router.fleet.kv_index import AssignedPrompt, KvIndex
 from router.fleet.liveness import HeartbeatStream, LivenessConfig
-from router.fleet.snapshot import MISMATCH, READY, SILENT, STALLED, AssignedPrompt, WorkerView
+from router.fleet.snapshot import MISMATCH, READY, SILENT, STALLED, WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -107,10 +107,11 @@ class Member:
     def assign(self, handoff_id: str, prompt: AssignedPrompt) -> None:
         """Counts a prompt against the worker until `unassign`, before its load shows it."""
         self._assigned[handoff_id] = prompt
+        self._index.begin(handoff_id, self._slot, prompt)
         self._touched.add(self._name)
 
     def unassign(self, handoff_id: str) -> None:
-        del self._assigned[handoff_id]
+        self._index.end(handoff_id, self._assigned.pop(handoff_id))
         self._touched.add(self._name)
 
     def subscribe(self, handoff_id: str, deliver: Callable[[Event], None]) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from baton import kv_descriptor
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.kv_index import KvIndex
+from router.fleet.kv_index import AssignedPrompt, KvIndex
 
 # Workers report READY, STARTING and DRAINING themselves; the router derives the other states.
 READY = "READY"
@@ -73,14 +73,6 @@ class WorkerColumns(NamedTuple):
 _NUM_IDS = 4  # integer columns, of numbers that do not change with the load
 _NUM_ASSIGNED = 4  # columns that change with each request
 _PREFILL, _DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
-
-
-@dataclass(frozen=True)
-class AssignedPrompt:
-    """A prompt that a worker has from this router and is not known to have computed."""
-
-    num_tokens: int  # left to compute, to the router's knowledge
-    virtual_finish: float  # workers compute the earliest first
 
 
 @dataclass(frozen=True)

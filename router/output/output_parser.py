@@ -8,6 +8,7 @@ from typing import NamedTuple
 from baton.generation.sampling_params import ReasoningTracker
 from baton.generation.tool_call import ToolCallDelta
 from baton.text import Detokenizer
+from baton.text.reasoning import TextReasoning
 from router.request import OutputFormat
 
 
@@ -34,6 +35,7 @@ class OutputParser:
         )
         self._end = output.reasoning.end_token_id if output.reasoning else -1
         self._implied_end = implied_end
+        self.splitter = TextReasoning(output.text_reasoning) if output.text_reasoning else None
         self._reasoning = ""  # text of the last tokens
         self._space: str | None = None  # trailing white space, not sent yet; None before reasoning
         self._behind_reasoning = False
@@ -64,6 +66,14 @@ class OutputParser:
             self._reasoning = text.rstrip()
             self._space = text[len(self._reasoning) :]
         return count
+
+    def split(self, text: str, *, last: bool = False, cut: bool = False) -> str:
+        """The content of text with reasoning between texts; `parse` returns the reasoning."""
+        if self.splitter is None:
+            return text
+        reasoning, content = self.splitter.push(text, last=last, cut=cut)
+        self._reasoning += reasoning
+        return content
 
     def parse(self, text: str, *, last: bool, cut: bool) -> tuple[str, ParsedOutput]:
         """Content, and the other parts; see `ToolParser.push`."""

@@ -51,7 +51,10 @@ class TextStream:
     def reasoning_tokens(self) -> int:
         if self._parser is None:
             return 0
-        return self._parser.tracker.num_tokens if self._parser.tracker else self._num_reasoning
+        splitter, tracker = self._parser.splitter, self._parser.tracker
+        if splitter is not None:
+            return self._num_reasoning if splitter.has_reasoning else 0
+        return tracker.num_tokens if tracker else self._num_reasoning
 
     def advance(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, int]:
         """Content that is final with these tokens, and how many tokens precede a stop string's end.
@@ -105,15 +108,29 @@ class TextStream:
 
     def _content(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, int]:
         if finish_reason is None and not self._singly:
-            return self._detokenizer.push(token_ids), len(token_ids)
+            return self._text(token_ids), len(token_ids)
         shown = token_ids[:-1] if finish_reason == "stop" else token_ids
         text, count = "", 0
         for tokens in ([token] for token in shown) if self._singly else (shown,):
-            final, self.stop = self._stops.push(self._detokenizer.push(tokens))
+            final, self.stop = self._stops.push(self._text(tokens))
             text, count = text + final, count + len(tokens)
             if self.stop is not None:
                 return text, count
         if finish_reason is not None:
-            rest, self.stop = self._stops.push(self._detokenizer.flush())
+            rest = self._detokenizer.flush()
+            if self._parser is not None:
+                rest = self._parser.split(rest, last=True, cut=finish_reason == "length")
+            rest, self.stop = self._stops.push(rest)
             text += rest + ("" if self.stop is not None else self._stops.flush())
         return text, len(token_ids)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, without reasoning between texts."""
+        parser = self._parser
+        if parser is None or parser.splitter is None:
+            return self._detokenizer.push(token_ids)
+        text = ""
+        for token in token_ids:
+            self._num_reasoning += parser.splitter.is_open
+            text += parser.split(self._detokenizer.push([token]))
+        return text

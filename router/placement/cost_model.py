@@ -28,6 +28,7 @@ from router.fleet.snapshot import (
 from router.request import Demand
 
 _WINDOW_CHUNKS = 2  # queued on a prefill worker: one that runs and the next one
+_LONG_WINDOWS = 2  # as many tokens of a prompt in work are worth waiting for
 _WINDOW_S = 0.1  # or this much work, if chunks are short, so that none is missing between reports
 _NOISE = 0.15  # rates that differ by no more count as equal
 _TOKENS_PER_S, _STEP_MS = 1000.0, 10.0  # before any worker has measured anything
@@ -162,8 +163,23 @@ class Costs:
                 held = _in_groups(workers, self.cached // size, workers.window_tokens // size)
                 shared = held - workers.blocks_cached
                 self.blocks = self._whole - np.maximum(shared, 0)
+        # Tokens of prompts that compute this one's first tokens, and how many of them are left.
+        self._in_work, self._left = np.zeros(len(workers.slot)), np.zeros(len(workers.slot))
+        if demand.uses_cache and not workers.state_blocks.any():
+            self._find_in_work()
         self.uncached = demand.num_tokens - self.cached
         self._find_room()
+
+    def _find_in_work(self) -> None:
+        """Counts tokens as cached that a worker computes for another prompt, if it takes several
+        steps: prompts that share a step share no blocks."""
+        demand, slots = self.demand, self.snapshot.columns.slot
+        for slot, tokens, given in self.snapshot.index.in_work(demand.cache_salt, demand.token_ids):
+            is_long = given >= _LONG_WINDOWS * self.fleet.speeds.window
+            here = (slots == slot) & (self.cached < tokens) & is_long
+            self._in_work[here] = given
+            self._left[here] = np.minimum(tokens - self.cached[here], given)
+            self.cached = np.where(here, tokens, self.cached)
 
     def _find_room(self) -> None:
         fleet, speeds, w, demand = self.fleet, self.fleet.speeds, self.snapshot.columns, self.demand
@@ -171,7 +187,9 @@ class Costs:
         self.ahead = (
             self.snapshot.table.assigned_before(demand.pending.virtual_finish) + w.others_tokens
         )
-        self.prefill_full = (self.blocks > w.blocks_freeable) | (self.ahead >= speeds.window)
+        # It waits for a prompt that computes its own tokens wherever it waits.
+        window = speeds.window + self._in_work
+        self.prefill_full = (self.blocks > w.blocks_freeable) | (self.ahead >= window)
         if speeds.is_mixed.any():
             # Each step with a part of a prompt delays all streams of a worker, and delays them too
             # long where the step exceeds their SLO.
@@ -202,7 +220,10 @@ class Costs:
         fleet, speeds, w = self.fleet, self.fleet.speeds, self.snapshot.columns
         # A chunk of a later prompt may be running: on average half of it remains.
         running = np.maximum(np.minimum(w.queued_tokens - self.ahead, speeds.half_chunk), 0)
-        before = self.ahead + running
+        # What is left of a prompt that computes this one's first tokens counts half: to compute
+        # them again elsewhere delays others.
+        done = self._in_work - self._left / 2
+        before = np.maximum(self.ahead - done, 0) + running
         wait_us = np.rint(before * speeds.token_us)
         us = np.rint((before + self.uncached) * speeds.token_us)
         others_us = np.zeros(us.shape)

@@ -1,4 +1,4 @@
-"""Weighted fair queueing by tokens, over tenants and within each tenant.
+"""Weighted fair queueing by tokens, over tenants and over the end users and prompts of each.
 
 A tenant's virtual time is the prefill time of the fleet that it has used, divided by its share. The
 prompt with the earliest virtual finish time goes first; it counts its tenant's earlier prompts:
@@ -13,11 +13,14 @@ that leaving gains nothing. (The mean itself falls when the tenant with the most
 that started there would pass the work that is owed to others.) Idle capacity is free.
 
 The prompts of one tenant are ordered by rank, which is fixed at admission: the virtual time at
-which i would end if all of them ran at once by priority. Until then, j takes
-min(w_j, w_i * p_j / p_i):
+which i would end if all end users with prompts ran at once, each with all of its own prompts by
+priority. Until then, another prompt j of its user takes min(w_j, w_i * p_j / p_i), and another user
+with prompts of W in sum and a priority of p takes min(W, own_i * p / p_i):
 
-    rank_i = virtual time of its tenant + (w_i + sum of these) / share
+    own_i  = w_i + sum over its user's j
+    rank_i = virtual time of its tenant + (own_i + sum over other users) / share
 
+Prompts without an end user are those of one.
 So a short prompt passes longer ones that came earlier, and as whatever passes advances the virtual
 time, none starves. (Golestani's self-clocked fair queueing, 1994; the mean is that of EEVDF, Stoica
 and Abdel-Wahab, 1995.)
@@ -68,10 +71,11 @@ class FairQueue:
         owner: TenantShare,
         seconds: float,
         priority: common_pb2.Priority = common_pb2.PRIORITY_UNSPECIFIED,
+        user: str = "",
     ) -> PendingPrompt:
         """Adds a prompt of `seconds` of the fleet's prefill time; the caller must `remove` it."""
         tenant = self._tenants.setdefault(owner.tenant, _TenantQueue(owner.share))
-        prompt, tenant.virtual_time = self._new_prompt(owner, seconds, priority)
+        prompt, tenant.virtual_time = self._new_prompt(owner, seconds, priority, user)
         tenant.share, tenant.last_seen = owner.share, self._clock()
         index = bisect(tenant.pending, prompt.rank, key=_rank)
         tenant.pending.insert(index, prompt)
@@ -83,9 +87,10 @@ class FairQueue:
         owner: TenantShare,
         seconds: float,
         priority: common_pb2.Priority = common_pb2.PRIORITY_UNSPECIFIED,
+        user: str = "",
     ) -> PendingPrompt:
         """Returns what `add` would return now, without adding it."""
-        prompt, start = self._new_prompt(owner, seconds, priority)
+        prompt, start = self._new_prompt(owner, seconds, priority, user)
         tenant = self._tenants.get(owner.tenant)
         earlier = [other for other in tenant.pending if other.rank <= prompt.rank] if tenant else []
         prompt.virtual_finish = start + sum(other.cost for other in (*earlier, prompt))
@@ -119,7 +124,7 @@ class FairQueue:
         return (prompt.virtual_finish - self._mean()) * shares
 
     def _new_prompt(
-        self, owner: TenantShare, seconds: float, priority: common_pb2.Priority
+        self, owner: TenantShare, seconds: float, priority: common_pb2.Priority, user: str
     ) -> tuple[PendingPrompt, float]:
         """A new prompt, and its tenant's virtual time once it is added."""
         factor = PRIORITY_FACTORS[priority or owner.priority]
@@ -132,9 +137,18 @@ class FairQueue:
             start = self._highest_mean = max(self._highest_mean, self._mean())
             if any(other.pending for other in self._tenants.values()):
                 start = max(tenant.virtual_time, start - min(LEAD_S, seconds) / owner.share)
-        shared = sum(min(p.seconds, seconds / factor * p.factor) for p in tenant.pending)
-        rank = start + (seconds + shared) / share
-        prompt = PendingPrompt(owner, seconds, factor, share, rank, 0.0, self.seconds_until)
+        own, others = seconds, dict[str, tuple[float, float]]()  # seconds, the highest factor
+        for other in tenant.pending:
+            if other.user == user:
+                own += min(other.seconds, seconds / factor * other.factor)
+            else:
+                total, highest = others.get(other.user, (0.0, 0.0))
+                others[other.user] = total + other.seconds, max(highest, other.factor)
+        shared = sum(min(total, own / factor * highest) for total, highest in others.values())
+        rank = start + (own + shared) / share
+        prompt = PendingPrompt(
+            owner, seconds, factor, share, rank, seconds_until=self.seconds_until, user=user
+        )
         return prompt, start
 
     def _mean(self) -> float:

@@ -6,12 +6,17 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from baton.errors import InvalidRequest
+from baton.generation.sampling_params import StructuredOutput
 from baton.text.tool_parsers.parser import Steps, ToolParser, ToolSchemas
+from baton.text.tool_parsers.text_grammars import text_grammar
 
+INPUT = "input"  # the argument of a tool that takes a text
+ANY_TEXT = "/(?s:.*)/"
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -31,9 +36,29 @@ class GrammarTerms:
         parts = re.split(f"({'|'.join(map(re.escape, terms))})", text) if terms else [text]
         return " ".join(terms.get(part) or json.dumps(part) for part in parts if part)
 
+    def first_special(self, text: str) -> int:
+        """The place of the first special token in a text; its length if there is none."""
+        return min((at for one in self.special if (at := text.find(one)) >= 0), default=len(text))
+
     def json(self, schema: Mapping[str, object]) -> str:
         """JSON that matches a schema."""
         return f"%json {json.dumps({**schema, **self.options})}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllowedCalls:
+    """What a grammar allows: calls of `tools`, or something else if they are optional.
+
+    `inputs`: restrictions of the texts that tools take as their argument `input`. `single`: one
+    call at most. `answer`: a schema that an answer without calls matches. `optional`: whether
+    there may be any text before the calls or without them.
+    """
+
+    tools: ToolSchemas
+    inputs: Mapping[str, StructuredOutput] = field(default_factory=dict)
+    single: bool = False
+    answer: Mapping[str, object] | None = None
+    optional: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,40 +106,39 @@ class ToolFormat:
         """
         return messages if self.parallel else _one_call_each(messages)
 
-    def grammar(
-        self,
-        tools: ToolSchemas,
-        special: Mapping[str, int],
-        options: Mapping[str, object],
-        *,
-        single: bool,
-        answer: Mapping[str, object] | None = None,
-    ) -> str:
-        """A Lark grammar of calls of `tools` (schemas by name), or of an `answer` (a schema).
+    def marks_calls(self, special: Mapping[str, int]) -> bool:
+        """Whether calls begin with a special token, so that text before them is told from them."""
+        return (self.around[0] + self.call[0]).startswith(tuple(special)) if special else False
 
-        `special`: ids of markers that are special tokens. `options`: added to each schema.
-        """
+    def grammar(self, allowed: AllowedCalls, terms: GrammarTerms) -> str:
+        """A Lark grammar of an output. Raises InvalidRequest naming a tool's `input`."""
+        answer = allowed.answer
         first, between, last = self.around
         if answer is not None and (first + self.call[0]).startswith("{"):
             first = self.markers[0]  # else a "{" would be ambiguous
-        terms = GrammarTerms(special, options)
         first, between, last = map(terms.text, (first, between, last))
-        more = "" if single or not self.parallel else f"({between} call)*"
-        rules = [f"start: calls{'' if answer is None else ' | answer'}"]
+        more = "" if allowed.single or not self.parallel else f"({between} call)*"
+        start = "calls" if answer is None else "calls | answer"
+        rules = ["start: text? calls | text" if allowed.optional else f"start: {start}"]
         rules.append(f"calls: {first} call {more} {last}")
-        rules += self.call_rules(tools, terms)
-        if answer is not None:
+        rules += self.call_rules(allowed, terms)
+        if allowed.optional:
+            rules.append(f"text: {ANY_TEXT}")
+        elif answer is not None:
             rules.append(f"answer: {terms.json(answer)}")
         return "\n".join(rules)
 
-    def call_rules(self, tools: ToolSchemas, terms: GrammarTerms) -> list[str]:
+    def call_rules(self, allowed: AllowedCalls, terms: GrammarTerms) -> list[str]:
         """The rules of a call of one of the tools."""
-        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
-        for i, (name, schema) in enumerate(tools.items()):
+        rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(allowed.tools)))]
+        for i, (name, schema) in enumerate(allowed.tools.items()):
             words = {"NAME": json.dumps(name), "INDEX": "/[0-9]{1,4}/"}
             before, behind = (terms.text(text, words) for text in self.call)
             rules.append(f"call_{i}: {before} arguments_{i} {behind}")
-            rules += self.argument_rules(i, schema, terms)
+            if restriction := allowed.inputs.get(name):
+                rules += self.input_rules(i, restriction, terms)
+            else:
+                rules += self.argument_rules(i, schema, terms)
         return rules
 
     def argument_rules(
@@ -122,6 +146,26 @@ class ToolFormat:
     ) -> list[str]:
         """The rules of a tool's arguments, the first of which is `arguments_` and its number."""
         return [f"arguments_{number}: {terms.json(NO_ARGUMENTS if schema is None else schema)}"]
+
+    def input_rules(
+        self, number: int, restriction: StructuredOutput, terms: GrammarTerms
+    ) -> list[str]:
+        """As `argument_rules`, for the argument `input`, a text that matches the restriction."""
+        name = f"arguments_{number}"
+        before, behind, in_json = self.around_input()
+        end = behind[: terms.first_special(behind)]
+        try:
+            rules = text_grammar(
+                restriction, f"{name}_text", in_json=in_json, end=end, before_token=end != behind
+            )
+        except ValueError as error:
+            raise InvalidRequest(str(error), f"chat.tools[{number}].input") from error
+        rest = terms.text(behind[len(end) :])
+        return [f"{name}: {terms.text(before)} {name}_text {rest}", *rules]
+
+    def around_input(self) -> tuple[str, str, bool]:
+        """What precedes and follows the text of the argument `input`; whether it is in JSON."""
+        return f'{{"{INPUT}": "', '"}', True
 
 
 def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,9 +18,9 @@ from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.generation.sampling_params import StructuredOutput
-from baton.text.tool_parsers.format import GrammarTerms, ToolFormat
+from baton.text.tool_parsers.format import ANY_TEXT, AllowedCalls, GrammarTerms, ToolFormat
 from baton.text.tool_parsers.head import SPACE, Chars, Head
-from baton.text.tool_parsers.parser import Steps, ToolParser, ToolSchemas
+from baton.text.tool_parsers.parser import Steps, ToolParser
 
 MESSAGE = "<|message|>"
 _START, _END, _CHANNEL, _CONSTRAIN = "<|start|>", "<|end|>", "<|channel|>", "<|constrain|>"
@@ -39,6 +39,7 @@ _HEADER = Head(
 
 
 _ANALYSIS = (f"{_CHANNEL}analysis{MESSAGE}", f"{_END}{_START}assistant")
+_PREAMBLE = (f"{_CHANNEL}commentary{MESSAGE}", _ANALYSIS[1])
 _FINAL = f"{_CHANNEL}final{MESSAGE}"
 
 
@@ -97,25 +98,23 @@ class HarmonyFormat(ToolFormat):
             turns.append({**turn, "thinking": thinking} if thinking else turn)
         return super().history(turns, shown=shown)
 
-    def grammar(
-        self,
-        tools: ToolSchemas,
-        special: Mapping[str, int],
-        options: Mapping[str, object],
-        *,
-        single: bool,
-        answer: Mapping[str, object] | None = None,
-    ) -> str:
-        rules = ["start: analysis* " + ("call" if answer is None else "(call | final)")]
-        terms = GrammarTerms(special, options)
-        rules += [*_analysis(terms), *self.call_rules(tools, terms)]
-        if answer is not None:
-            rules += _final(terms.json(answer), terms)
-        return "\n".join(rules)
+    def marks_calls(self, special: Mapping[str, int]) -> bool:
+        return _CHANNEL in special
 
-    def answer_grammar(
-        self, output: StructuredOutput, special: Mapping[str, int], schema: str
-    ) -> str:
+    def grammar(self, allowed: AllowedCalls, terms: GrammarTerms) -> str:
+        rules = [*_analysis(terms), *self.call_rules(allowed, terms)]
+        if allowed.optional:
+            before, behind = map(terms.text, _PREAMBLE)
+            start = "start: (analysis | preamble)* (call | final)"
+            rules += [f"preamble: {before} TEXT {behind}", *_final("TEXT", terms)]
+        elif allowed.answer is not None:
+            start = "start: analysis* (call | final)"
+            rules += _final(terms.json(allowed.answer), terms)
+        else:
+            start = "start: analysis* call"
+        return "\n".join([start, *rules])
+
+    def answer_grammar(self, output: StructuredOutput, terms: GrammarTerms, schema: str) -> str:
         """A Lark grammar of reasoning, and an answer that matches `output`, of the JSON `schema`.
 
         Raises InvalidRequest for a grammar.
@@ -131,7 +130,6 @@ class HarmonyFormat(ToolFormat):
         )  # fmt: skip
         if output.regex:
             answer = "/" + re.sub(r"\\.|/", _escaped_slash, output.regex, flags=re.DOTALL) + "/"
-        terms = GrammarTerms(special, {})
         rules = ["start: analysis* final", *_analysis(terms), *_final(answer, terms)]
         return "\n".join(rules)
 
@@ -146,7 +144,7 @@ def _escaped_slash(match: re.Match[str]) -> str:
 
 def _analysis(terms: GrammarTerms) -> list[str]:
     before, behind = map(terms.text, _ANALYSIS)
-    return [f"analysis: {before} TEXT {behind}", "TEXT: /(?s:.*)/"]
+    return [f"analysis: {before} TEXT {behind}", f"TEXT: {ANY_TEXT}"]
 
 
 def _final(answer: str, terms: GrammarTerms) -> list[str]:

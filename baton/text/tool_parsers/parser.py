@@ -292,6 +292,10 @@ class ToolParser:
         if text:
             self._add(ToolCallDelta(index, "", "", text))
 
+    def take_all(self) -> str:
+        """Takes the rest of the text."""
+        return self.take(len(self._text))
+
     def take(self, count: int) -> str:
         """Takes characters from the beginning of the text."""
         taken, self._text = self._text[:count], self._text[count:]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from baton.text.json_repair import JsonRepair
-from baton.text.tool_parsers.format import GrammarTerms, ToolFormat
+from baton.text.tool_parsers.format import INPUT, GrammarTerms, ToolFormat
 from baton.text.tool_parsers.head import NAME, SPACE, Chars, Head
 from baton.text.tool_parsers.parser import Steps, ToolParser
 from baton.text.tool_parsers.schemas import types_of, with_definitions
@@ -49,6 +49,9 @@ class NamedValues(ToolFormat):
             value = self.value_rule(f"{pair}_v", one, schema, terms)
             rules += [f"{pair}: {json.dumps(self.pair.replace('KEY', key))} {pair}_v", *value]
         return [*rules, f'{name}_first_{len(pairs)}: ""', f'{name}_rest_{len(pairs)}: ""']
+
+    def around_input(self) -> tuple[str, str, bool]:
+        return self.pair.replace("KEY", INPUT) + '"', '"', True
 
     def value_rule(
         self, name: str, schema: Any, root: Mapping[str, Any], terms: GrammarTerms
@@ -185,6 +188,9 @@ class GemmaFormat(NamedValues):
                 break
         parser.add_arguments(repair.close())
 
+    def around_input(self) -> tuple[str, str, bool]:
+        return f"{INPUT}:{self.quote}", self.quote, False
+
     def value_rule(
         self, name: str, schema: Any, root: Mapping[str, Any], terms: GrammarTerms
     ) -> list[str]:
@@ -192,7 +198,7 @@ class GemmaFormat(NamedValues):
         if types and types <= _SCALARS:
             return super().value_rule(name, schema, root, terms)
         is_one = types == frozenset({"string"})
-        rules, end = text_rules(f"{name}_text", schema if is_one else {}, self.quote, terms.special)
+        rules, end = text_rules(f"{name}_text", schema if is_one else {}, self.quote, terms)
         text = f"{terms.text(self.quote)} {name}_text {terms.text(end)}"
         if is_one:
             return [f"{name}: {text}", *rules]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.text.json_repair import JsonRepair, repaired
-from baton.text.tool_parsers.format import GrammarTerms, ToolFormat
+from baton.text.tool_parsers.format import ANY_TEXT, INPUT, GrammarTerms, ToolFormat
 from baton.text.tool_parsers.head import NAME, SPACE, Chars, Head
 from baton.text.tool_parsers.parser import Steps, ToolParser
 from baton.text.tool_parsers.schemas import (
@@ -117,6 +117,12 @@ class XmlFormat(ToolFormat):
             sequence.append(name if key in required else f"{name}?")
         return [f"arguments_{number}: {' '.join(sequence)}", *rules]
 
+    def around_input(self) -> tuple[str, str, bool]:
+        before, behind = (
+            text.replace("STRING", "true").replace("KEY", INPUT) for text in self.element
+        )
+        return before, behind, False
+
 
 def _value_rules(
     name: str, schema: Any, root: Mapping[str, Any], behind: str, terms: GrammarTerms
@@ -124,22 +130,20 @@ def _value_rules(
     """The rules of a value, and the text behind it that they do not contain."""
     if not is_text(schema, root):
         return [f"{name}: {terms.json(with_definitions(schema, root))}"], behind
-    return text_rules(name, schema, behind, terms.special)
+    return text_rules(name, schema, behind, terms)
 
 
-def text_rules(
-    name: str, schema: Any, behind: str, special: Mapping[str, int]
-) -> tuple[list[str], str]:
+def text_rules(name: str, schema: Any, behind: str, terms: GrammarTerms) -> tuple[list[str], str]:
     """The rules of a text, and the text behind it that they do not contain.
 
     A text ends with the first `behind`, and has no special tokens.
     """
     if texts := texts_of(schema):
         return [f"{name}: " + " | ".join(map(json.dumps, texts))], behind
-    first = min((at for marker in special if (at := behind.find(marker)) >= 0), default=len(behind))
+    first = terms.first_special(behind)
     if first == 0:
-        return [f"{name}: /(?s:.*)/"], behind
-    part = f"{name}_part[suffix={json.dumps(behind[:first])}]: /(?s:.*)/"
+        return [f"{name}: {ANY_TEXT}"], behind
+    part = f"{name}_part[suffix={json.dumps(behind[:first])}]: {ANY_TEXT}"
     # Where a special token follows, what precedes it may also be in the text.
     return [f"{name}: {name}_part{'+' if behind[first:] else ''}", part], behind[first:]
 

@@ -3,6 +3,7 @@
 import json
 import threading
 
+import openai
 import pytest
 
 from baton.text import Tokenizer
@@ -163,6 +164,99 @@ async def test_the_model_is_told_of_allowed_tools_only(says):
         assert refused.json()["error"]["param"].startswith("tool_choice")
 
 
+async def test_reasoning_between_texts_whole_and_streamed(says):
+    """Of a model whose markers are no tokens; stop strings are not searched for in it."""
+    template = "{{ messages[0].content }}{% if tools %}<tool_call>{% endif %}{# </think> #}"
+    text = "<think>\nHm, an end.\n</think>\n\nYes, the end."
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    gateway = await says(lambda prompt: text + call, template=template, added=[])
+
+    async def parts(**asked):
+        answer = (await gateway.chat(**asked)).json()
+        message = answer["choices"][0]["message"]
+        chunks = await gateway.events(PATH, max_tokens=None, **asked)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        names = ("reasoning", "content")
+        streamed = ["".join(delta.get(name) or "" for delta in deltas) for name in names]
+        assert streamed == [message.get(name) or "" for name in names]
+        details = answer["usage"].get("completion_tokens_details", {"reasoning_tokens": 0})
+        return *streamed, len(message.get("tool_calls", ())), details["reasoning_tokens"]
+
+    asked = {"ignore_eos": False, "messages": [{"role": "user", "content": "Hi"}]}
+    inside = len("<think>\nHm, an end.\n</think>")
+    assert await parts(**asked, tools=TOOLS) == ("Hm, an end.", "Yes, the end.", 1, inside)
+    assert await parts(**asked, stop="end") == ("Hm, an end.", "Yes, the ", 0, inside)
+    required = await parts(**asked, tools=TOOLS, tool_choice="required")
+    assert required == ("", text, 1, 0)  # a grammar would have had no reasoning
+    opened = [{"role": "user", "content": "Hi<think>\n"}]
+    gateway = await says("Hm.</think>Yes.", template=template, added=[])
+    found = await parts(messages=opened, ignore_eos=False)
+    assert found == ("Hm.", "Yes.", 0, len("Hm.</think>"))
+
+
+CUSTOM = {
+    "type": "custom",
+    "custom": {
+        "name": "patch",
+        "description": "Changes files.",
+        "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": ".*"}},
+    },
+}
+
+
+@pytest.mark.parametrize("arguments", ['{"input": "a\\n\\"b\\""}', '{"text": 1}'])
+async def test_a_custom_tool_is_called_with_a_text(says, arguments):
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    gateway = await says(call % ("patch", arguments) + call % ("f", '{"a": 1}'))
+    text = json.loads(arguments).get("input", arguments)
+    for choice in ({"type": "custom", "custom": {"name": "patch"}}, "auto"):
+        asked = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "Hi"}],
+            "tools": [*TOOLS, CUSTOM],
+            "tool_choice": choice,
+        }
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="any") as client:
+            whole = await client.chat.completions.create(**asked)
+            stream = await client.chat.completions.create(**asked, stream=True)
+            chunks = [chunk.choices[0].delta.tool_calls async for chunk in stream]
+        custom, *rest = whole.choices[0].message.tool_calls
+        assert (custom.type, custom.custom.name, custom.custom.input) == ("custom", "patch", text)
+        deltas = [delta for chunk in chunks for delta in chunk or ()]
+        first = next(one for one in deltas if one.type == "custom")
+        assert first.custom["name"] == "patch" and first.index == 0
+        pieces = [one.custom["input"] for one in deltas if getattr(one, "custom", None)]
+        assert "".join(pieces) == text
+        if choice == "auto":
+            assert (rest[0].type, rest[0].function.arguments) == ("function", '{"a": 1}')
+            others = [one.function for one in deltas if one.index == 1]
+            assert "".join(one.arguments for one in others) == '{"a": 1}'
+    sent = gateway.cluster.prefills[0].requests[0].sequence.sampling.structured_output.grammar
+    assert "patch" in sent and "input" in sent
+
+
+async def test_a_custom_tools_call_goes_back(says):
+    gateway = await says(lambda prompt: prompt.partition("<tool_call></think>")[0])
+    called = {"id": "1", "type": "custom", "custom": {"name": "patch", "input": 'a"b'}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]
+    answer = await gateway.chat(messages=messages, tools=[CUSTOM])
+    assert repr({"input": 'a"b'}) in answer.json()["choices"][0]["message"]["content"]
+    del called["custom"]
+    refused = await gateway.chat(messages=messages, tools=[CUSTOM])
+    assert refused.json()["error"]["param"] == "messages[1].tool_calls[0].custom"
+    wrong = {"type": "custom", "custom": {**CUSTOM["custom"]}}
+    wrong["custom"]["format"] = {
+        "type": "grammar", "grammar": {"syntax": "lark", "definition": "start: x"}
+    }  # fmt: skip
+    refused = await gateway.chat(tools=[*TOOLS, wrong], tool_choice="required", ignore_eos=False)
+    param = f"tools[{len(TOOLS)}].custom.format.grammar.definition"
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+
+
 async def test_documents_and_a_template_of_the_routers_reach_the_prompt(says, tmp_path):
     (tmp_path / "own.jinja").write_text(
         "{% for d in documents %}<{{ d.title }}>{% endfor %}{{ messages[0].content }}"
@@ -183,6 +277,16 @@ async def test_documents_and_a_template_of_the_routers_reach_the_prompt(says, tm
     for documents in ({}, ["a"]):
         refused = await gateway.chat(documents=documents)
         assert refused.json()["error"]["param"].startswith("documents")
+
+
+async def test_the_system_fingerprint_stands_for_the_routers_template_too(says, tmp_path):
+    own = tmp_path / "own.jinja"
+    found = []
+    for text in ("{{ messages[0].content }}", "{{ messages[0].content }}!", None):
+        own.write_text(text or "")
+        gateway = await says("{}", **({"chat_template": own} if text else {}))
+        found.append((await gateway.chat()).json()["system_fingerprint"])
+    assert len(set(found)) == 3
 
 
 async def test_a_template_without_documents_refuses_them(says):

@@ -24,6 +24,7 @@ from baton.gateway.parsed_request import ParsedRequest
 from baton.net.http_server import Connection
 from baton.v1 import common_pb2, inference_pb2
 from router.generation_service import Caller
+from router.queueing.fair_queue import FairQueue
 from router.request import RequestState
 from tests.unit.router.scripted_workers import LENGTH, first_token, seen, started
 
@@ -348,6 +349,20 @@ async def test_priority_target_and_salt_reach_the_router(gateway):
     own = common_pb2.PRIORITY_UNSPECIFIED
     assert [request.priority for request in asked] == [low, normal, high, low, own, high, own]
     assert {(request.cache_salt, request.ttft_target_ms) for request in asked} == {("s", 9000)}
+
+
+async def test_the_end_user_reaches_the_fair_queue(gateway, monkeypatch):
+    users, new_prompt = [], FairQueue._new_prompt
+
+    def watched(queue, owner, seconds, priority, user):
+        users.append(user)
+        return new_prompt(queue, owner, seconds, priority, user)
+
+    monkeypatch.setattr(FairQueue, "_new_prompt", watched)
+    for body in ({"user": "u", "safety_identifier": "i"}, {"safety_identifier": "i"}, {}):
+        await gateway.complete(prompt_cache_key="k", **body)
+    assert users == ["u", "i", ""]
+    assert (await gateway.complete(user="u" * 1025)).status_code == 400
 
 
 async def test_service_tiers_are_priorities_and_are_returned(gateway):

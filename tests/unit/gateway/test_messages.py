@@ -6,6 +6,7 @@ import json
 import anthropic
 import pytest
 
+from baton.errors import InvalidRequest
 from baton.gateway import generation
 from baton.gateway.messages import parse_message
 from baton.v1 import common_pb2, inference_pb2
@@ -165,6 +166,46 @@ async def test_an_output_passed_back_is_one_turn_of_a_chat(says, client_of):
     assert [(c.id, c.name, json.loads(c.arguments)) for c in turn.tool_calls] == [
         (ids[0], "f", {"a": 1}), (ids[1], "g", {}),
     ]  # fmt: skip
+
+
+def test_texts_of_documents_and_results_are_shown_and_references_dropped():
+    document = {"type": "document", "title": "T", "source": {"type": "text", "data": "One."}}
+    parts = [{"type": "text", "text": "Two."}, {"type": "text", "text": "Three."}]
+    found = {"type": "search_result", "title": "S", "source": "http://x", "content": parts}
+    inner = {**document, "source": {"type": "content", "content": parts}}
+    calls = [
+        {"type": "server_tool_use", "id": "s", "name": "search", "input": {}},
+        {"type": "tool_search_tool_result", "tool_use_id": "s", "content": {"type": "x"}},
+        {"type": "compaction", "content": "So far."},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {}},
+    ]
+    parts = [{"type": "tool_reference", "tool_name": "g"}, inner]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": parts}
+    messages = [
+        {"role": "user", "content": [document, found]},
+        {"role": "assistant", "content": calls},
+        {
+            "role": "user",
+            "content": [result],
+        },
+    ]
+    thinking = {"type": "adaptive", "budget_tokens": 0}
+    body = {**ASKED, "messages": messages, "tools": TOOLS, "thinking": thinking}
+    chat = parse_message(json.dumps(body).encode()).base.chat
+    assert [message.content for message in chat.messages] == [
+        "T\nOne.\nS\nhttp://x\nTwo.\nThree.", "So far.", "T\nTwo.\nThree.",
+    ]  # fmt: skip
+    assert not chat.HasField("max_thinking_tokens")
+    result["content"] = {"type": "text", "text": "x"}
+    with pytest.raises(InvalidRequest, match="text or blocks"):
+        parse_message(json.dumps(body).encode())
+    image = {"type": "image", "source": {"type": "base64", "data": "AA"}}
+    pdf = {"type": "document", "source": {"type": "base64", "data": "AA"}}
+    for block in (image, pdf):
+        body["messages"] = [{"role": "user", "content": [block]}]
+        with pytest.raises(InvalidRequest, match=block["type"]) as refused:
+            parse_message(json.dumps(body).encode())
+        assert refused.value.field == "messages[0].content[0].type"
 
 
 def test_settings_are_those_of_a_chat():

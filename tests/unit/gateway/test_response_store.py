@@ -274,9 +274,8 @@ async def test_without_a_folder_nothing_is_found_and_tools_may_be_refused(says):
 
 async def test_unknown_tools_are_dropped_and_named(says):
     gateway = await says("abc")
-    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
-    patch = {"type": "custom", "name": "apply_patch", "format": grammar}
-    tools = [{"type": "web_search"}, patch, *TOOLS]
+    other = {"type": "custom", "name": "apply_patch", "format": {"type": "diff"}}
+    tools = [{"type": "web_search"}, other, *TOOLS]
     response = await gateway.post("/v1/responses", {"input": "Hi", "tools": tools})
-    assert response.headers["x-baton-dropped-tools"] == "web_search, custom.grammar"
+    assert response.headers["x-baton-dropped-tools"] == "web_search, custom.diff"
     assert [tool["name"] for tool in response.json()["tools"]] == ["f", "g"]

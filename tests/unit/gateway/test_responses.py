@@ -136,6 +136,106 @@ async def test_a_custom_tools_input_is_a_text(says, client_of, arguments, text):
     assert text != PATCH or len(deltas) > 5
 
 
+async def test_a_custom_tools_input_matches_its_grammar(says, client_of):
+    """What the workers enforce: with a call that is required, as the format marks calls by text."""
+    gateway = await says(custom_call(json.dumps({"input": "12"})))
+    lark = {"type": "grammar", "syntax": "lark", "definition": 'start: "1" /[0-9]/'}
+    regex = {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}
+
+    async def enforced(form, choice):
+        tools = [{"type": "custom", "name": "patch", "format": form}, *TOOLS]
+        async with client_of(gateway) as client:
+            answer = await client.responses.create(
+                model="tiny", input="Hi", tools=tools, tool_choice=choice
+            )
+        assert (answer.output[0].name, answer.output[0].input) == ("patch", "12")
+        assert answer.tools[0].format.to_dict() == form
+        return gateway.cluster.prefills[0].requests[-1].sequence.sampling.structured_output.grammar
+
+    assert "/[0-9]/" in await enforced(lark, "required")
+    assert "/[0-9]+/" in await enforced(regex, {"type": "custom", "name": "patch"})
+    assert await enforced(regex, "auto") == ""
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"syntax": "lark", "definition": "start: A"}, "tools[0].format.definition"),
+        ({"syntax": "lark", "definition": "start: (/a/"}, "tools[0].format.definition"),
+        ({"syntax": "regex", "definition": "("}, "tools[0].format.definition"),
+        ({"syntax": "regex", "definition": "(?=a)"}, "tools[0].format.definition"),
+        ({"syntax": "lark"}, "tools[0].format.definition"),
+        ({"definition": "start: /a/"}, "tools[0].format.syntax"),
+        ({"syntax": "ebnf", "definition": "start: /a/"}, "tools[0].format.syntax"),
+        ({"syntax": "regex", "definition": ""}, "tools[0].format.definition"),
+    ],
+)
+async def test_a_wrong_grammar_of_a_custom_tool_is_refused(says, form, param):
+    gateway = await says("abc")
+    tool = {"type": "custom", "name": "patch", "format": {"type": "grammar", **form}}
+    body = {"input": "Hi", "tools": [tool], "tool_choice": "required"}
+    answer = await gateway.post("/v1/responses", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+async def test_tools_of_a_namespace_are_called_by_it(says, client_of):
+    """The prompt has its name before theirs; agents have a namespace for each MCP server."""
+    function = {"type": "function", "name": "f", "description": "d", "parameters": {}}
+    space = {
+        "type": "namespace", "name": "docs", "description": "Of documents.",
+        "tools": [function, {"type": "custom", "name": "patch"}, {"type": "mcp"}],
+    }  # fmt: skip
+    more = {"type": "additional_tools", "role": "developer", "tools": [{**function, "name": "g"}]}
+    call = '<tool_call>\n{"name": "%s", "arguments": {"input": "x"}}\n</tool_call>'
+    gateway = await says("".join(call % n for n in ("docs.f", "docs.patch", "docs.patch", "g")))
+    asked = {"model": "tiny", "input": [more, {"role": "user", "content": "Hi"}], "tools": [space]}
+    async with client_of(gateway) as client:
+        answer = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            streamed = await stream.get_final_response()
+        back = [answer.output[1].to_dict(), asked["input"][1]]
+        await client.responses.create(model="tiny", input=back)
+    for one in (answer, streamed):
+        items = [(item.type, item.namespace, item.name) for item in one.output]
+        assert items == [
+            ("function_call", "docs", "f"),
+            *2 * [("custom_tool_call", "docs", "patch")],
+            ("function_call", None, "g"),
+        ]
+        assert [item.input for item in one.output[1:3]] == ["x", "x"]
+        assert [tool.type for tool in one.tools] == ["namespace"]
+    prompt = gateway.cluster.prefills[0].requests[-1].sequence.token_ids
+    assert "docs.patch" in gateway.tokenizer.decode(list(prompt))
+
+
+async def test_what_agents_send_beside_texts_is_dropped_and_named(says):
+    gateway = await says("abc")
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "x"}},
+        {"type": "tool_search_call", "arguments": {}, "call_id": "1", "status": "completed"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]},
+        {"role": "user", "content": "Why?"},
+    ]
+    tools = [*TOOLS, {"type": "web_search"}]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [tools[0], tools[-1]]}
+    body = {
+        "input": items, "tools": tools, "tool_choice": choice, "max_tool_calls": 3,
+        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+    }  # fmt: skip
+    answer = await gateway.post("/v1/responses", body)
+    assert answer.status_code == 200, answer.text
+    assert (
+        answer.headers["x-baton-dropped-tools"] == "web_search, web_search_call, tool_search_call"
+    )
+    prompt = gateway.cluster.prefills[0].requests[-1].sequence.token_ids
+    assert "'No'" in gateway.tokenizer.decode(list(prompt))
+    missing = [{"role": "user", "content": [{"type": "input_text"}]}]
+    refused = await gateway.post("/v1/responses", {"input": missing})
+    assert refused.json()["error"]["param"] == "input[0].content[0].text"
+
+
 async def test_a_custom_tools_call_and_its_output_go_back(says, client_of):
     gateway = await says(lambda prompt: prompt.partition("<tool_call></think>")[0])
     call = {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": PATCH}
@@ -319,14 +419,14 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "[]"}
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"truncation": "some"}, "truncation"),
-        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"include": ["x" * 65]}, "include[0]"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"n": 2}, "n"),
         ({"max_tokens": 2}, "max_tokens"),
         ({"max_output_tokens": 1 << 20}, "max_output_tokens"),
         ({"input": "x" * 20000}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
-        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0].type"),

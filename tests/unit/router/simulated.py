@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from baton.errors import Overloaded
 from baton.generation.sampling_params import SamplingParams
 from router.admission.early_rejection import check
-from router.fleet.snapshot import AssignedPrompt
+from router.fleet.kv_index import AssignedPrompt
 from router.placement import scoring
 from router.queueing.fair_queue import FairQueue
 from router.queueing.wait_queue import WaitQueue

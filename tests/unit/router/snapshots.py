@@ -4,8 +4,8 @@ import numpy as np
 
 from baton.block_hash import hash_chain
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.kv_index import KvIndex
-from router.fleet.snapshot import AssignedPrompt, Snapshot, WorkerView
+from router.fleet.kv_index import AssignedPrompt, KvIndex
+from router.fleet.snapshot import Snapshot, WorkerView
 from router.queueing.fair_queue import FairQueue
 from router.request import Demand, TenantShare
 

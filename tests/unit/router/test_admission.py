@@ -121,6 +121,7 @@ async def test_a_request_becomes_tokens(admission, admission_of):
         (request(ids=[1] * 32), "input"),
         (request(priority=9), "priority"),
         (request(cache_salt="x" * (MAX_CACHE_SALT_CHARS + 1)), "cache_salt"),
+        (request(user="u" * 1025), "user"),
         (request(workers=["x"] * (MAX_WORKERS + 1)), "workers"),
         (request(stop=[""]), "stop"),
         (request(stop=["x"] * 17), "stop"),

@@ -162,6 +162,21 @@ def test_priorities_order_one_tenants_requests_and_buy_no_other_tenants_share(fa
     assert costs == [1.0, 4.0]
 
 
+def test_a_burst_of_one_end_user_delays_no_other_of_its_tenant(fair_queue):
+    """Users have turns: whoever comes waits for a few prompts of each other, not for all."""
+    burst = [fair_queue.add(A, 1.0, user="burst") for _ in range(50)]
+    nameless = fair_queue.add(A, 1.0)
+    first, second = (fair_queue.add(A, 1.0, user="other") for _ in range(2))
+    high = fair_queue.add(A, 1.0, HIGH, user="other")
+    before = [
+        sum(other.virtual_finish < prompt.virtual_finish for other in burst)
+        for prompt in (nameless, first, second, high)
+    ]
+    assert before == [2, 3, 5, 2]  # no more than there are users, for each of its own prompts
+    assert fair_queue.preview(A, 1.0, user="new").virtual_finish < burst[9].virtual_finish
+    assert fair_queue.preview(A, 1.0, user="burst").virtual_finish > burst[-1].virtual_finish
+
+
 @pytest.mark.parametrize("flood", [[0.1], [2.0], [0.05, 0.05, 1.0]])
 @pytest.mark.parametrize(("a_second", "size"), [(0.3, 0.2), (1.0, 0.2), (0.2, 0.8)])
 def test_a_flood_does_not_slow_a_light_tenant(flood, a_second, size):

@@ -4,10 +4,11 @@ import asyncio
 import collections
 import itertools
 import random
+from array import array
 
 import pytest
 
-from router.fleet.kv_index import MOST_AT_ONCE, KvIndex
+from router.fleet.kv_index import MOST_AT_ONCE, AssignedPrompt, KvIndex
 
 
 @pytest.mark.parametrize("workers", [3, 40])
@@ -90,3 +91,19 @@ async def test_what_a_worker_evicts_again_and_again_is_forgotten():
     index.leave(slot)
     await done(index)
     assert not index._holders
+
+
+def test_prompts_in_work_are_found_by_their_common_tokens_until_they_end():
+    index, shared = KvIndex(), array("I", range(100))
+    first = AssignedPrompt(90, 0.0, shared + array("I", [7] * 50), "a")
+    second = AssignedPrompt(20, 0.0, shared[:40], "a")
+    index.begin("first", 3, first)
+    index.begin("second", 5, second)
+    asked = shared + array("I", [8] * 50)
+    assert list(index.in_work("a", asked)) == [(3, 96, 90), (5, 32, 20)]  # whole blocks of 16
+    assert list(index.in_work("a", first.token_ids)) == [(3, 144, 90), (5, 32, 20)]
+    assert not [*index.in_work("b", asked), *index.in_work("a", asked[1:])]
+    index.end("first", first)
+    assert list(index.in_work("a", asked)) == [(5, 32, 20)]
+    index.end("second", second)
+    assert not index._in_work

@@ -10,8 +10,8 @@ import pytest
 from baton.errors import Stale, Unavailable
 from baton.local import certs
 from baton.net import tls
+from router.fleet.kv_index import AssignedPrompt
 from router.fleet.liveness import HeartbeatStream, LivenessConfig
-from router.fleet.snapshot import AssignedPrompt
 
 from .scripted_workers import DecodeWorker, PrefillWorker, received, seen
 from .snapshots import decode_views, prefill_views

@@ -8,12 +8,13 @@ import pytest
 from baton.block_hash import block_hash
 from baton.errors import Overloaded, Unavailable
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.snapshot import SILENT, AssignedPrompt, WorkerView
+from router.fleet.kv_index import AssignedPrompt
+from router.fleet.snapshot import SILENT, WorkerView
 from router.placement.cost_model import Costs
 from router.placement.room import soonest_room
 from router.placement.scoring import pick, predict, rank_all
 
-from .snapshots import PROMPT, fleet, needs, prefill_views, usable_pairs, worker
+from .snapshots import INDEX, PROMPT, fleet, needs, prefill_views, usable_pairs, worker
 
 RATE = {"prefill_tokens_per_s": 1000}
 POOL = {"blocks_total": 10_000, "blocks_free": 10_000}
@@ -378,6 +379,32 @@ def test_affinity_is_bounded_by_load(ahead, taken):
     cached = worker("cached", caches=LONG[:80], queue_tokens=ahead, **RATE)
     prefill = [cached, worker("idle", **RATE)]
     assert picked(prefill, [worker("d0", **POOL)], needs(LONG))[0] == taken
+
+
+@pytest.mark.parametrize(
+    ("ahead", "common", "salt", "taken"),
+    [
+        (0, 4000, "", "busy"),
+        (0, 1600, "", "idle"),  # computed in two steps or three
+        (6000, 4000, "", "idle"),  # of a worker with much more to compute first
+        (0, 4000, "other", "idle"),
+    ],
+)
+def test_a_prompt_goes_where_its_first_tokens_are_in_work(ahead, common, salt, taken):
+    tokens = tuple(range(4100))
+    first = AssignedPrompt(common + 2, 0.0, (*tokens[:common], 7, 7), salt)
+    prompts = first, AssignedPrompt(ahead, 0.0)
+    busy = replace(worker("busy", **RATE, **POOL), assigned=prompts, slot=INDEX.join())
+    snapshot = fleet([busy, worker("idle", **RATE, **POOL)], [worker("d0", **POOL)])
+    INDEX.begin("first", busy.slot, first)
+    try:
+        pair = pick(snapshot, needs(tokens))
+    finally:
+        INDEX.end("first", first)
+        INDEX.leave(busy.slot)
+    assert pair.prefill.incarnation == taken
+    assert pair.on_prefill.cached == (4000 if taken == "busy" else 0)
+    assert pair.on_prefill.uncached == (100 if taken == "busy" else 4100)
 
 
 def test_a_burst_of_one_prefix_does_not_pile_up_where_it_is_cached():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.errors import Overloaded
 from baton.v1 import worker_pb2
-from router.fleet.snapshot import AssignedPrompt
+from router.fleet.kv_index import AssignedPrompt
 from router.placement.room import has_room
 from router.placement.scoring import pick, rank_all
 

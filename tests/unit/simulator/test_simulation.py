@@ -70,6 +70,18 @@ def test_common_prefixes_are_found_where_they_are_cached():
     assert found["ttft_s"]["p50"] < apart["ttft_s"]["p50"] * 1.1
 
 
+def test_requests_with_a_common_prefix_that_come_together_compute_it_once():
+    """Two requests together were computed by two workers each, as neither cached anything yet."""
+    turns = [
+        Demand(group + turn * 0.01, ((group, 4096), (100 * group + turn, 64)), 8)
+        for group in range(1, 11)
+        for turn in range(4)
+    ]
+    found = Simulation(SPEC, {"prefill": 2, "decode": 2}).run(turns)
+    computed = sum(one["prompt_tokens"] for one in found.workers.values())
+    assert computed < 10 * (4096 * 1.3 + 4 * 64)  # 1: ideal; 2 without knowing of prompts in work
+
+
 def test_roles_change_while_requests_run():
     changes = []
 

@@ -390,7 +390,7 @@ def written(form, *calls):
     texts = []
     for number, (name, arguments) in enumerate(calls):
         before, behind = (text.replace("NAME", name) for text in form.call)
-        inner = json.dumps(arguments)
+        inner = json.dumps(arguments, ensure_ascii=False)
         if hasattr(form, "element"):
             inner = "".join(
                 (value if isinstance(value, str) else json.dumps(value))
@@ -400,10 +400,14 @@ def written(form, *calls):
                 for key, value in arguments.items()
             )
         elif hasattr(form, "pair"):
-            quote = getattr(form, "quote", '"')
+            quote = getattr(form, "quote", "")
             inner = form.comma.join(
                 form.pair.replace("KEY", key)
-                + (quote + value + quote if isinstance(value, str) else json.dumps(value))
+                + (
+                    quote + value + quote
+                    if quote and isinstance(value, str)
+                    else json.dumps(value, ensure_ascii=False)
+                )
                 for key, value in arguments.items()
             )
         texts.append((before + inner + behind).replace("INDEX", str(number)))
