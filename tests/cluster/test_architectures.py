@@ -96,7 +96,7 @@ async def test_each_kind_of_kv_between_workers_of_other_ranks_one_of_which_is_ki
         done = await client.generate(prompt, workers=pair, **options)
         assert (done.route.prefill, done.route.decode) == pair
         check_greedy([(prompt, done)], reference)
-    await Killing(cluster, client, 64).check(reference)
+    await Killing(cluster, client, NEW_TOKENS).check(reference)
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("latent", 1), ("states", 2)])
