@@ -491,6 +491,39 @@ async def test_a_message_streams_on_though_its_decode_worker_is_killed(clusters)
         assert again.usage.cache_read_input_tokens and again.usage.input_tokens
 
 
+async def test_a_response_in_the_background_streams_on_though_its_decode_worker_is_killed(
+    clusters, tmp_path
+):
+    """Its client leaves, the worker dies, and who follows it later misses nothing."""
+    router = ["--response-dir", str(tmp_path / "responses")]
+    cluster, own = await clusters(alone=True, decode=2, extra_args={"router": router})
+    expected = await own.chat(MESSAGES, temperature=0.0, max_tokens=1000, ignore_eos=True)
+    asked: dict[str, Any] = {"model": "demo", "input": MESSAGES, "max_output_tokens": 1000}
+    more = {"temperature": 0.0, "ignore_eos": True}
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{cluster.http_addresses[0]}/v1", api_key="any", max_retries=0,
+        timeout=TIMEOUT_S,
+    ) as client:  # fmt: skip
+        events: list[Any] = []
+        begun = await client.responses.create(
+            **asked, extra_body=more, background=True, stream=True
+        )
+        async with begun:
+            async for event in begun:
+                events.append(event)
+                if event.type == "response.output_text.delta":
+                    break
+        cluster.kill(await decoding_process(cluster, own))
+        rest = await client.responses.retrieve(
+            events[0].response.id, stream=True, starting_after=events[-1].sequence_number
+        )
+        events += [event async for event in rest]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = (event.delta for event in events if event.type == "response.output_text.delta")
+    assert "".join(deltas) == events[-1].response.output_text == expected.text
+    assert events[-1].response.usage.output_tokens == 1000
+
+
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 async def test_halves_of_unlike_tensor_parallelism_and_a_rank_that_is_killed(
     clusters, oracle, backend
