@@ -418,9 +418,9 @@ class Scheduler:
         needed = -(-(sequence.num_tokens + extra_tokens) // size)
         if groups.slide:
             return self._slide(sequence, needed)
-        missing = needed * len(groups) - len(sequence.block_ids)
-        if missing > 0:
-            blocks = self.blocks.allocate(missing)
+        places = range(len(sequence.block_ids), needed * len(groups))
+        if places:
+            blocks = self.blocks.allocate(len(places), [at % len(groups) for at in places])
             if blocks is None:
                 return False
             sequence.block_ids += blocks
