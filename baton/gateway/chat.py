@@ -9,8 +9,8 @@ from typing import Any
 from msgspec import UNSET
 
 from baton.errors import InvalidRequest, quoted
-from baton.gateway import api
-from baton.gateway.api import ChatDelta, ChatLogprobs, ChatToken
+from baton.gateway import answers, api
+from baton.gateway.answers import ChatDelta, ChatLogprobs, ChatToken
 from baton.gateway.custom_tools import ChatCalls, arguments_of, tool_message, whole_calls
 from baton.gateway.output import MIN_LOGPROB, ChoiceOutput
 from baton.gateway.parsed_request import (
@@ -161,7 +161,9 @@ def chat_tokens(
         return text, max(token.logprob, MIN_LOGPROB), list(piece)
 
     return [
-        ChatToken(*entry(position.chosen), [api.TopToken(*entry(other)) for other in position.top])
+        ChatToken(
+            *entry(position.chosen), [answers.TopToken(*entry(other)) for other in position.top]
+        )
         for position in positions
     ]
 
@@ -170,7 +172,7 @@ class ChatOutput(ChoiceOutput):
     """The output of a chat's choice."""
 
     id_prefix = "chatcmpl-"
-    answer = api.ChatCompletion
+    answer = answers.ChatCompletion
     chunk_object = "chat.completion.chunk"
 
     def __post_init__(self) -> None:
@@ -185,15 +187,17 @@ class ChatOutput(ChoiceOutput):
     def answer_members(cls, outputs: Sequence[ChoiceOutput]) -> dict[str, Any]:
         return {"prompt_logprobs": outputs[0].prompt_logprobs()}
 
-    def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> api.ChatChoice:
+    def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> answers.ChatChoice:
         members_of_parsed = _reasoning(parsed)
         if parsed.tool_calls:
             deltas = self._calls.push(parsed.tool_calls, last=True)
             members_of_parsed["tool_calls"] = whole_calls(deltas)
         content = None if members_of_parsed and not text else text
-        return api.ChatChoice(message=api.AssistantMessage(content, **members_of_parsed), **members)
+        return answers.ChatChoice(
+            message=answers.AssistantMessage(content, **members_of_parsed), **members
+        )
 
-    def _chunk(self, text: str, parsed: ParsedOutput | None, **members: Any) -> api.ChatChoice:
+    def _chunk(self, text: str, parsed: ParsedOutput | None, **members: Any) -> answers.ChatChoice:
         members_of_parsed = _reasoning(parsed)
         ended = bool(members["finish_reason"])
         if deltas := self._calls.push(parsed.tool_calls if parsed else (), last=ended):
@@ -203,7 +207,7 @@ class ChatOutput(ChoiceOutput):
         )
         if not self._begun:
             delta.role = "assistant"
-        return api.ChatChoice(delta=delta, **members)
+        return answers.ChatChoice(delta=delta, **members)
 
 
 def _reasoning(parsed: ParsedOutput | None) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.gateway import api
-from baton.gateway.api import CompletionLogprobs
+from baton.gateway import answers, api
+from baton.gateway.answers import CompletionLogprobs
 from baton.gateway.output import MIN_LOGPROB, ChoiceOutput
 from baton.gateway.parsed_request import (
     MAX_CHOICES_SIZE,
@@ -81,7 +81,7 @@ class CompletionOutput(ChoiceOutput):
     """The output of a completion's choice."""
 
     id_prefix = "cmpl-"
-    answer = api.Completion
+    answer = answers.Completion
     chunk_object = "text_completion"
 
     def __post_init__(self) -> None:
@@ -127,8 +127,10 @@ class CompletionOutput(ChoiceOutput):
 
     def _chunk(
         self, text: str, parsed: ParsedOutput | None, **members: Any
-    ) -> api.CompletionChoice:
-        return api.CompletionChoice(text=text, **members)
+    ) -> answers.CompletionChoice:
+        return answers.CompletionChoice(text=text, **members)
 
-    def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> api.CompletionChoice:
-        return api.CompletionChoice(text=text, prompt_logprobs=self.prompt_logprobs(), **members)
+    def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> answers.CompletionChoice:
+        return answers.CompletionChoice(
+            text=text, prompt_logprobs=self.prompt_logprobs(), **members
+        )

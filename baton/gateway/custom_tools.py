@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from msgspec import UNSET
 
-from baton.gateway import api
+from baton.gateway import answers, api
 from baton.generation.tool_call import ToolCallDelta
 from baton.text.tool_parsers.format import INPUT
 from baton.v1 import inference_pb2
@@ -90,9 +90,9 @@ class ChatCalls:
 
     def push(
         self, calls: Sequence[ToolCallDelta], *, last: bool = False
-    ) -> list[api.ChatToolCallDelta]:
+    ) -> list[answers.ChatToolCallDelta]:
         """Pieces of calls, all if `last`."""
-        deltas = list[api.ChatToolCallDelta]()
+        deltas = list[answers.ChatToolCallDelta]()
         for call in calls:
             if call.id:
                 deltas += self._close()
@@ -100,30 +100,30 @@ class ChatCalls:
             if call.id and call.name in self._custom_tools:
                 self._input = CustomInput()
                 custom = api.CalledCustomTool(self._input.push(call.arguments), call.name)
-                delta = api.ChatToolCallDelta(index=call.index, custom=custom)
+                delta = answers.ChatToolCallDelta(index=call.index, custom=custom)
                 delta.id, delta.type = call.id, "custom"
                 deltas.append(delta)
             elif self._input is not None:
                 deltas += self._custom(self._input.push(call.arguments))
             else:
                 function = api.CalledFunction(call.arguments, call.name or UNSET)
-                delta = api.ChatToolCallDelta(index=call.index, function=function)
+                delta = answers.ChatToolCallDelta(index=call.index, function=function)
                 if call.id:
                     delta.id, delta.type = call.id, "function"
                 deltas.append(delta)
         return deltas + self._close() if last else deltas
 
-    def _custom(self, text: str) -> list[api.ChatToolCallDelta]:
+    def _custom(self, text: str) -> list[answers.ChatToolCallDelta]:
         custom = api.CalledCustomTool(text)
-        return [api.ChatToolCallDelta(index=self._index, custom=custom)] if text else []
+        return [answers.ChatToolCallDelta(index=self._index, custom=custom)] if text else []
 
-    def _close(self) -> list[api.ChatToolCallDelta]:
+    def _close(self) -> list[answers.ChatToolCallDelta]:
         """The rest of the last call."""
         text, self._input = self._input.close() if self._input else "", None
         return self._custom(text)
 
 
-def whole_calls(deltas: Sequence[api.ChatToolCallDelta]) -> list[api.ToolCall]:
+def whole_calls(deltas: Sequence[answers.ChatToolCallDelta]) -> list[api.ToolCall]:
     """Calls from their pieces."""
     calls: list[api.ToolCall] = []
     for delta in deltas:

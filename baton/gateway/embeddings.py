@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from msgspec import Struct
 
 from baton.errors import InvalidRequest
-from baton.gateway import api
+from baton.gateway import answers, api
 from baton.gateway.endpoint import Call, Endpoint
 from baton.gateway.openapi import ERRORS, Operation, Routes
 from baton.gateway.pooling import InputRequests, parse_inputs, run_inputs
@@ -49,7 +49,7 @@ class PoolingAnswer(Struct):
     id: str
     data: list[Pooled]
     model: str
-    usage: api.InputUsage
+    usage: answers.InputUsage
     object: Literal["list"] = "list"
 
 
@@ -87,9 +87,10 @@ async def embed(parsed: ParsedEmbeddings, call: Call) -> None:
     parsed.inputs.requests.base.sampling.embedding = True
     found = await run_inputs(parsed.inputs, call)
     data = [
-        api.Embedding(_embedding(end, parsed), index) for index, end in enumerate(found.finishes)
+        answers.Embedding(_embedding(end, parsed), index)
+        for index, end in enumerate(found.finishes)
     ]
-    call.answer(api.Embeddings(data, found.model, found.usage))
+    call.answer(answers.Embeddings(data, found.model, found.usage))
 
 
 async def pool(parsed: ParsedEmbeddings, call: Call) -> None:
@@ -148,7 +149,7 @@ def _encoded(values: array.array[float], parsed: ParsedEmbeddings) -> list[float
 ROUTES: Routes = {
     "/v1/embeddings": {"POST": Operation(
         Endpoint(parse_embeddings, embed),
-        "Embed texts.", api.Embeddings, ERRORS, api.EmbeddingRequest,
+        "Embed texts.", answers.Embeddings, ERRORS, api.EmbeddingRequest,
     )},
     "/pooling": {"POST": Operation(
         Endpoint(parse_pooling, pool),

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from baton.errors import ContextOverflow, InvalidRequest, Overloaded
-from baton.gateway import api
+from baton.gateway import answers
 from baton.net.http_errors import Failure, failure_of
 from router.request import LimitReached
 
@@ -60,7 +60,7 @@ def failure_at(path: str, error: Exception) -> Failure:
     if isinstance(error, Overloaded) and not isinstance(error, LimitReached):
         status = OVERLOADED
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    text = msgspec.json.decode(failure.body, type=api.Error).error.message
+    text = msgspec.json.decode(failure.body, type=answers.Error).error.message
     if isinstance(error, ContextOverflow):
         text = f"prompt is too long: {error}"  # agents look for these words, and compact
     elif isinstance(error, InvalidRequest) and error.field and error.field not in text:

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import UNSET
 
 from baton.errors import BatonError, Cancelled, InvalidRequest, without_frames
-from baton.gateway import api
+from baton.gateway import answers, api
 from baton.gateway.endpoint import Call
 from baton.gateway.errors import failure_at
 from baton.gateway.headers import id_headers, session_of
@@ -168,7 +168,7 @@ class Generation(ABC):
         self.unread.add(self.exchange.unread_bytes, len(event))
         self.exchange.write(event)
 
-    def usage_of(self, ends: Sequence[inference_pb2.Finish]) -> api.CompletionUsage:
+    def usage_of(self, ends: Sequence[inference_pb2.Finish]) -> answers.CompletionUsage:
         """The usage of all choices, from their `Finish` messages."""
         return usage_of(ends, self.parsed.n, with_routes=_ROUTE_HEADER in self.exchange.headers)
 
@@ -254,7 +254,7 @@ class CompletionGeneration(Generation):
         prompt = self._prompt_tokens[choice.index // self.parsed.n]
         output = self._outputs[choice.index].num_tokens
         return self._chunk(
-            choices=[choice], usage=api.CompletionUsage(prompt, output, prompt + output)
+            choices=[choice], usage=answers.CompletionUsage(prompt, output, prompt + output)
         )
 
     def _chunk(self, **members: Any) -> bytes:
@@ -272,7 +272,7 @@ class CompletionGeneration(Generation):
             )
         )
 
-    def _usage(self) -> api.CompletionUsage:
+    def _usage(self) -> answers.CompletionUsage:
         return self.usage_of([output.end for output in self._outputs])
 
     def _prompt(self, index: int) -> PromptOutput:

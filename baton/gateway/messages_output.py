@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from baton.errors import InvalidRequest, quoted
-from baton.gateway import api
+from baton.gateway import answers, api
 from baton.gateway.endpoint import Call, Endpoint
 from baton.gateway.errors import MESSAGES_PATH, MessageError
 from baton.gateway.generation import Generation, generate
@@ -81,7 +81,7 @@ class MessageUsage(Struct, omit_defaults=True):
     cache_read_input_tokens: api.Count
     cache_creation_input_tokens: api.Count | UnsetType = UNSET
     output_tokens_details: ThinkingUsage | UnsetType = UNSET  # if there was reasoning
-    baton: list[api.ServedBy] | UnsetType = UNSET  # for requests with x-baton-route
+    baton: list[answers.ServedBy] | UnsetType = UNSET  # for requests with x-baton-route
 
 
 class MessageAnswer(Struct, tag="message", kw_only=True):

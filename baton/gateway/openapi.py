@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from baton.gateway import api
+from baton.gateway import answers, api
 from baton.gateway.errors import OVERLOADED
 from baton.gateway.headers import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
 
@@ -83,7 +83,7 @@ class Operation:
     form: Part | None = None  # schema of a form
     query: type | None = None
     streams: bool = False  # if the body has `stream`
-    error: type = api.Error
+    error: type = answers.Error
 
 
 Routes = Mapping[str, Mapping[str, Operation]]  # by path and method
@@ -106,8 +106,8 @@ def document(routes: Routes) -> Part:
         item = paths.setdefault(path, {"parameters": parameters} if names else {})
         item[method.lower()] = _operation(route)
     bodies = [route.body for *_, route in described if route.body]
-    answers = [route.answer for *_, route in described if route.answer]
-    errors = {route.error for *_, route in described}
+    sent = [route.answer for *_, route in described if route.answer]
+    sent += {route.error for *_, route in described}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -118,7 +118,7 @@ def document(routes: Routes) -> Part:
         },
         "paths": paths,
         "components": {
-            "schemas": _schemas(bodies, [*answers, *errors]),
+            "schemas": _schemas(bodies, sent),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],  # a key is needed if the router has tenants
@@ -157,9 +157,9 @@ def _parameters(route: Operation) -> Iterator[Part]:
             yield {"name": name, "in": "query", "schema": schema}
 
 
-def _schemas(bodies: Sequence[type], answers: Sequence[type]) -> Part:
+def _schemas(bodies: Sequence[type], sent: Sequence[type]) -> Part:
     _, schemas = msgspec.json.schema_components(
-        (*bodies, *answers), ref_template="#/components/schemas/{name}"
+        (*bodies, *sent), ref_template="#/components/schemas/{name}"
     )
     for request in bodies:
         properties = schemas[request.__name__]["properties"]

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from baton.client.results import transport_name
-from baton.gateway import api
+from baton.gateway import answers
 from baton.generation.enum_names import FINISH_REASONS
 from baton.generation.tool_call import ToolCallDelta
 from baton.text import Tokenizer
@@ -43,17 +43,17 @@ class PromptOutput:
         found = self.logprobs
         return 0 if found is None else len(found.logprobs) + len(found.top_ids)
 
-    def member(self, show: Callable[[int], str]) -> api.PromptLogprobs | UnsetType:
+    def member(self, show: Callable[[int], str]) -> answers.PromptLogprobs | UnsetType:
         """The member `prompt_logprobs`, as in vLLM; `show` returns a token's text."""
         if self.top is None:
             return UNSET
-        entries: api.PromptLogprobs = [None]  # the first token has none
+        entries: answers.PromptLogprobs = [None]  # the first token has none
         for token_id, logprob, rank, top in self.positions(self.top):
             tokens = {other: (value, at) for at, (other, value) in enumerate(top, 1)}
             tokens.setdefault(token_id, (logprob, rank))
             entries.append(
                 {
-                    str(other): api.PromptToken(max(value, MIN_LOGPROB), at, show(other))
+                    str(other): answers.PromptToken(max(value, MIN_LOGPROB), at, show(other))
                     for other, (value, at) in tokens.items()
                 }
             )
@@ -75,7 +75,7 @@ class ChoiceOutput(ABC):
     """The sink of one choice. Subclasses write it as a completion's or a chat's."""
 
     id_prefix: ClassVar[str]
-    answer: ClassVar[type[api.Completion] | type[api.ChatCompletion]]
+    answer: ClassVar[type[answers.Completion] | type[answers.ChatCompletion]]
     chunk_object: ClassVar[Any]
 
     index: int
@@ -167,7 +167,7 @@ class ChoiceOutput(ABC):
         """The sum over all tokens; needs log-probabilities."""
         return sum(position.chosen.logprob for position in self._positions)
 
-    def prompt_logprobs(self) -> api.PromptLogprobs | UnsetType:
+    def prompt_logprobs(self) -> answers.PromptLogprobs | UnsetType:
         """The member `prompt_logprobs`, if requested."""
         return self.prompt_output.member(lambda token_id: self.token_text(token_id)[0])
 
@@ -302,22 +302,22 @@ class ItemSink(ABC):
 
 def usage_of(
     ends: Sequence[inference_pb2.Finish], n: int, *, with_routes: bool
-) -> api.CompletionUsage:
+) -> answers.CompletionUsage:
     """The usage of a request: each prompt once, the output of every choice."""
     usages = [end.usage for end in ends]
     prompt = sum(usage.prompt_tokens for usage in usages[::n])
     output = sum(usage.completion_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in usages[::n])
-    details = api.PromptTokensDetails(cached)
+    details = answers.PromptTokensDetails(cached)
     reasoning = sum(usage.reasoning_tokens for usage in usages)
-    reasoned = api.CompletionTokensDetails(reasoning) if reasoning else UNSET
+    reasoned = answers.CompletionTokensDetails(reasoning) if reasoning else UNSET
     served = [_served_by(end) for end in ends] if with_routes else UNSET
-    return api.CompletionUsage(prompt, output, prompt + output, details, reasoned, served)
+    return answers.CompletionUsage(prompt, output, prompt + output, details, reasoned, served)
 
 
-def _served_by(finish: inference_pb2.Finish) -> api.ServedBy:
+def _served_by(finish: inference_pb2.Finish) -> answers.ServedBy:
     route, timing = finish.route, finish.timing
-    return api.ServedBy(
+    return answers.ServedBy(
         prefill=route.prefill or None,
         decode=route.decode or None,
         transport=transport_name(route.transport),

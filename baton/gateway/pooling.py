@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
-from baton.gateway import api
+from baton.gateway import answers, api
 from baton.gateway.endpoint import Call
 from baton.gateway.generation import run_choices
 from baton.gateway.headers import id_headers
@@ -37,7 +37,7 @@ class Answered:
 
     finishes: list[inference_pb2.Finish]
     model: str
-    usage: api.InputUsage
+    usage: answers.InputUsage
     request_id: str
 
 
@@ -89,7 +89,7 @@ async def run_inputs(inputs: InputRequests, call: Call) -> Answered:
     return Answered(
         [sink.end for sink in sinks],
         base.model or target.version.name,
-        api.InputUsage(tokens, tokens),
+        answers.InputUsage(tokens, tokens),
         sinks[0].request_id,
     )
 

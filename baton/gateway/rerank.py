@@ -17,7 +17,7 @@ import numpy.typing as npt
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from baton.errors import InvalidRequest
-from baton.gateway import api
+from baton.gateway import answers, api
 from baton.gateway.endpoint import Call, Endpoint
 from baton.gateway.openapi import ERRORS, Operation, Routes
 from baton.gateway.pooling import Answered, InputRequests, parse_inputs, run_inputs
@@ -97,7 +97,7 @@ class Classifications(Struct):
     created: int
     model: str
     data: list[Classification]
-    usage: api.InputUsage
+    usage: answers.InputUsage
     object: Literal["list"] = "list"
 
 
@@ -116,7 +116,7 @@ class Scores(Struct):
     created: int
     model: str
     data: list[Score]
-    usage: api.InputUsage
+    usage: answers.InputUsage
     object: Literal["list"] = "list"
 
 
@@ -133,7 +133,7 @@ class Ranking(Struct):
 
     id: str
     model: str
-    usage: api.InputUsage
+    usage: answers.InputUsage
     results: list[RankedDocument]
 
 

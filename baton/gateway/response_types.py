@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from baton.gateway import api
+from baton.gateway import answers, api
 from baton.gateway.responses import (
     ConversationId,
     ReasoningOptions,
@@ -26,7 +26,7 @@ class OutputText(Struct, tag="output_text"):
 
     text: str = ""
     annotations: list[None] = []
-    logprobs: list[api.ChatToken] = []
+    logprobs: list[answers.ChatToken] = []
 
 
 class ReasoningText(Struct, tag="reasoning_text"):
@@ -100,7 +100,7 @@ class ResponseUsage(Struct):
     output_tokens: api.Count
     output_tokens_details: OutputTokensDetails
     total_tokens: api.Count
-    baton: list[api.ServedBy] | UnsetType = UNSET  # for requests with x-baton-route
+    baton: list[answers.ServedBy] | UnsetType = UNSET  # for requests with x-baton-route
 
 
 class IncompleteDetails(Struct):

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET
 
 from baton.errors import BatonError, ContextOverflow
-from baton.gateway import api
+from baton.gateway import answers
 from baton.gateway.chat import chat_tokens
 from baton.gateway.custom_tools import CustomInput
 from baton.gateway.generation import Generation
@@ -171,7 +171,7 @@ class ResponseGeneration(Generation):
         return self._event("response.failed", response=response)
 
     def _failed(self, failure: Failure) -> Response:
-        error = msgspec.json.decode(failure.body, type=api.Error).error
+        error = msgspec.json.decode(failure.body, type=answers.Error).error
         code: FailureCode = _CODES.get(failure.status, "server_error")
         if error.code == CONTEXT_OVERFLOW:
             code = "context_length_exceeded"
@@ -303,8 +303,8 @@ class ItemsOutput(ItemSink):
         self._input_parts = list[str]()
         self.emit = emit
         self._show = show
-        self._logprobs: list[api.ChatToken] = []  # of tokens whose text has not come yet
-        self._item_logprobs: list[api.ChatToken] = []  # of the open message
+        self._logprobs: list[answers.ChatToken] = []  # of tokens whose text has not come yet
+        self._item_logprobs: list[answers.ChatToken] = []  # of the open message
         self._item_members: dict[str, Any] = {}  # common members of the open item's events
         self._text_members: dict[str, Any] = {}  # common members of events with its text
         self._delta = ""  # type of events with a piece of text

@@ -23,6 +23,7 @@ from baton.config import ApiConfig, RouterConfig
 from baton.errors import ModelNotFound, Unavailable, quoted
 from baton.gateway import (
     adapters,
+    answers,
     api,
     batch_store,
     batches,
@@ -219,14 +220,14 @@ async def _metrics(service: GenerationService, exchange: HttpExchange) -> None:
     exchange.answer(200, page, kind=(b"content-type", kind.encode()))
 
 
-def _models(service: GenerationService, exchange: HttpExchange) -> api.ModelList:
+def _models(service: GenerationService, exchange: HttpExchange) -> answers.ModelList:
     models = service.list_models(caller_of(exchange))
     # Clients poll this path before their first request.
     if why_not := service.models.why_not_ready:
         raise Unavailable(why_not, _RETRY_AFTER_S)
-    return api.ModelList(
+    return answers.ModelList(
         [
-            api.ModelCard(
+            answers.ModelCard(
                 model.name, model.max_context, root=model.root, parent=model.parent or None
             )
             for model in models
@@ -234,7 +235,7 @@ def _models(service: GenerationService, exchange: HttpExchange) -> api.ModelList
     )
 
 
-def _model(service: GenerationService, exchange: HttpExchange) -> api.ModelCard:
+def _model(service: GenerationService, exchange: HttpExchange) -> answers.ModelCard:
     name = exchange.path.removeprefix(_MODEL)
     for model in _models(service, exchange).data:
         if model.id == name:
@@ -242,21 +243,21 @@ def _model(service: GenerationService, exchange: HttpExchange) -> api.ModelCard:
     raise ModelNotFound(f"this router does not serve the model {quoted(name)}")
 
 
-def _ready(service: GenerationService, exchange: HttpExchange) -> api.Status:
+def _ready(service: GenerationService, exchange: HttpExchange) -> answers.Status:
     if why_not := service.why_not_ready:
         raise service.shown(Unavailable(why_not, _RETRY_AFTER_S), caller_of(exchange))
-    return api.Status("ready")
+    return answers.Status("ready")
 
 
-def _version(service: GenerationService, exchange: HttpExchange) -> api.Version:
-    return api.Version(metadata.version("baton-serving"))
+def _version(service: GenerationService, exchange: HttpExchange) -> answers.Version:
+    return answers.Version(metadata.version("baton-serving"))
 
 
-def _tokenizer_info(service: GenerationService, exchange: HttpExchange) -> api.TokenizerInfo:
+def _tokenizer_info(service: GenerationService, exchange: HttpExchange) -> answers.TokenizerInfo:
     names = parse_qs(exchange.query.decode("latin-1")).get("model", [""])
     version = service.resolve(names[0], "", caller_of(exchange)).version
     tokenizer = version.admission.tokenizer
-    return api.TokenizerInfo(
+    return answers.TokenizerInfo(
         names[0] or version.name,
         tokenizer.vocab_size,
         version.max_context,
@@ -303,11 +304,11 @@ ROUTES: Routes = {
     "/": _get_and_head(Operation(_page)),
     "/v1/completions": {"POST": Operation(
         Endpoint(parse_completion, partial(generate, _completion)),
-        "Continue prompts.", api.Completion, ERRORS, api.CompletionRequest, streams=True,
+        "Continue prompts.", answers.Completion, ERRORS, api.CompletionRequest, streams=True,
     )},
     "/v1/chat/completions": {"POST": Operation(
         Endpoint(parse_chat, partial(generate, _chat)),
-        "Answer a chat.", api.ChatCompletion, ERRORS, api.ChatRequest, streams=True,
+        "Answer a chat.", answers.ChatCompletion, ERRORS, api.ChatRequest, streams=True,
     )},
     "/v1/completions/render": {"POST": Operation(
         Endpoint(parse_completion, render),
@@ -323,24 +324,24 @@ ROUTES: Routes = {
     **rerank.ROUTES,
     "/tokenize": {"POST": Operation(
         Endpoint(parse_tokenize, tokenize),
-        "Token ids of a prompt or a chat.", api.Tokens, ERRORS, api.TokenizeRequest,
+        "Token ids of a prompt or a chat.", answers.Tokens, ERRORS, api.TokenizeRequest,
     )},
     "/detokenize": {"POST": Operation(
         Endpoint(parse_detokenize, detokenize),
-        "The text of token ids.", api.Detokenized, ERRORS, api.DetokenizeRequest,
+        "The text of token ids.", answers.Detokenized, ERRORS, api.DetokenizeRequest,
     )},
-    "/v1/models": _get(_models, "The served models.", api.ModelList, "401", "503"),
-    f"{_MODEL}{{model}}": _get(_model, "One model.", api.ModelCard, "401", "404", "503"),
-    "/health": _get(lambda *_: api.Status("ok"), "Liveness of this process.", api.Status),
-    "/ready": _get(_ready, "Readiness for requests.", api.Status, "503"),
+    "/v1/models": _get(_models, "The served models.", answers.ModelList, "401", "503"),
+    f"{_MODEL}{{model}}": _get(_model, "One model.", answers.ModelCard, "401", "404", "503"),
+    "/health": _get(lambda *_: answers.Status("ok"), "Liveness of this process.", answers.Status),
+    "/ready": _get(_ready, "Readiness for requests.", answers.Status, "503"),
     "/ping": {**_get_and_head(Operation(_ping)), "POST": Operation(_ping)},  # SageMaker's
     "/load": _get(
-        lambda service, _: api.Load(service.running), "Requests of this process.", api.Load
+        lambda service, _: answers.Load(service.running), "Requests of this process.", answers.Load
     ),
     "/tokenizer_info": _get(
-        _tokenizer_info, "A model's tokenizer, by ?model=NAME.", api.TokenizerInfo, "401", "404"
+        _tokenizer_info, "A model's tokenizer, by ?model=NAME.", answers.TokenizerInfo, "401", "404"
     ),
-    "/version": _get(_version, "The server's version.", api.Version),
+    "/version": _get(_version, "The server's version.", answers.Version),
     "/openapi.json": _get_and_head(Operation(_openapi)),
     "/metrics": _get_and_head(Operation(_metrics)),
 }  # fmt: skip

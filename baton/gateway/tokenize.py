@@ -9,7 +9,7 @@ from google.protobuf.json_format import MessageToDict
 from msgspec import Struct
 
 from baton.errors import InvalidRequest
-from baton.gateway import api
+from baton.gateway import answers, api
 from baton.gateway.chat import chat_message
 from baton.gateway.endpoint import Call
 from baton.gateway.headers import session_of
@@ -47,7 +47,7 @@ async def tokenize(parsed: tuple[inference_pb2.TokenizeRequest, bool], call: Cal
     tokens = list(found.token_ids)
     tokenizer = target.version.admission.tokenizer
     strings = [token_text(tokenizer, token)[0] for token in tokens] if with_strings else None
-    answer = api.Tokens(len(tokens), found.max_context, tokens, strings)
+    answer = answers.Tokens(len(tokens), found.max_context, tokens, strings)
     call.answer(answer)
 
 
@@ -135,4 +135,4 @@ def parse_detokenize(text: bytes) -> api.DetokenizeRequest:
 async def detokenize(body: api.DetokenizeRequest, call: Call) -> None:
     """Answers with the text of token ids."""
     text = await call.service.detokenize(body.model or "", body.tokens, call.caller)
-    call.answer(api.Detokenized(text))
+    call.answer(answers.Detokenized(text))
