@@ -149,10 +149,10 @@ def owner(port: int, pids: Mapping[str, int]) -> str:
     """
     row = re.compile(rb": [0-9A-F]*0100007F:%04X (?:\S+ +){7}(\d+) " % port)
     tables = (Path("/proc/net", name).read_bytes() for name in ("tcp", "tcp6"))
-    if found := next(filter(None, map(row.search, tables)), None):
-        file = f"socket:[{int(found[1])}]"
-        return next((name for name, pid in pids.items() if file in _open_files(pid)), "unknown")
-    return "unknown"
+    # A port may belong to several connections, to other ports.
+    files = {f"socket:[{int(found[1])}]" for table in tables for found in row.finditer(table)}
+    owners = (name for name, pid in pids.items() if not files.isdisjoint(_open_files(pid)))
+    return next(owners, "unknown")
 
 
 def _open_files(pid: int) -> Iterator[str]:

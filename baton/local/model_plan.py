@@ -46,8 +46,7 @@ def check_plan(settings: EngineConfig) -> Iterator[Finding]:
     try:
         check_model(settings)
         config, device = ModelConfig.load(model_path(settings.model)), device_of(settings)
-        settings.check_draft_device(device.type)
-        config.check_settings(settings)
+        config.check_device(settings, device.type)
         gpu = Gpu(device) if device.type == "cuda" else None
         part = f" (of {config.wrapper}, text only)" if config.wrapper else ""
         yield ok(

@@ -166,7 +166,7 @@ def test_an_output_is_parted_the_same_however_it_comes(tmp_path, text, given, ex
     tokenizer = byte_tokenizer(tmp_path, added=TOKENS)
     begin, end = map(tokenizer.added_token, TOKENS[:2])
     reasoning = Reasoning(begin, end, begun=given.get("begun", False))
-    fields = {"output_format": OutputFormat(tokenizer.pieces, reasoning, HERMES)}
+    fields = {"output_format": OutputFormat(tokenizer.pieces, reasoning, tools=HERMES)}
     fields["stop"] = given.get("stop", ())
     whole = read(tokenizer, text, (), **fields)
     assert whole == (*expected, "END" if fields["stop"] else None)
@@ -200,7 +200,7 @@ def test_markers_of_tool_calls_that_are_special_tokens_are_read_and_not_shown(tm
     text = "So.[TOOL_CALLS]f[ARGS]{}"
     stream = TextStream(tokenizer, tokenized())
     assert stream.advance(tokenizer.encode(text), "length")[0] == "So.f{}"
-    form = OutputFormat(tokenizer.showing(MISTRAL_ARGS.markers), None, MISTRAL_ARGS)
+    form = OutputFormat(tokenizer.showing(MISTRAL_ARGS.markers), tools=MISTRAL_ARGS)
     assert read(tokenizer, text, (3, 5), output_format=form) == ("So.", "", "{}", 0, None)
 
 
@@ -209,7 +209,8 @@ def test_the_marker_of_a_call_may_end_reasoning(tmp_path, thought):
     tokenizer = byte_tokenizer(tmp_path, added=TOKENS)
     begin, end, marker, _ = map(tokenizer.added_token, TOKENS)
     pieces = tokenizer.showing(MISTRAL_ARGS.markers)
-    form = OutputFormat(pieces, Reasoning(begin, end), MISTRAL_ARGS, implied_end=marker)
+    reasoning = Reasoning(begin, end)
+    form = OutputFormat(pieces, reasoning, tools=MISTRAL_ARGS, implied_end=marker)
     text = f'{thought}[TOOL_CALLS]f[ARGS]{{"a": "é"}}'
     num_tokens = len(tokenizer.encode(thought))
     whole = ("", thought[7:10], '{"a": "é"}', num_tokens, None)
