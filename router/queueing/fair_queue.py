@@ -137,13 +137,14 @@ class FairQueue:
             start = self._highest_mean = max(self._highest_mean, self._mean())
             if any(other.pending for other in self._tenants.values()):
                 start = max(tenant.virtual_time, start - min(LEAD_S, seconds) / owner.share)
-        own, others = seconds, dict[str, tuple[float, float]]()  # seconds, the highest factor
+        own, others = 0.0, dict[str, tuple[float, float]]()  # seconds, the highest factor
         for other in tenant.pending:
             if other.user == user:
                 own += min(other.seconds, seconds / factor * other.factor)
             else:
                 total, highest = others.get(other.user, (0.0, 0.0))
                 others[other.user] = total + other.seconds, max(highest, other.factor)
+        own += seconds
         shared = sum(min(total, own / factor * highest) for total, highest in others.values())
         rank = start + (own + shared) / share
         prompt = PendingPrompt(
