@@ -15,6 +15,7 @@ from typing import Any
 
 from baton.checkpoint_files import CLASSIFIER, label_names
 from baton.config import EngineConfig, model_path
+from baton.config.engine import MAX_LORA_RANK
 from baton.engine.checkpoint.fields import (
     BOOLEAN,
     COUNT,
@@ -320,6 +321,13 @@ class ModelConfig:
             raise ConfigError(
                 f"--speculate: {self.architecture} has linear attention, whose kernels for GPUs "
                 "keep no state before proposed tokens; leave the option out, or add --device cpu"
+            )
+        most = MAX_LORA_RANK // 3  # of parts that one update joins
+        is_joined = self.delta_rule is not None or self.arch.gated_attention
+        if is_joined and settings.max_lora_rank > most and device.startswith("cuda"):
+            raise ConfigError(
+                f"--max-lora-rank {settings.max_lora_rank}: on GPUs adapters of "
+                f"{self.architecture} have a rank of at most {most}"
             )
 
     def draft(self, settings: EngineConfig) -> ModelConfig:

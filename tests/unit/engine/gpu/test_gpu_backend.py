@@ -316,6 +316,8 @@ def test_a_plan_of_a_gpu_counts_states_and_refuses_what_models_with_them_lack(tm
     assert found["KV"].level == "fail" and "takes 9 blocks of 9" in found["KV"].text
     assert planned(replace(settings, kv_blocks=10, max_context=8))["KV"].level == "ok"
     assert "before proposed tokens" in planned(replace(settings, speculate=2))["model"].text
+    found = planned(replace(settings, max_lora_rank=171))
+    assert "a rank of at most 170" in found["model"].text
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
