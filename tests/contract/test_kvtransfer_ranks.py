@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from baton.errors import KvCorrupted, TransferFailed
-from kvtransfer import remote_pool
+from kvtransfer import outgoing, remote_pool
 from kvtransfer.pairing import rank_pairs
 from kvtransfer.remote_pool import RemoteChecksum
 from kvtransfer.transports.gloo_nccl import GlooTransport
@@ -29,6 +29,12 @@ from .kvtransfer_parts import (
 
 WAYS = [(2, 1), (1, 2), (2, 2), (2, 4), (4, 2)]  # of two KV heads: four ranks have one twice
 every_way = pytest.mark.parametrize("ways", WAYS, ids=[f"{p} to {d}" for p, d in WAYS])
+
+
+@pytest.fixture(autouse=True)
+def connects_in_the_end(monkeypatch):
+    """However busy the machine is."""
+    monkeypatch.setattr(outgoing, "_CONNECT_S", WAIT_S)
 
 
 async def joined(join, name, ways, **options):

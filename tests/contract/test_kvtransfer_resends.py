@@ -224,7 +224,8 @@ async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join, monkeypatch):
         (None, 0, 60.0, 1, range(1, 2)),
         (errors.Stale("another sender"), 1, 60.0, 1, range(1, 2)),  # any answer ends it
         (ValueError("a bug"), 1, 60.0, 1, range(1, 2)),
-        (errors.Unavailable("no"), 1000, 0.5, 1, range(2, 1000)),  # patience ends
+        (errors.Unavailable("no"), 2, 60.0, 1, range(3, 4)),  # it is repeated
+        (errors.Unavailable("no"), 1000, 0.5, 1, range(1, 1000)),  # patience ends
         (None, 0, 60.0, 20, range(20, 21)),
     ],
 )
