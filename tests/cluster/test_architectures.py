@@ -21,6 +21,7 @@ from tests.unit.engine.quantized_checkpoints import make_quantized
 from tests.unit.engine.test_gguf import MIXED, SIZES
 from tests.unit.engine.test_gguf import reference as gguf_reference
 from tests.unit.engine.test_quantized_checkpoints import FORMATS, PARTS
+from tests.waiting import eventually
 
 OF_EACH = dict(reversed(VARIANTS.values()))  # the first variant of each
 PROMPTS = [[(7 * i + 5 * one) % 250 + 2 for i in range(75)] for one in range(6)]
@@ -49,10 +50,21 @@ class Killing:
             await anext(aiter(stream))
             self._underway += 1
             if self._underway == len(PROMPTS) // 2:
-                self._cluster.kill("decode-0")
+                self._cluster.kill(await self._busiest())
             async for _ in stream:
                 pass
         return stream.completion
+
+    async def _busiest(self):
+        """The name of the decode worker with the most sequences."""
+
+        async def running():
+            workers = (await self._client.status())["workers"]
+            return {w["pid"]: w["running"] for w in workers if w["role"] == "decode"}
+
+        found = await eventually(running, lambda of: any(of.values()), "no worker decodes")
+        pid = max(found, key=found.get)
+        return next(name for name, one in self._cluster.processes.items() if one.pid == pid)
 
 
 @pytest.mark.parametrize("architecture", ["demo", *CLUSTERED])
