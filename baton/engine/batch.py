@@ -160,7 +160,7 @@ def state_tables(scheduled: list[ScheduledSequence]) -> Ints | None:
 
 
 def kept_lens(scheduled: list[ScheduledSequence]) -> Ints | None:
-    """As of `StepBatch`."""
+    """The step's `StepBatch.kept_lens`."""
     if not (scheduled[0].sequence.state_blocks and any(item.proposed for item in scheduled)):
         return None
     return np.array([item.count - len(item.proposed) for item in scheduled], np.int32)

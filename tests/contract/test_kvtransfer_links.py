@@ -59,7 +59,7 @@ CASES = {
 
 
 def test_only_the_filled_slots_of_reserved_blocks_change(pair):
-    """On one link, again and again; both checksums agree, and tell order and content apart."""
+    """On one link, again and again; both checksums agree, and depend on order and content."""
     checksums = set()
     for local, remote in CASES.values():
         before = pair.target.tensor.clone()

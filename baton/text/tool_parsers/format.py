@@ -107,7 +107,7 @@ class ToolFormat:
         return messages if self.parallel else _one_call_each(messages)
 
     def marks_calls(self, special: Mapping[str, int]) -> bool:
-        """Whether calls begin with a special token, so that text before them is told from them."""
+        """Whether calls begin with a special token, which ends the text before them."""
         return (self.around[0] + self.call[0]).startswith(tuple(special)) if special else False
 
     def grammar(self, allowed: AllowedCalls, terms: GrammarTerms) -> str:
