@@ -204,7 +204,7 @@ def _options(body: CountTokensRequest) -> dict[str, Any]:
         "chat_template_kwargs": _template_kwargs(body),
     }
     if thinking and thinking.type == "enabled":
-        options["max_thinking_tokens"] = thinking.budget_tokens or None
+        options["max_thinking_tokens"] = thinking.budget_tokens
     if config.format:
         schema = api.JsonSchemaFormat(schema=config.format.schema)
         options["response_format"] = api.ResponseFormat(type="json_schema", json_schema=schema)

@@ -196,6 +196,9 @@ def test_texts_of_documents_and_results_are_shown_and_references_dropped():
         "T\nOne.\nS\nhttp://x\nTwo.\nThree.", "So far.", "T\nTwo.\nThree.",
     ]  # fmt: skip
     assert not chat.HasField("max_thinking_tokens")
+    thinking["type"] = "enabled"
+    chat = parse_message(json.dumps(body).encode()).base.chat
+    assert chat.HasField("max_thinking_tokens") and chat.max_thinking_tokens == 0
     result["content"] = {"type": "text", "text": "x"}
     with pytest.raises(InvalidRequest, match="text or blocks"):
         parse_message(json.dumps(body).encode())
