@@ -39,6 +39,11 @@ def test_the_engine_gives_the_tokens_of_plain_torch(tmp_path: Path) -> None:
     assert [row["other tokens"] for row in rows] == [0, 0]
 
 
+def test_every_architecture_gives_the_tokens_of_plain_torch() -> None:
+    argv = [sys.executable, "-m", "tests.gpu.models"]
+    subprocess.run(argv, timeout=390, check=True, cwd=Path(__file__).parents[2])
+
+
 def test_a_warm_up_leaves_nothing_to_be_compiled_or_captured(tmp_path: Path) -> None:
     started, served = figures("worker", tmp_path)["tables"]["worker"]
     assert started["graphs"] > 0 and served["requests"] > 0
