@@ -10,7 +10,7 @@
     QUARANTINED   kept     yes                  -           -
     ENDED         -        -                    -           -
 
-`TRANSITIONS` lists every change of state; `decode_worker.handoff_manager` makes them.
+`TRANSITIONS` lists every change of state; `decode_worker.reservations` makes them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.net.tasks import uninterrupted
 from baton.v1 import handoff_pb2 as pb
-from decode_worker.handoff_manager import HandoffManager
+from decode_worker.reservations import Reservations
 from kvtransfer.control import ControlServicer
 from kvtransfer.incoming import IncomingLinks
 
@@ -12,7 +12,7 @@ from kvtransfer.incoming import IncomingLinks
 class HandoffService(ControlServicer):
     """Joins the links, which move bytes, and the handoffs that they are for."""
 
-    def __init__(self, handoffs: HandoffManager, links: IncomingLinks) -> None:
+    def __init__(self, handoffs: Reservations, links: IncomingLinks) -> None:
         super().__init__(
             {"offer": self.offer, "ready": self.ready, "commit": self.commit, "abort": self.abort}
         )
@@ -29,7 +29,7 @@ class HandoffService(ControlServicer):
         return pb.ReadyResponse(block_ids=slots.block_ids)
 
     async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
-        """Raises Unavailable for a link that is gone, and what `HandoffManager.commit` does."""
+        """Raises Unavailable for a link that is gone, and what `Reservations.commit` does."""
         link = self.links.find(request.incarnation, request.epoch)
         # To the end even if the caller hangs up: a commit must not stop half-way.
         await uninterrupted(self.handoffs.commit(request, link))

@@ -17,7 +17,7 @@ from baton.v1.dispatch_pb2 import RouterMessage
 from baton.worker.dispatch_service import RouterStream
 from baton.worker.node import Node, Part
 from decode_worker.events import DecodeSpans
-from decode_worker.handoff_manager import HandoffManager
+from decode_worker.reservations import Reservations
 from decode_worker.service import HandoffService
 from kvtransfer.incoming import IncomingLinks
 from kvtransfer.interface import Transport
@@ -33,7 +33,7 @@ class DecodePart(Part):
         super().__init__(node, loaded, pools, usable)
         timeout_s, lease_s = node.config.transfer_timeout_s, node.config.lease_s
         parts = node.engine, node.limits, node.grammars
-        self._handoffs = HandoffManager(*parts, lease_s, timeout_s, node.metrics.reserved)
+        self._handoffs = Reservations(*parts, lease_s, timeout_s, node.metrics.reserved)
         places = pools, node.record, usable, node.find
         self._links = IncomingLinks(*places, self._handoffs, timeout_s=timeout_s)
         self._service = HandoffService(self._handoffs, self._links)

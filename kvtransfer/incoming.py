@@ -1,6 +1,6 @@
 """The decode side's links: one for each prefill process, over which KV bytes come in.
 
-It moves and verifies bytes and knows nothing of requests; `decode_worker.handoff_manager` calls it.
+It moves and verifies bytes and knows nothing of requests; `decode_worker.reservations` calls it.
 """
 
 from __future__ import annotations

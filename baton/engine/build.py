@@ -23,7 +23,7 @@ from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.block_manager import BlockManager
-from baton.engine.checkpoint.tensors import fingerprint
+from baton.engine.checkpoint.tensor_headers import fingerprint
 from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.cpu_affinity import pin_thread
 from baton.engine.draft_model import (

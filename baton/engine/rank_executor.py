@@ -20,7 +20,7 @@ from baton.config import EngineConfig
 from baton.cuda import CudaDriver
 from baton.engine.adapters import LoraAdapter, Update
 from baton.engine.batch import Ints, StepBatch, on_device
-from baton.engine.checkpoint.tensors import fingerprint
+from baton.engine.checkpoint.tensor_headers import fingerprint
 from baton.engine.collectives import (
     JOIN_TIMEOUT_S,
     GlooCollectives,

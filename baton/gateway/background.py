@@ -15,9 +15,9 @@ from typing import NamedTuple
 import msgspec
 
 from baton.errors import BatonError, InvalidRequest, Overloaded
+from baton.gateway import sse
 from baton.gateway.conversation_store import ConversationStore
 from baton.gateway.database import DatabaseThread
-from baton.gateway.generation import KEEP_ALIVE_S, STREAM_HEADERS, WAITING
 from baton.gateway.response_store import ALIVE_S, ResponseStore, StoredResponse
 from baton.gateway.response_types import Response, ResponseError
 from baton.gateway.responses_output import ResponseGeneration, encode_event
@@ -113,7 +113,7 @@ class BackgroundResponses:
         if not found.is_streamed:
             text = f"{response_id} has no events: it was not created with background and stream"
             raise InvalidRequest(text, "stream")
-        exchange.start(200, STREAM_HEADERS)
+        exchange.start(200, sse.HEADERS)
         self._num_following += 1
         self._busy.set()
         try:
@@ -135,9 +135,9 @@ class BackgroundResponses:
             if not found.events and (response.is_lost or not response.is_running):
                 exchange.end(_last_event(response, after + 1))
                 return
-            if not found.events and await wait_at_most(KEEP_ALIVE_S, changed.wait()):
+            if not found.events and await wait_at_most(sse.KEEP_ALIVE_S, changed.wait()):
                 continue
-            exchange.write(found.events or WAITING)
+            exchange.write(found.events or sse.WAITING)
             if not await exchange.drained(UNREAD_S):
                 return
 

@@ -1,4 +1,4 @@
-"""Generation over HTTP: runs a request's choices, answers whole or by server-sent events.
+"""Generation over HTTP: runs a request's choices, answers whole or in events (`sse.py`).
 
 Before the first token an error is an HTTP status; after it, the last event of the stream. Each
 choice is one request to the generation service.
@@ -21,13 +21,13 @@ import msgspec
 from msgspec import UNSET
 
 from baton.errors import BatonError, Cancelled, InvalidRequest, without_frames
-from baton.gateway import answers, api
+from baton.gateway import answers, api, sse
 from baton.gateway.endpoint import Call
 from baton.gateway.errors import failure_at
 from baton.gateway.headers import id_headers, session_of
 from baton.gateway.output import ChoiceOutput, PromptOutput, usage_of
 from baton.gateway.parsed_request import ParsedRequest
-from baton.net.http_errors import Failure, Header
+from baton.net.http_errors import Failure
 from baton.v1 import inference_pb2
 from router.admission.admission import PromptChoices
 from router.admission.tenants import ReservedChoices
@@ -43,13 +43,6 @@ _MAX_DROPPED_SHOWN = 16
 _MANY_LOGPROBS = 4096  # of prompts; more are encoded in a thread
 _MAX_AT_ONCE = 256  # choices of a request
 _LOGPROB_BYTES = 64  # approximate size of a log-probability in a chunk
-KEEP_ALIVE_S = 10.0  # after which an idle stream is sent something: proxies would cut it
-WAITING = b": waiting\n\n"  # keeps an idle stream open
-_DONE = b"data: [DONE]\n\n"
-STREAM_HEADERS: tuple[Header, ...] = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-)
 
 
 async def generate(kind: Callable[..., Generation], parsed: ParsedRequest, call: Call) -> None:
@@ -95,7 +88,7 @@ class Generation(ABC):
 
     def waiting(self) -> bytes:
         """Encodes what an idle stream is kept open with."""
-        return WAITING
+        return sse.WAITING
 
     @abstractmethod
     def release(self) -> None:
@@ -135,7 +128,7 @@ class Generation(ABC):
         if (
             not self.exchange.started
         ):  # no token caused an event, as when the only one ends reasoning
-            self.exchange.start(200, STREAM_HEADERS)
+            self.exchange.start(200, sse.HEADERS)
         self.exchange.end(last)
 
     def _keep_alive(self) -> None:
@@ -145,7 +138,7 @@ class Generation(ABC):
                 self.send(self.waiting())
         self._sent = False
         loop = asyncio.get_running_loop()
-        self._keeping_alive = loop.call_later(KEEP_ALIVE_S, self._keep_alive)
+        self._keeping_alive = loop.call_later(sse.KEEP_ALIVE_S, self._keep_alive)
 
     def on_start(self, started: inference_pb2.Started) -> None:
         """Called when a choice is admitted."""
@@ -164,7 +157,7 @@ class Generation(ABC):
         """Sends an event of the stream. Raises Cancelled if too much is unread."""
         self._sent = True
         if not self.exchange.started:
-            self.exchange.start(200, STREAM_HEADERS)
+            self.exchange.start(200, sse.HEADERS)
         self.unread.add(self.exchange.unread_bytes, len(event))
         self.exchange.write(event)
 
@@ -227,10 +220,10 @@ class CompletionGeneration(Generation):
 
     def last_event(self, failure: Failure | None) -> bytes:
         if failure is not None:
-            return b"data: " + failure.body + b"\n\n" + _DONE
+            return sse.data(failure.body) + sse.DONE
         if self._no_usage:
-            return self._chunk(choices=[], usage=self._usage()) + _DONE
-        return _DONE
+            return self._chunk(choices=[], usage=self._usage()) + sse.DONE
+        return sse.DONE
 
     def release(self) -> None:
         self._outputs.clear()
@@ -258,7 +251,7 @@ class CompletionGeneration(Generation):
         )
 
     def _chunk(self, **members: Any) -> bytes:
-        return b"data: " + self._answer(object=self.kind.chunk_object, **members) + b"\n\n"
+        return sse.data(self._answer(object=self.kind.chunk_object, **members))
 
     def _answer(self, **members: Any) -> bytes:
         return msgspec.json.encode(

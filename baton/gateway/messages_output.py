@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from baton.errors import InvalidRequest, quoted
-from baton.gateway import answers, api
+from baton.gateway import answers, api, sse
 from baton.gateway.endpoint import Call, Endpoint
 from baton.gateway.errors import MESSAGES_PATH, MessageError
 from baton.gateway.generation import Generation, generate
@@ -34,7 +34,7 @@ from baton.v1 import common_pb2, inference_pb2
 VERSION_HEADER = b"anthropic-version"
 FIRST_VERSION = b"2023-06-01"  # with these events; clients of later ones understand the answers
 REQUEST_ID_HEADER = b"request-id"  # Anthropic's clients read it
-_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+_PING = sse.event("ping", b'{"type":"ping"}')
 _encode = msgspec.json.Encoder().encode
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
@@ -165,7 +165,7 @@ class MessageGeneration(Generation):
 
     def last_event(self, failure: Failure | None) -> bytes:
         if failure is not None:
-            return b"event: error\ndata: " + failure.body + b"\n\n"
+            return sse.event("error", failure.body)
         reason, stop = self._stop()
         delta = {"stop_reason": reason, "stop_sequence": stop}
         end = self._event("message_delta", delta=delta, usage=self._usage())
@@ -194,7 +194,7 @@ class MessageGeneration(Generation):
         return self._event("message_start", message=self._message(usage=usage))
 
     def _event(self, kind: str, **members: Any) -> bytes:
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **members}))
+        return sse.event(kind, _encode({"type": kind, **members}))
 
     def _message(self, **members: Any) -> MessageAnswer:
         return MessageAnswer(id=f"msg_{self.started.request_id}", model=self.model, **members)

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET
 
 from baton.errors import BatonError, ContextOverflow
-from baton.gateway import answers
+from baton.gateway import answers, sse
 from baton.gateway.chat import chat_tokens
 from baton.gateway.custom_tools import CustomInput
 from baton.gateway.generation import Generation
@@ -254,8 +254,7 @@ class ResponseGeneration(Generation):
 
 def encode_event(kind: str, number: int, members: Mapping[str, Any]) -> bytes:
     """An event of a stream, by its sequence number."""
-    event = _encode({"type": kind, "sequence_number": number, **members})
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), event)
+    return sse.event(kind, _encode({"type": kind, "sequence_number": number, **members}))
 
 
 def drop_oldest(chat: inference_pb2.Chat) -> bool:

@@ -21,7 +21,7 @@ from baton.engine.backends.gpu.backend import refused
 from baton.engine.backends.gpu.cuda_graphs import shapes_of
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.build import choose_dtype, device_of, kv_dtype_of, longest_context
-from baton.engine.checkpoint.tensors import ELEMENT_BYTES
+from baton.engine.checkpoint.tensor_headers import ELEMENT_BYTES
 from baton.engine.draft_model import draft_layout
 from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.model_config import ModelConfig

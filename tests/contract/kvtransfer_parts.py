@@ -24,7 +24,7 @@ from baton.net.object_connection import ObjectConnection
 from baton.v1 import common_pb2, decode_pb2, handoff_pb2_grpc, prefill_pb2
 from baton.v1.dispatch_pb2 import WorkerMessage
 from baton.worker.messages import ModelLimits
-from decode_worker.handoff_manager import HandoffManager
+from decode_worker.reservations import Reservations
 from decode_worker.service import HandoffService
 from kvtransfer import copier
 from kvtransfer.incoming import IncomingLinks
@@ -298,7 +298,7 @@ class Decode:
         self.router = SimpleNamespace(outgoing=WorkerMessage(), failed=lambda *_: None)
         self.engine, self.reasons = Engine(), {}
         limits = ModelLimits(1000, 64, KvGroups((0,), BLOCK_SIZE))
-        self.handoffs = HandoffManager(self.engine, limits, None, 600.0, timeout_s)
+        self.handoffs = Reservations(self.engine, limits, None, 600.0, timeout_s)
         self.links = IncomingLinks(
             seen, self.record, kinds, find, self.handoffs, timeout_s=timeout_s
         )

@@ -1,7 +1,7 @@
 """Every order of reservations, leases, writes, aborts, resends, deaths and steps keeps the rules.
 
 A state machine drives the bookkeeping of a decode worker. What is real: BlockManager, Scheduler and
-Engine, HandoffManager and their event streams, IncomingLinks over the memory transport, links and
+Engine, Reservations and their event streams, IncomingLinks over the memory transport, links and
 their bytes. What is not: the clock; the threads of the engine and of links, whose work runs when
 the machine says so; and the model, whose stand-in checks what it reads. So every order of events
 can be tried, and comes out the same when it is tried again.
@@ -42,7 +42,7 @@ from baton.v1.dispatch_pb2 import WorkerMessage
 from baton.worker.messages import ModelLimits
 from decode_worker.events import DecodeSpans
 from decode_worker.handoff import BEFORE_COMMIT, DECODING, State
-from decode_worker.handoff_manager import HandoffManager
+from decode_worker.reservations import Reservations
 from decode_worker.service import HandoffService
 from kvtransfer import incoming
 from kvtransfer.incoming import IncomingLinks
@@ -268,7 +268,7 @@ class DecodeWorker(RuleBasedStateMachine):
             ModelLimits(1000, 64, KvGroups((0,), BLOCK_SIZE)),
             GrammarCompiler(Path(), 1000, ()),
         )
-        self.table = HandoffManager(self.engine, limits, grammars, LEASE_S, 10.0)
+        self.table = Reservations(self.engine, limits, grammars, LEASE_S, 10.0)
         record = common_pb2.WorkerRecord(incarnation="d", host_id="host", kv=DESCRIPTOR)
         transports = [MemoryTransport()]
         self.links = IncomingLinks(

@@ -33,7 +33,7 @@ import psutil
 
 from baton.client import AsyncClient
 from baton.config import ApiConfig, ClusterConfig, EngineConfig
-from baton.engine.checkpoint.tensors import stored_tensors
+from baton.engine.checkpoint.tensor_headers import stored_tensors
 from baton.engine.models.model_config import ModelConfig
 from baton.errors import CheckpointError, ConfigError, InvalidRequest
 from baton.gateway.batch_runner import parse_line

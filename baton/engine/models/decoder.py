@@ -27,7 +27,9 @@ from baton.engine.kernels.torch.attention import (
     write_kv,
 )
 from baton.engine.kernels.torch.lora import LoraMatrices
-from baton.engine.kernels.torch.rows import Norm, RowOps, rms_norm, rotate
+from baton.engine.kernels.torch.rms_norm import Norm, rms_norm
+from baton.engine.kernels.torch.rope import rotate
+from baton.engine.kernels.torch.row_ops import RowOps
 from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.layer_inputs import LayerInputs
 from baton.engine.models.linear_attention import LinearAttention

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.engine.collectives import Collectives
 from baton.engine.kernels.torch.moe_routing import route
-from baton.engine.kernels.torch.rows import RowOps
+from baton.engine.kernels.torch.row_ops import RowOps
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weights import LayerWeights, MoeWeights
 from baton.engine.quantization.linear_weight import ResidualStream

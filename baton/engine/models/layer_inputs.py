@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.torch.rows import RowOps
+from baton.engine.kernels.torch.row_ops import RowOps
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weights import LayerInputWeights, TokenInputWeights
 from baton.engine.quantization.linear_weight import ResidualStream

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.engine.adapters import LoraAdapter, Update
 from baton.engine.checkpoint.fields import BOOLEAN, NOT_NEGATIVE, Fields, one_of
-from baton.engine.checkpoint.tensors import FLOATS, StoredTensor, file_tensors, read_json
+from baton.engine.checkpoint.tensor_headers import FLOATS, StoredTensor, file_tensors, read_json
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.output_order import arranged

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import Scoring, attend, write_kv
-from baton.engine.kernels.torch.rows import Norm, RowOps, rotate
+from baton.engine.kernels.torch.rms_norm import Norm
+from baton.engine.kernels.torch.rope import rotate
+from baton.engine.kernels.torch.row_ops import RowOps
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weights import LatentWeights
 from baton.kv_groups import LayerGroups

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.torch.rows import Norm
+from baton.engine.kernels.torch.rms_norm import Norm
 from baton.engine.models.decoder import DecoderModel
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from baton.engine.checkpoint.tensors import StoredTensor, stored_tensors
+from baton.engine.checkpoint.tensor_headers import StoredTensor, stored_tensors
 from baton.engine.models.architectures import StackedExperts
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.quantization.config import (

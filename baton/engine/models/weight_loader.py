@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.checkpoint.tensors import StoredTensor, stored_tensors
+from baton.engine.checkpoint.tensor_headers import StoredTensor, stored_tensors
 from baton.engine.models.lora import LoraSlots
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.output_order import arranged, latent_order

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.engine.checkpoint.fields import BOOLEAN, OBJECT, Check, Fields, one_of
-from baton.engine.checkpoint.tensors import read_json
+from baton.engine.checkpoint.tensor_headers import read_json
 from baton.engine.quantization.config import (
     BLOCK,
     GROUP_SIZES,

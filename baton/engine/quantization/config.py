@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from baton.config import EngineConfig
-from baton.engine.checkpoint.tensors import FLOATS
+from baton.engine.checkpoint.tensor_headers import FLOATS
 from baton.errors import CheckpointError, ConfigError
 from baton.gguf.reader import TYPES
 

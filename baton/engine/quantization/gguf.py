@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from baton.engine.checkpoint.tensors import StoredTensor
+from baton.engine.checkpoint.tensor_headers import StoredTensor
 from baton.engine.quantization.group_scaled import GroupScaledWeight, unpack_nibbles
 from baton.engine.quantization.int4 import Int4Weight, pack_nibbles
 from baton.engine.quantization.linear_weight import (

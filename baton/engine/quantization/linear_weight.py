@@ -15,7 +15,8 @@ from torch import Tensor
 
 from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.torch.linear import product
-from baton.engine.kernels.torch.rows import Norm, RowOps
+from baton.engine.kernels.torch.rms_norm import Norm
+from baton.engine.kernels.torch.row_ops import RowOps
 
 ROWS_AT_ONCE = 4096
 """Outputs quantised or dequantised at a time, so that no second copy of a large matrix exists."""

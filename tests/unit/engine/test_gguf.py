@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from baton.config import EngineConfig
-from baton.engine.checkpoint.tensors import fingerprint, stored_tensors
+from baton.engine.checkpoint.tensor_headers import fingerprint, stored_tensors
 from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weight_loader import load_weights

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton.engine.kernels.native.rows import NATIVE_ROW_OPS
+from baton.engine.kernels.native.row_ops import NATIVE_ROW_OPS
 from baton.engine.kernels.torch.lora import add_lora
 from baton.engine.models.lora import (
     LORA_CONFIG,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from baton.engine.checkpoint.tensors import fingerprint
+from baton.engine.checkpoint.tensor_headers import fingerprint
 from baton.engine.kernels.routing import Routing
 from baton.engine.kv_cache import plan_layout
 from baton.engine.models.model_config import LatentConfig, ModelConfig, Rope

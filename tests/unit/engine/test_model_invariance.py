@@ -14,8 +14,8 @@ import torch
 
 from baton.engine.kernels.delta_rule import DeltaRuleShape
 from baton.engine.kernels.routing import Routing
+from baton.engine.kernels.torch.activation import act_mul
 from baton.engine.kernels.torch.linear import product
-from baton.engine.kernels.torch.rows import act_mul
 from baton.engine.models.model_config import DeltaRuleConfig, ExpertsConfig, LatentConfig
 from baton.engine.models.rope import rope_table
 from baton.engine.models.rope_config import Rope

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.config import EngineConfig
-from baton.engine.checkpoint.tensors import INDEX_FILE, SINGLE_FILE
+from baton.engine.checkpoint.tensor_headers import INDEX_FILE, SINGLE_FILE
 from baton.engine.models import weight_loader as loading
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.tensor_names import num_parameters

@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from baton import errors
-from baton.gateway import api, generation
+from baton.gateway import api
 from baton.gateway.chat import parse_chat
 from baton.gateway.completions import parse_completion
 from baton.gateway.endpoint import MAX_BODY_BYTES
@@ -462,7 +462,7 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
 
 
 async def test_a_stream_that_waits_is_kept_alive_and_its_error_is_an_event(gateway, monkeypatch):
-    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr("baton.gateway.sse.KEEP_ALIVE_S", 0.05)
     await gateway.cluster.fill()
     async with gateway.stream() as response:
         assert response.status_code == 200 and "x-request-id" in response.headers

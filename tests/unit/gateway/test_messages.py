@@ -7,7 +7,6 @@ import anthropic
 import pytest
 
 from baton.errors import InvalidRequest
-from baton.gateway import generation
 from baton.gateway.messages import parse_message
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.tenants import Tenants
@@ -303,7 +302,7 @@ async def test_tokens_are_counted_as_they_are_used(says, client_of):
 
 async def test_an_idle_stream_gets_pings_after_its_beginning(gateway_of, says, monkeypatch):
     gateway = await says("abc")
-    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr("baton.gateway.sse.KEEP_ALIVE_S", 0.02)
     await gateway.cluster.fill()
     sent = {**ASKED, "stream": True}
     async with gateway.client.stream("POST", "/v1/messages", json=sent) as response:

@@ -6,7 +6,7 @@ import openai
 import pydantic
 import pytest
 
-from baton.gateway import generation
+from baton.gateway import sse
 from baton.gateway.custom_tools import CustomInput
 from baton.gateway.responses import parse_response
 from baton.gateway.responses_output import ItemsOutput
@@ -338,7 +338,7 @@ async def test_a_failure_ends_the_stream_with_what_was_done(says, client_of, mon
 
 
 async def test_a_failure_before_any_output_is_an_error_event(gateway, client_of, monkeypatch):
-    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
     await gateway.cluster.fill()
     async with client_of(gateway) as client:
         stream = await client.responses.create(model="tiny", input="Hi", stream=True)

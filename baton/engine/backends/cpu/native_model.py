@@ -26,7 +26,7 @@ from baton.engine.kernels.native.interface import (
     Step,
 )
 from baton.engine.kernels.native.packing import PackedWeight, address
-from baton.engine.kernels.native.rows import c_lora, c_norm
+from baton.engine.kernels.native.row_ops import c_lora, c_norm
 from baton.engine.kernels.routing import Routing
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.models.lora import FIELDS

@@ -17,9 +17,9 @@ from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.interface import AttentionShape, Pool
-from baton.engine.kernels.native.rows import NATIVE_ROW_OPS, c_norm
+from baton.engine.kernels.native.row_ops import NATIVE_ROW_OPS, c_norm
 from baton.engine.kernels.torch.attention import positions_of
-from baton.engine.kernels.torch.rows import Norm, rms_norm
+from baton.engine.kernels.torch.rms_norm import Norm, rms_norm
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard

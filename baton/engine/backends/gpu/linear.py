@@ -20,7 +20,8 @@ from torch import Tensor
 
 from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.torch.lora import LoraMatrices
-from baton.engine.kernels.torch.rows import Norm, RowOps
+from baton.engine.kernels.torch.rms_norm import Norm
+from baton.engine.kernels.torch.row_ops import RowOps
 from baton.engine.kernels.triton.activation import act_mul
 from baton.engine.kernels.triton.group_scaled_linear import group_scaled_linear
 from baton.engine.kernels.triton.group_scaled_packing import PackedWeight, pack

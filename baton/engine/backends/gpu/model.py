@@ -15,7 +15,7 @@ from baton.engine.backends.gpu.linear import TRITON_ROW_OPS, prepare, unwrapped
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.torch.delta_rule import DeltaRule
-from baton.engine.kernels.torch.rows import Norm
+from baton.engine.kernels.torch.rms_norm import Norm
 from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
 from baton.engine.kernels.triton.delta_rule import RowStates, delta_rule, row_states
 from baton.engine.kernels.triton.fused_moe import MoeWeight

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.interface import Linear
-from baton.engine.kernels.native.rows import NATIVE_ROW_OPS
+from baton.engine.kernels.native.row_ops import NATIVE_ROW_OPS
 from baton.engine.quantization.fp8 import Fp8BlockWeight
 from baton.engine.quantization.gguf import GgufWeight
 from baton.engine.quantization.group_scaled import FourBitWeight, GroupScaledWeight

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels.delta_rule import DeltaRuleShape, StateLayout
-from baton.engine.kernels.torch.rows import rms_norm, rowwise
+from baton.engine.kernels.torch.activation import rowwise
+from baton.engine.kernels.torch.rms_norm import rms_norm
 
 L2_EPS = 1e-6
 

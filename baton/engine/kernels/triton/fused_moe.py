@@ -20,8 +20,8 @@ from torch import Tensor
 from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.routing import Routing
 from baton.engine.kernels.torch import moe_routing
+from baton.engine.kernels.torch.activation import act_mul
 from baton.engine.kernels.torch.row_quantization import FP8
-from baton.engine.kernels.torch.rows import act_mul
 from baton.engine.kernels.triton.activation import gated
 from baton.engine.kernels.triton.group_scaled_packing import (
     STEP,

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import write_kv
-from baton.engine.kernels.torch.rows import Norm, rms_norm, rotate
+from baton.engine.kernels.torch.rms_norm import Norm, rms_norm
+from baton.engine.kernels.torch.rope import rotate
 from baton.engine.kernels.triton.attention_common import LOG2_E, LOWEST, NO_WINDOW
 from baton.engine.kernels.triton.decode_attention import (
     DecodePlan,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.torch import row_quantization
-from baton.engine.kernels.torch.rows import rms_norm
+from baton.engine.kernels.torch.rms_norm import rms_norm
 from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.row_quantization import (

@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import pool_of_layer, write_kv
+from baton.engine.kernels.torch.rms_norm import rms_norm
+from baton.engine.kernels.torch.rope import rotate
 from baton.engine.kernels.torch.row_quantization import FP8, SCALE_BYTES, is_quantized, unpack_rows
-from baton.engine.kernels.torch.rows import rms_norm, rotate
 from baton.engine.kernels.triton.attention_common import in_order, pool_steps, stored_elements
 from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.row_quantization import bits_of, scale_of

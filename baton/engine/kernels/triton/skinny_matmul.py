@@ -20,8 +20,8 @@ from torch import Tensor
 
 from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.torch import row_quantization
-from baton.engine.kernels.torch.rows import act_mul as reference_act_mul
-from baton.engine.kernels.torch.rows import rms_norm
+from baton.engine.kernels.torch.activation import act_mul as reference_act_mul
+from baton.engine.kernels.torch.rms_norm import rms_norm
 from baton.engine.kernels.triton.activation import act_mul, gated
 from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import write_kv
-from baton.engine.kernels.torch.rows import rms_norm, rotate
+from baton.engine.kernels.torch.rms_norm import rms_norm
+from baton.engine.kernels.torch.rope import rotate
 from baton.engine.models.rope import rope_table
 from baton.engine.models.rope_config import Rope
 from tests.unit.engine.native.paged_rows import EPS, LAYER, Heads, PagedRows, random_tensor

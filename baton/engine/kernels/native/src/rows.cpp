@@ -12,7 +12,7 @@ inline f32x16 rounded(f32x16 value, const float*) { return value; }
 
 inline f32x16 rounded(f32x16 value, const bf16*) { return widen_bf16(round_bf16(value)); }
 
-// RMS norm of a row, rounded where `rms_norm` of kernels/torch/rows.py rounds.
+// RMS norm of a row, rounded where `rms_norm` of kernels/torch/rms_norm.py rounds.
 inline void normalise(const Activation* row, f32x16 squares, Norm norm, float eps, int size,
                       Activation* out) {
     const float factor = 1.0f / std::sqrt(sum(squares) / float(size) + eps);

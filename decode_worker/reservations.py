@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 MAX_SILENT_LEASES = 20
 
 
-class HandoffManager:
+class Reservations:
     """The table, by handoff id. Event-loop thread only.
 
     `verify_timeout_s` bounds the verification of a checksum. `count` gets the outcome of each

@@ -1,15 +1,10 @@
-"""Operations on rows in plain torch: RMS norm, the gate of the MLP, rotary embedding.
-
-They are the reference of `kernels/native/src/rows.cpp` and of Triton's `rms_norm`, `activation` and
-`rope_kv`.
-"""
+"""The gate of the MLP in plain torch, the reference of native code and of Triton's `activation`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,65 +12,10 @@ from torch import Tensor
 
 from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.kernels.torch.linear import is_exact
-from baton.engine.kernels.torch.lora import LoraMatrices, add_lora
 
 # torch runs an elementwise operation on fewer elements than this on one thread.
 SERIAL_ELEMENTS = 32768
 _VECTOR_ELEMENTS = 64  # a multiple of what torch computes at a time
-
-
-class Norm(NamedTuple):
-    """An RMS norm. weight: `[size]`, of the rows' type or float32."""
-
-    weight: Tensor
-    eps: float
-
-
-class RowOps:
-    """A device's norm, gates and products of adapters. These are torch's."""
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-        """Adds x to the residual stream, if there is one: (norm of the stream, stream)."""
-        stream = x if residual is None else residual + x
-        return rms_norm(stream, *norm), stream
-
-    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """The norm of rows that are not added to a stream. weight: of a layer that has the norm."""
-        assert weight is not None, "the layer has this norm"
-        return self.add_rms_norm(x, None, Norm(weight, eps))[0]
-
-    def act_mul(self, gate_up: Tensor, act: Activation) -> Tensor:
-        """The gated half of `[rows, 2 * size]`; see `act_mul`."""
-        return act_mul(gate_up, act)
-
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x `[rows, size]` times the sigmoid of a gate of the same shape."""
-        return x * rowwise(torch.sigmoid, gate)
-
-    def add_lora(self, y: Tensor, x: Tensor, slots: Tensor, lora: LoraMatrices) -> None:
-        """Adds to y what the rows' adapters compute from x; see `add_lora`."""
-        add_lora(y, x, slots, lora)
-
-
-def rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float, mean_square: Tensor | None = None
-) -> Tensor:
-    """x `[..., size]` scaled to unit mean square, in float32, times weight `[size]`, if any.
-
-    Rounded to x's type before the multiplication with a weight of that type, and after it with a
-    float32 weight. mean_square: `[..., 1]`, where x is a part of the normed row.
-    """
-    wide = x.float()
-    if mean_square is None:
-        mean_square = wide.pow(2).mean(-1, keepdim=True)
-    wide = wide * torch.rsqrt(mean_square + eps)
-    return (wide if weight is None else weight * wide.to(weight.dtype)).to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: x `[rows, heads, head_size]` by cos and sin `[rows, 1, head_size]`."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:

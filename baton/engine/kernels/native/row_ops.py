@@ -10,7 +10,8 @@ from torch import Tensor
 from baton.engine.kernels.activation import ACTIVATIONS, Activation
 from baton.engine.kernels.native import interface, library
 from baton.engine.kernels.torch.lora import LoraMatrices
-from baton.engine.kernels.torch.rows import Norm, RowOps
+from baton.engine.kernels.torch.rms_norm import Norm
+from baton.engine.kernels.torch.row_ops import RowOps
 
 
 class NativeRowOps(RowOps):
