@@ -20,7 +20,12 @@ from baton.engine.kernels.torch.row_quantization import (
     unpack_rows,
 )
 from baton.engine.kernels.triton.attention_common import attention_reference, pool_sizes
-from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
+from baton.engine.kernels.triton.decode_attention import (
+    DecodePlan,
+    config_key,
+    decode_attention,
+    plan_decode,
+)
 from baton.engine.kernels.triton.launch import tile_rows
 from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
 from baton.engine.kernels.triton.rope_kv import Rotation, rotated_heads
@@ -167,7 +172,7 @@ def _trial(
             return (out,)
 
         return Trial(
-            key,
+            config_key(q, pool, len(seq_lens)),
             run,
             reference,
             moved_bytes=sum(map(len, seen)) * pool[0, 0].nbytes // pool.shape[4],
@@ -211,7 +216,6 @@ def _rope_trial(
     options = bool(shape.get("last")), bool(shape.get("values"))
     rotation = Rotation(cos, sin, q_norm, k_norm, 1e-5, scales, *options)
     given, seq_lens = pool.clone(), context_lens + 1
-    _, key = pool_sizes(q, pool)
 
     def places() -> tuple[Tensor, Tensor]:
         """Positions and slots of the rows that are not padding."""
@@ -250,7 +254,8 @@ def _rope_trial(
         found[live] = attention_reference(q[live], given, layer, block_tables, *lens, scoring)
         return found, written(given)
 
-    return Trial(key, run, reference, tolerance={torch.int8: 0.02, FP8: 0.08}.get(pool.dtype))
+    tolerance = {torch.int8: 0.02, FP8: 0.08}.get(pool.dtype)
+    return Trial(config_key(q, pool, rows), run, reference, tolerance=tolerance)
 
 
 _FP8: Key = {"kv": "fp8", "least": 89}  # loading fp8 needs sm_89
@@ -322,8 +327,8 @@ SPECS = (
             for use in ({"programs": 5}, {**_WINDOW, "programs": 2})
         ]
         + [{**_OWN_HEADS, **_SIZES, "batch": 4, "context": 150, "ragged": 1}],
-        configs=_configs(num_warps=(2, 4, 8), num_stages=(2, 3, 4), PER_PROCESSOR=(1, 2, 3)),
-        shapes=_SHAPES,
+        configs=_configs(num_warps=(2, 4, 8), num_stages=(2, 3, 4), PER_PROCESSOR=(1, 2, 3, 4)),
+        shapes=[*_SHAPES, *({"head_size": size, "kv": "bf16", "batch": 8} for size in (64, 128))],
     ),
     KernelSpec(
         "decode_attention_with_rope",

@@ -43,11 +43,12 @@ from baton.engine.kernels.triton.rope_kv import (
     scaled_queries,
     store_kv,
 )
-from baton.engine.kernels.triton.specs import Config
+from baton.engine.kernels.triton.specs import Config, Key
 
 # Launches overlap the kernel in front up to this number of decode rows. With more rows, programs
 # that start early are spread unevenly over the multiprocessors: 8 rows take 4 % longer on an H200.
 EARLY_ROWS = 1
+MOST_ROWS = 256  # that configurations distinguish
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ def plan_decode(
     layers that use the plan · programs: number for each KV head; 0 is as many as the GPU runs at
     once · config: None is the one in effect · chunked: as of `Scoring`.
     """
-    sizes, key = pool_sizes(q, pool)
-    config = config or choose("decode_attention", key, q.device)
+    sizes, _ = pool_sizes(q, pool)
+    config = config or choose("decode_attention", config_key(q, pool, len(seq_lens)), q.device)
     resident = config["PER_PROCESSOR"] * processors(q.device)
     programs = programs or max(1, resident // sizes["KV_HEADS"])
     rows = len(seq_lens)
@@ -92,6 +93,12 @@ def plan_decode(
         ROWS=triton.next_power_of_2(rows), PROGRAMS=16, CHUNKED=chunked and window is not None,
     )  # fmt: skip
     return DecodePlan(seq_lens, window, ends, firsts, config, chunked)
+
+
+def config_key(q: Tensor, pool: Tensor, rows: int) -> Key:
+    """The key of configurations for that many decode rows; more than MOST_ROWS are as those."""
+    padded = min(int(triton.next_power_of_2(rows)), MOST_ROWS)
+    return {**pool_sizes(q, pool)[1], "rows": padded}
 
 
 def decode_attention(
