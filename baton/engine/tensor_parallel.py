@@ -2,10 +2,10 @@
 
 The worker's process is the first rank: it schedules, samples and moves KV. It sends the others a
 command for each step that it begins (`rank_executor.py`); they compute their shards, on the CPUs or
-GPUs of one host or several, and end with the worker. With `--tp-backend shm` all ranks map one KV
-pool, and each writes its own heads; otherwise each has a pool of its heads, which the first rank
-allocates for those of its host, so that it can hand blocks over. A rank that ends or hangs fails
-the worker, whose streams continue elsewhere.
+GPUs of one host or several, add them up (`collectives.py`), and end with the worker. With
+`--tp-backend shm` all ranks map one KV pool, and each writes its own heads; otherwise each has a
+pool of its heads, which the first rank allocates for those of its host, so that it can hand blocks
+over. A rank that ends or hangs fails the worker, whose streams continue elsewhere.
 """
 
 from __future__ import annotations
