@@ -1,6 +1,6 @@
 """Reads AWQ checkpoints with gemm packing (https://github.com/casper-hansen/AutoAWQ).
 
-They are dequantised as all weights in groups are: `group_scaled.py`, Triton's `group_scaled_linear`.
+They are dequantised as all weights in groups: `group_scaled.py`, Triton's `group_scaled_linear`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Configurations of launches: block sizes, warps and stages by GPU and shape.
 
 Shipped values are in `configs/`, one file a compute capability and one for the interpreter; those
-of sm_90 are in part measured, all others derived. Values that `python -m baton.engine.kernels.triton tune` measures on a
-GPU are kept in the user's cache and take precedence. A file has, for each kernel, pairs of a shape
-and its configuration; a field that a shape does not name is not compared.
+of sm_90 are in part measured, all others derived. Values that
+`python -m baton.engine.kernels.triton tune` measures on a GPU are kept in the user's cache and take
+precedence. A file has, for each kernel, pairs of a shape and its configuration; a field that a
+shape does not name is not compared.
 """
 
 from __future__ import annotations
