@@ -73,23 +73,23 @@ async def test_adapters_come_and_go_and_a_killed_workers_stream_keeps_its_own(cl
     assert all(tokens == expected[name] for name, tokens in zip(names, found, strict=True))
 
     asked = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
-    before = {one["incarnation"] for one in (await client.status())["workers"]}
     stream, tokens = client.stream(PROMPT, model="sql", **asked), []
     async for delta in stream:
         if not tokens:
             killed = await decoding_process(cluster, client)
+            dead = cluster.processes[killed].pid
             cluster.kill(killed)
         tokens += delta.token_ids
     assert tokens == expected["sql"]
 
-    async def workers():
-        return (await client.status())["workers"]
+    async def holders():
+        workers = (await client.status())["workers"]
+        return {one["pid"]: (one["state"], len(one["adapters"])) for one in workers}
 
-    def replaced(found):
-        holders = [one for one in found if one["state"] == "READY" and len(one["adapters"]) == 2]
-        return len(holders) == 3 and {one["incarnation"] for one in found} != before
+    def replaced(found):  # the record of the killed one has a lease
+        return dead not in found and list(found.values()) == [("READY", 2)] * 3
 
-    await eventually(workers, replaced, "a new worker has no adapters")
+    await eventually(holders, replaced, "a new worker has no adapters")
     stream, tokens = client.stream(PROMPT, model="chat", **asked), []
     async for delta in stream:
         if not tokens:
