@@ -229,12 +229,16 @@ async def test_cancel_frees_in_any_state_but_nothing_of_another_router(decode, r
 
 async def test_a_lease_ends_by_itself(directory, store):
     """But not while a sender may write."""
-    async with Worker("decode", directory, store, lease_s=0.5) as decode, Router(decode) as router:
+    lease_s = 3.0  # longer than it takes until a sender may write
+    async with (
+        Worker("decode", directory, store, lease_s=lease_s) as decode,
+        Router(decode) as router,
+    ):
         names = await granted(decode, router, "writes")
         began = asyncio.get_running_loop().time()
         await router.reserve(spec("a", prompt(20)))
         assert "lease" in (await router.event("a")).abort_reason
-        assert 0.5 <= asyncio.get_running_loop().time() - began < PATIENCE_S
+        assert lease_s <= asyncio.get_running_loop().time() - began < PATIENCE_S
         load = await decode.blocks()
         assert (load.blocks_held, load.blocks_quarantined) == (2, 0)
         await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S)

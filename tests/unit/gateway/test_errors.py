@@ -263,6 +263,16 @@ async def answer_to_half_a_body(gateway):
     return line
 
 
+def least_cpu_s(call):
+    """The fewest seconds of several calls: other processes and collected garbage add some."""
+    times = []
+    for _ in range(5):
+        begun = time.thread_time()
+        call()
+        times.append(time.thread_time() - begun)
+    return min(times)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -278,12 +288,13 @@ async def answer_to_half_a_body(gateway):
 def test_a_body_of_many_values_costs_little_to_refuse(body):
     """Parsing holds the interpreter lock: streams would wait for it."""
     assert len(body) > 2_000_000
-    begun = time.thread_time()
-    with contextlib.suppress(errors.InvalidRequest):
-        (parse_chat if b"messages" in body else parse_completion)(body)
-    ended = time.thread_time()
-    json.loads(b"[%s1]" % (b"[1]," * (512 << 10)))
-    assert ended - begun < (time.thread_time() - ended) / 4
+
+    def refuse():
+        with contextlib.suppress(errors.InvalidRequest):
+            (parse_chat if b"messages" in body else parse_completion)(body)
+
+    whole = b"[%s1]" % (b"[1]," * (512 << 10))
+    assert least_cpu_s(refuse) < least_cpu_s(lambda: json.loads(whole)) / 2
 
 
 async def test_a_large_body_is_parsed_on_a_thread(gateway, monkeypatch):

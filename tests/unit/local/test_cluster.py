@@ -241,6 +241,7 @@ async def test_without_restarts_a_process_comes_back_when_asked():
         with pytest.raises(DeadlineExceeded, match="missing: decode-1"):
             started.kill("decode-1", signal.SIGSTOP)
             await started.processes["decode-1"].stop(5)  # ends a stopped process, too
+            started.processes["decode-1"].argv.append("--late")  # it does not register
             await started.start_again("decode-1")
             await started.wait_ready(timeout_s=0.01)
         started.kill("prefill-0")  # or stopping it would take the whole grace
