@@ -63,6 +63,13 @@ class LoadTracker:
             watcher.add(report.cache)
         self.wake()
 
+    def prefill_share(self, now: float) -> float:
+        """The share of the last seconds that prompts took, also where no step has ended since.
+
+        now: of `time.time()`
+        """
+        return self._prompts.share(now)
+
     def wake(self) -> None:
         """Tells routers of load and state as they are now."""
         for watcher in self.watchers:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -218,9 +219,11 @@ class Node(WorkerServiceServicer):
                 await self._serve(server)
 
     def load(self) -> worker_pb2.Load:
-        """The load now, also while a step hangs and nothing is reported."""
+        """The load now, also while a step hangs and nothing is reported, or without any step: what
+        an idle worker did seconds ago must not turn requests away."""
         load = worker_pb2.Load()
         load.CopyFrom(self.load_tracker.load)
+        load.prefill_share = self.load_tracker.prefill_share(time.time())
         load.step_age_ms = self.engine.step_age_s * 1e3
         return load
 

@@ -6,12 +6,14 @@ import math
 import os
 import signal
 import threading
+import time
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.config import EngineConfig, WorkerConfig
+from baton.engine.step_report import Load, StepReport
 from baton.errors import ConfigError, InternalError, Unavailable
 from baton.net import rpc
 from baton.v1 import common_pb2, worker_pb2
@@ -38,6 +40,22 @@ async def states(store, seen):
 
 async def read(updates):
     return await asyncio.wait_for(updates.read(), PATIENCE_S)
+
+
+async def test_an_idle_worker_is_not_busy_with_prompts_for_ever(directory, store):
+    """A step that took long, as while the process was stopped, may be its last for a long time."""
+    load = Load(0, 0, 0, 16, 16, 0, 0, 0, 1, 0, 2000.0, 32)
+    async with (
+        Worker("decode", directory, store) as worker,
+        Router(worker, heartbeat_ms=50) as router,
+    ):
+        late = time.time_ns() + 500_000_000
+        worker.node.load_tracker.update(StepReport(late - 5_000_000_000, late, 30, [], load))
+        assert worker.node.load().prefill_share == 1
+        for is_seen in (lambda share: share == 1, lambda share: share < 0.8):
+            report = await asyncio.wait_for(router.reports.get(), PATIENCE_S)
+            while not is_seen(report.load.prefill_share):
+                report = await asyncio.wait_for(router.reports.get(), PATIENCE_S)
 
 
 async def test_a_worker_from_its_start_to_its_end(directory, store):
