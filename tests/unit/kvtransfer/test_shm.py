@@ -28,7 +28,8 @@ def pool():
 
 
 def descriptors():
-    """Open files of this process, that of the listing itself among them."""
+    """Open files of this process, that of the listing itself among them. What another test left
+    may be closed at any time: a test looks for new ones."""
     return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
@@ -69,7 +70,7 @@ def test_area_is_zeroed_writable_and_leaves_no_descriptor():
     area.close()
     assert area.tensor[7] == 3
     del area
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 @pytest.mark.parametrize("blocks", [1, 99999, None])
@@ -77,7 +78,7 @@ def test_memory_of_another_size_is_not_mapped(pool, blocks):
     before = descriptors()
     with pytest.raises(TransferFailed, match="shm: cannot open the receiver's memory: "):
         connect(pool, blocks=blocks)
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_only_sealed_memory_is_mapped(pool, monkeypatch):
