@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 def adapted_salt(salt: str, adapter: str) -> str:
@@ -21,6 +22,7 @@ def adapted_salt(salt: str, adapter: str) -> str:
     return f"{salt}\0{adapter}" if adapter else salt
 
 
+@lru_cache(maxsize=1024)
 def root_hash(salt: str) -> int:
     """The hash before the first block: one for each salt."""
     return _hash64(salt.encode())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from baton.registry.membership import ROLES
 from baton.simulator.worker import SimulatedWorker, WorkerSpec
-from baton.v1 import common_pb2
+from baton.v1 import common_pb2, worker_pb2
 from router.fleet.kv_index import AssignedPrompt, KvIndex
 from router.fleet.snapshot import READY, Snapshot, WorkerView
 
@@ -21,8 +21,9 @@ class _Member:
 
     def __init__(self, worker: SimulatedWorker, role: str, slot: int) -> None:
         self.worker, self.slot = worker, slot
-        self.assigned: dict[object, AssignedPrompt] = {}
+        self.assigned: dict[str, AssignedPrompt] = {}
         self.num_requests = 0
+        self.reported: worker_pb2.Load | None = None  # None: since then it has changed
         self.role = role
 
     @property
@@ -54,9 +55,12 @@ class _Member:
 
     @property
     def view(self) -> WorkerView:
+        load = self.reported
+        if load is None or load.prefill_share != self.worker.prefill_share:
+            load = self.reported = self.worker.load()
         return WorkerView(
             self.record,
-            self.worker.load(),
+            load,
             READY,
             "",
             tuple(self.assigned.values()),
@@ -76,11 +80,11 @@ class SimulatedFleet:
     ) -> None:
         """`roles`: number of workers by role. Needs the running loop."""
         self.members: dict[str, _Member] = {}
-        self._spec, self._on_gap = spec, on_gap
+        self.spec, self._on_gap = spec, on_gap
         self._index = KvIndex()
         self._seen: Snapshot | None = None
         self._touched: set[str] = set()
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Event | None = None  # None: nobody has asked for it yet
         self._names = itertools.count()
         for role, count in roles.items():
             for _ in range(count):
@@ -89,7 +93,7 @@ class SimulatedFleet:
     def add(self, role: str) -> str:
         """A new worker that is ready at once; returns its name."""
         name = f"worker-{next(self._names)}"
-        worker = SimulatedWorker(name, self._spec, lambda: self._touch(name), self._on_gap)
+        worker = SimulatedWorker(name, self.spec, lambda: self._touch(name), self._on_gap)
         self.members[name] = _Member(worker, role, self._index.join())
         self._seen = None
         self.announce()
@@ -108,11 +112,13 @@ class SimulatedFleet:
     @property
     def changed(self) -> asyncio.Event:
         """Set at the next change."""
+        self._changed = self._changed or asyncio.Event()
         return self._changed
 
     def announce(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
     def views(self) -> list[WorkerView]:
         """All workers as they are now, by name."""
@@ -128,16 +134,16 @@ class SimulatedFleet:
             self._seen = self._seen.replaced(views)
         return self._seen
 
-    def assign(self, name: str, request: object, prompt: AssignedPrompt) -> None:
+    def assign(self, name: str, request: str, prompt: AssignedPrompt) -> None:
         """Counts a prompt against a worker until `unassign`."""
         member = self.members[name]
         member.assigned[request] = prompt
-        self._index.begin(str(id(request)), member.slot, prompt)
+        self._index.begin(request, member.slot, prompt)
         self._touched.add(name)
 
-    def unassign(self, name: str, request: object) -> None:
+    def unassign(self, name: str, request: str) -> None:
         if prompt := self.members[name].assigned.pop(request, None):
-            self._index.end(str(id(request)), prompt)
+            self._index.end(request, prompt)
         self._touched.add(name)
 
     def count_request(self, name: str, change: int) -> None:
@@ -147,8 +153,9 @@ class SimulatedFleet:
 
     def _touch(self, name: str) -> None:
         member = self.members[name]
-        changes = member.worker.blocks.take_changes()
-        if changes.stored or changes.evicted:
+        member.reported = None
+        if member.worker.blocks.has_changes:
+            changes = member.worker.blocks.take_changes()
             self._index.take(member.slot, list(changes.stored), list(changes.evicted))
         self._touched.add(name)
         self.announce()

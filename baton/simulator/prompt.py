@@ -36,7 +36,7 @@ class Prompt(Sequence[int]):
         if isinstance(where, int):
             raise TypeError("a simulated prompt has no tokens")
         size = self._block_size
-        return tuple(self.blocks[(where.start or 0) // size : where.stop // size])
+        return tuple(self.blocks[(where.start or 0) // size : -(-where.stop // size)])
 
     @property
     def units(self) -> list[int]:
@@ -48,12 +48,14 @@ class Prompt(Sequence[int]):
             self.blocks if len(self.blocks) * self._block_size == len(self) else [*self.blocks, 0]
         )
 
-    def hash_of(self, index: int) -> int:
-        """The hash of a full block, of all tokens up to its end."""
-        while len(self.hashes) <= index:
-            at = len(self.hashes)
-            self.hashes.append(block_hash(self.parent_of(at), (self.blocks[at],)))
-        return self.hashes[index]
+    def leading_hashes(self, count: int) -> list[int]:
+        """The hashes of its leading full blocks, each of all tokens up to its end: `count` or more
+        of them."""
+        hashes, parent = self.hashes, self.parent_of(len(self.hashes))
+        for at in range(len(hashes), count):
+            parent = block_hash(parent, (self.blocks[at],))
+            hashes.append(parent)
+        return hashes
 
     def parent_of(self, index: int) -> int:
         return self.hashes[index - 1] if index else _ROOT

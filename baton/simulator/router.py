@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from baton.bench.request import Demand as TraceRequest
 from baton.config import RouterLimits
@@ -64,22 +66,23 @@ class SimulatedRequest:
         return (self.last_at - self.first_at) / steps if steps else None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Attempt:
     """A request that is placed: the sequences on its workers."""
 
+    name: str
     request: SimulatedRequest
     prompt: Prompt
-    state: RequestState
     demand: Demand
-    first: asyncio.Future[None]
-    last: asyncio.Future[None]
+    on_end: Callable[[], None]
+    deadline: asyncio.TimerHandle | None = None
     assigned_to: str = ""
     workers: list[str] = field(default_factory=list)
+    has_ended: bool = False
 
 
 class SimulatedRouter:
-    """Runs requests over a fleet, each in a task of its own.
+    """Runs requests over a fleet; a task of each places it.
 
     counts: since the start, as a router has them · ended: the latest requests.
     """
@@ -107,62 +110,78 @@ class SimulatedRouter:
         self._links: dict[str, float] = {}  # when each prefill worker's link is free again
         self._params: dict[int, SamplingParams] = {}
 
-    async def run(self, found: TraceRequest) -> SimulatedRequest:
-        """Runs a request to its end; a refused one says why."""
+    def receive(self, found: TraceRequest, on_end: Callable[[], None]) -> SimulatedRequest:
+        """Takes a request, which arrives now; `on_end` is called at its end."""
         request = SimulatedRequest(
             self._loop.time(), max(1, found.prompt_tokens), max(1, found.new_tokens)
         )
-        block_size = next(iter(self.fleet.members.values())).worker.spec.block_size
-        await asyncio.sleep(self._costs.router_s / 2)
-        prompt = Prompt(found, block_size)
+
+        def begin() -> None:
+            self._loop.create_task(self._run(found, request, on_end))
+
+        self._loop.call_later(self._costs.router_s / 2, begin)
+        return request
+
+    async def _run(
+        self, found: TraceRequest, request: SimulatedRequest, on_end: Callable[[], None]
+    ) -> None:
+        """Admits a request and places it; a refused one says why."""
+        prompt = Prompt(found, self.fleet.spec.block_size)
         snapshot, queue = self.fleet.snapshot(), self.wait_queue
         try:
             queue.check_room(_TENANT)
         except Overloaded as error:
             self.counts.turned_away += 1
             request.refused = str(error)
-            return request
+            on_end()
+            return
         self.counts.admitted += 1
         self.counts.prompt_tokens += len(prompt)
         self.running += 1
         seconds = len(prompt) / (snapshot.prefill_rate or _ASSUMED_RATE)
-        pending = self.fair_queue.add(_TENANT, seconds)
-        computed = False
+        state = self._state(request, prompt)
+        state.request.pending = self.fair_queue.add(_TENANT, seconds)
+        demand = state.demand(self._limits.local_prefill_max_tokens, self._max_itl_s)
+        attempt = _Attempt(str(self.counts.admitted), request, prompt, demand, on_end)
         try:
-            state = self._state(request, prompt)
-            state.request.pending = pending
-            demand = state.demand(self._limits.local_prefill_max_tokens, self._max_itl_s)
-            attempt = _Attempt(
-                request, prompt, state, demand, self._loop.create_future(),
-                self._loop.create_future(),
-            )  # fmt: skip
             request.predicted_ttft_s = early_rejection.check(
                 state.request, demand, snapshot, queue, self._loop.time()
             )
-            async with asyncio.timeout_at(state.request.deadline):
-                await self._serve(attempt)
-                await attempt.first
-                self.fair_queue.remove(pending, computed=True)
-                computed = True
-                await attempt.last
-        except (Overloaded, TimeoutError) as error:
-            request.refused = str(error) or "its deadline passed"
-        finally:
-            if not computed:
-                self.fair_queue.remove(pending)
-            self._count_end(request)
-        return request
+            attempt.deadline = self._loop.call_at(
+                state.request.deadline, self._expire, attempt, asyncio.current_task()
+            )
+            await self.wait_queue.place(
+                demand,
+                lambda: self._place(attempt),
+                lambda reserved: room.soonest_room(self.fleet.snapshot(), demand, reserved),
+            )
+        except Overloaded as error:
+            self._end(attempt, str(error))
 
-    def _count_end(self, request: SimulatedRequest) -> None:
+    def _expire(self, attempt: _Attempt, placing: asyncio.Task[Any] | None) -> None:
+        assert placing is not None
+        placing.cancel()
+        self._end(attempt, "its deadline passed")
+
+    def _end(self, attempt: _Attempt, refused: str = "") -> None:
+        """Counts the end of a request, once; `refused`: why it has no more tokens."""
+        request = attempt.request
+        if attempt.has_ended:
+            return
+        attempt.has_ended, request.refused = True, refused
+        self.fair_queue.remove(attempt.demand.pending)
+        if attempt.deadline is not None:
+            attempt.deadline.cancel()
         self.running -= 1
-        if request.refused:
+        if refused:
             self.counts.ended["RESOURCE_EXHAUSTED"] += 1
             self.counts.refused += 1
-            return
-        self.counts.ended["OK"] += 1
-        self.counts.cached_tokens += request.cached_tokens
-        self.counts.output_tokens += request.output_tokens
-        self.ended.append(request)
+        else:
+            self.counts.ended["OK"] += 1
+            self.counts.cached_tokens += request.cached_tokens
+            self.counts.output_tokens += request.output_tokens
+            self.ended.append(request)
+        attempt.on_end()
 
     def _state(self, request: SimulatedRequest, prompt: Prompt) -> RequestState:
         tokens = request.output_tokens
@@ -180,15 +199,6 @@ class SimulatedRouter:
             ttft_target_s=self._limits.ttft_target_s,
         )
         return RequestState(tokenized, started=request.arrived_at, started_ns=0)
-
-    async def _serve(self, attempt: _Attempt) -> None:
-        """Returns once the request is on its workers."""
-        demand = attempt.demand
-
-        def reserve_workers(reserved: frozenset[str]) -> frozenset[str] | None:
-            return room.soonest_room(self.fleet.snapshot(), demand, reserved)
-
-        await self.wait_queue.place(demand, lambda: self._place(attempt), reserve_workers)
 
     async def _place(self, attempt: _Attempt) -> None:
         """Tries the decode workers that seem to have room, best first; Overloaded if none has."""
@@ -220,7 +230,12 @@ class SimulatedRouter:
         name = pair.decode.incarnation
         self.fleet.count_request(name, 1)
         answer: asyncio.Future[bool | None] = self._loop.create_future()
-        self._worker(name).reserve(sequence, pair.local_prefill_max_tokens, answer.set_result)
+
+        def set_answer(started: bool | None) -> None:
+            if not answer.done():  # its request's deadline may have passed
+                answer.set_result(started)
+
+        self._worker(name).reserve(sequence, pair.local_prefill_max_tokens, set_answer)
         started = await answer
         if started is None:
             self.fleet.count_request(name, -1)
@@ -279,13 +294,14 @@ class SimulatedRouter:
     def _first(self, attempt: _Attempt) -> None:
         self._unassign(attempt)
         attempt.request.first_at = self._loop.time() + self._costs.router_s / 2
-        _set(attempt.first)
+        if not attempt.has_ended:
+            self.fair_queue.remove(attempt.demand.pending, computed=True)
 
     def _last(self, attempt: _Attempt) -> None:
         attempt.request.last_at = self._loop.time() + self._costs.router_s / 2
         for name in attempt.workers:
             self.fleet.count_request(name, -1)
-        _set(attempt.last)
+        self._end(attempt)
 
     def _assign(self, attempt: _Attempt, name: str, num_tokens: int) -> None:
         self._unassign(attempt)
@@ -294,17 +310,12 @@ class SimulatedRouter:
         prompt = AssignedPrompt(
             num_tokens, demand.pending.virtual_finish, demand.token_ids, demand.cache_salt
         )
-        self.fleet.assign(name, attempt, prompt)
+        self.fleet.assign(name, attempt.name, prompt)
 
     def _unassign(self, attempt: _Attempt) -> None:
         if attempt.assigned_to:
-            self.fleet.unassign(attempt.assigned_to, attempt)
+            self.fleet.unassign(attempt.assigned_to, attempt.name)
             attempt.assigned_to = ""
 
     def _worker(self, name: str) -> SimulatedWorker:
         return self.fleet.members[name].worker
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():  # its request's deadline may have passed
-        future.set_result(None)

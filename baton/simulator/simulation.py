@@ -139,31 +139,30 @@ class Simulation:
         fleet = SimulatedFleet(self.spec, self.roles, on_gap)
         router = SimulatedRouter(fleet, self.limits, self.costs)
         following = asyncio.create_task(_every(interval_s, follow, router)) if follow else None
-        running: set[asyncio.Task[SimulatedRequest]] = set()
-        done: list[SimulatedRequest] = []
-
-        def ended(task: asyncio.Task[SimulatedRequest]) -> None:
-            running.discard(task)
-            if not task.cancelled():  # as when it is interrupted
-                done.append(task.result())
-
+        requests: list[SimulatedRequest] = []
+        num_ended, has_sent = 0, False
         loop = asyncio.get_running_loop()
+        all_ended = loop.create_future()
+
+        def end() -> None:
+            nonlocal num_ended
+            num_ended += 1
+            if has_sent and num_ended == len(requests):
+                all_ended.set_result(None)
+
         for demand in demands:
             if (wait_s := demand.at_s - loop.time()) > 0:
                 await asyncio.sleep(wait_s)
             progress(demand.at_s)
-            task = asyncio.create_task(router.run(demand))
-            running.add(task)
-            task.add_done_callback(ended)
-        while running:
-            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            requests.append(router.receive(demand, end))
+        has_sent = True
+        if num_ended < len(requests):
+            await all_ended
         if following is not None:
             following.cancel()
-        seconds = max((one.last_at for one in done), default=0.0)
-        return Result(
-            sorted(done, key=lambda one: one.arrived_at), gaps, seconds,
-            _workers(fleet, seconds), dict(fleet.roles),
-        )  # fmt: skip
+        seconds = max((one.last_at for one in requests), default=0.0)
+        workers = _workers(fleet, seconds)
+        return Result(requests, gaps, seconds, workers, dict(fleet.roles))
 
 
 async def _every(interval_s: float, follow: Follow, router: SimulatedRouter) -> None:

@@ -43,7 +43,7 @@ class WorkerSpec:
     max_context: int = 1 << 20
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class SimulatedSequence:
     """A request on one worker, which computes its prompt, decodes it, or both.
 
@@ -83,7 +83,7 @@ class SimulatedSequence:
         return self.num_tokens - self.num_computed
 
 
-@dataclass
+@dataclass(slots=True)
 class _Steps:
     """Steps that run now, with the same sequences."""
 
@@ -99,7 +99,7 @@ class _Steps:
         return self.num_chunk_tokens + self.num_decoding
 
 
-@dataclass
+@dataclass(slots=True)
 class WorkerTotals:
     """What a worker has done."""
 
@@ -239,16 +239,17 @@ class SimulatedWorker:
         """Begins the next steps, if there is anything to run."""
         while self._ready and self._num_running < self.spec.max_batch:
             self._decode(self._ready.pop(0)[2])
-        chunks = self._chunks()
+        chunks = self._chunks() if self._prompts else []
         room = self._room_steps() if self._decoding else 0
         num_decoding = len(self._decoding)  # some may have been preempted
         if not (chunks or num_decoding):
             return
-        count = 1
+        count, prompt_tokens, attended = 1, 0, 0.0
+        for one, tokens in chunks:
+            prompt_tokens += tokens
+            attended += tokens * (one.num_computed + tokens / 2)
         if not chunks:
             count = max(1, min(self._next_end() - self.totals.steps, room))
-        prompt_tokens = sum(tokens for _, tokens in chunks)
-        attended = sum(tokens * (one.num_computed + tokens / 2) for one, tokens in chunks)
         context = self._context + num_decoding * (count - 1) / 2  # on average
         step_s = self.spec.speed.step_s(prompt_tokens, num_decoding, context, attended)
         now = self._loop.time()
@@ -265,7 +266,7 @@ class SimulatedWorker:
 
     @property
     def _num_running(self) -> int:
-        return len(self._decoding) + sum(one.in_batch for _, _, one in self._prompts)
+        return len(self._decoding) + sum([one.in_batch for _, _, one in self._prompts])
 
     def _chunks(self) -> list[tuple[SimulatedSequence, int]]:
         """The prompts of the next step, by order, and how many of their tokens are computed."""
@@ -320,7 +321,7 @@ class SimulatedWorker:
 
     def _count_gaps(self, steps: _Steps) -> None:
         """Counts the times between tokens; for a sequence that came, since its last one."""
-        came = [sequence for sequence in self._joined if sequence in self._decoding]
+        came = [one for one in self._joined if one in self._decoding] if self._joined else []
         for sequence in came:
             del self._joined[sequence]
             self._on_gap(steps.began + steps.step_s - sequence.last_token_at, 1)
@@ -441,38 +442,46 @@ class SimulatedWorker:
     def _cache(self, sequence: SimulatedSequence, start: int, end: int) -> None:
         """Caches full blocks of the prompt; outputs are not, as no trace says who repeats them."""
         prompt, size = sequence.prompt, self.spec.block_size
-        for index in range(start // size, min(end // size, len(prompt.blocks))):
-            self.blocks.cache_block(
-                sequence.block_ids[index],
-                prompt.hash_of(index),
-                prompt.parent_of(index),
-                (prompt.blocks[index],),
-            )
+        first, last = start // size, min(end // size, len(prompt.blocks))
+        if first >= last:
+            return
+        hashes, blocks = prompt.leading_hashes(last), prompt.blocks
+        parent = prompt.parent_of(first)
+        for index in range(first, last):
+            block_hash = hashes[index]
+            self.blocks.cache_block(sequence.block_ids[index], block_hash, parent, (blocks[index],))
+            parent = block_hash
 
     def _free(self, sequence: SimulatedSequence) -> None:
         self.blocks.release(sequence.block_ids)
         sequence.block_ids, sequence.num_computed = [], 0
 
+    @property
+    def prefill_share(self) -> float:
+        """The share of its time that it spends on prompts, which falls with time."""
+        return self._prompt_share.share(self._loop.time())
+
     def load(self) -> worker_pb2.Load:
-        """What it reports to routers."""
-        prompts = [one for _, _, one in self._prompts]
-        in_batch = sum(one.in_batch for one in prompts)
+        """What it reports to routers: between two changes only the prefill share changes."""
+        queued = in_batch = 0
+        for _, _, one in self._prompts:
+            queued += one.num_tokens - one.num_computed
+            in_batch += one.in_batch
+        num_ready, num_decoding, totals = len(self._ready), len(self._decoding), self.totals
         return worker_pb2.Load(
-            queue_tokens=sum([one.num_pending for one in prompts])
-            + len(self._ready)
-            + len(self._decoding),
-            running=len(self._decoding) + in_batch,
-            waiting=len(self._ready) + len(prompts) - in_batch,
+            queue_tokens=queued + num_ready + num_decoding,
+            running=num_decoding + in_batch,
+            waiting=num_ready + len(self._prompts) - in_batch,
             blocks_total=self.spec.num_blocks,
             blocks_free=self.blocks.num_free,
             blocks_cached=self.blocks.num_cached,
             blocks_held=self.blocks.num_held,
             prefill_tokens_per_s=self.chunk.tokens_per_s,
             step_ms=self._step_ms,
-            steps=self.totals.steps,
-            preemptions=self.totals.preemptions,
-            tokens_computed=self.totals.prompt_tokens + self.totals.generated,
-            tokens_generated=self.totals.generated,
+            steps=totals.steps,
+            preemptions=totals.preemptions,
+            tokens_computed=totals.prompt_tokens + totals.generated,
+            tokens_generated=totals.generated,
             chunk_tokens=self.chunk.tokens,
-            prefill_share=self._prompt_share.share(self._loop.time()),
+            prefill_share=self.prefill_share,
         )

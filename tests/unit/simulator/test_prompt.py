@@ -22,7 +22,7 @@ def common(one, other):
 
 
 def hashes(one):
-    return [one.hash_of(index) for index in range(len(one.blocks))]
+    return one.leading_hashes(len(one.blocks))
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,11 @@ def test_the_router_hashes_it_as_the_workers_do(tokens):
     found = list(RouterDemand(one, pending).hashes(SIZE))
     assert found == hashes(one)[: (tokens - 1) // SIZE]
     assert len(one) == tokens
+
+
+def test_slices_of_less_than_a_block_are_equal_only_where_the_block_is():
+    """The router compares prompts in work by their first 16 tokens, blocks may be larger."""
+    one, other = (Prompt(Demand(0.0, ((seed, 1000),), 1), 256) for seed in (1, 2))
+    assert one[:16] != other[:16]
+    assert one[:16] == Prompt(Demand(0.0, ((1, 300),), 1), 256)[:16]
+    assert one[:256] == (one.blocks[0],)

@@ -96,3 +96,14 @@ def test_roles_change_while_requests_run():
     assert found.roles == {"prefill": 2, "decode": 1}
     assert changes[0][0] == pytest.approx(3.0)
     assert all(not one.refused for one in found.requests)
+
+
+def test_deadlines_end_requests_that_wait_or_run():
+    limits = RouterLimits(default_timeout_s=2.0)
+    found = Simulation(SPEC, PAIR, limits).run(load(rate=100, count=150))
+    late = [one for one in found.requests if one.refused == "its deadline passed"]
+    in_time = [one for one in found.requests if not one.refused]
+    assert len(found.requests) == 150
+    assert late
+    assert in_time
+    assert all(one.last_at - one.arrived_at <= 2.0 + SPEC.chunk_s for one in in_time)

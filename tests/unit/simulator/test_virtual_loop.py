@@ -40,3 +40,42 @@ def test_what_never_happens_is_an_error_and_no_endless_wait():
 
     with pytest.raises(RuntimeError, match="never happens"):
         virtual_loop.run(wait())
+
+
+def test_timers_of_one_time_run_in_the_order_of_their_setting():
+    async def wait():
+        loop, ran = asyncio.get_running_loop(), []
+        for number in range(50):
+            loop.call_at(5.0, ran.append, number)
+        loop.call_at(4.0, ran.append, "first")
+        await asyncio.sleep(6)
+        return ran
+
+    assert virtual_loop.run(wait()) == ["first", *range(50)]
+
+
+def test_cancelled_timers_do_not_run_and_are_not_kept():
+    async def wait():
+        loop, ran = asyncio.get_running_loop(), []
+        timers = [loop.call_at(1e6 + number, ran.append, number) for number in range(900)]
+        for timer in timers[1:]:
+            timer.cancel()
+            assert timer.cancelled()
+        for number in range(900):
+            loop.call_at(2e6, ran.append, number).cancel()
+        kept = len(loop._timers)
+        await asyncio.sleep(3e6)
+        return ran, kept
+
+    ran, kept = virtual_loop.run(wait())
+    assert ran == [0]
+    assert kept < 1000
+
+
+def test_an_exception_of_a_callback_ends_the_loop():
+    async def wait():
+        asyncio.get_running_loop().call_later(1.0, lambda: 1 // 0)
+        await asyncio.sleep(2)
+
+    with pytest.raises(ZeroDivisionError):
+        virtual_loop.run(wait())
