@@ -115,6 +115,7 @@ class Dispatch:
                             attempt.prefill_ended()
                     if decode is not None and not attempt.finished_on_decode:
                         decode.cancel(handoff_id)
+                    self._fleet.announce()  # the workers' reports of its end may have come before
 
     async def _reserve(self, state: RequestState, attempt: Attempt, trace: Context) -> _Placed:
         """Reserves blocks on the best decode worker; waits for room until the deadline.

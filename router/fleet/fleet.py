@@ -164,7 +164,7 @@ class Fleet:
                 await asyncio.sleep(0)  # thousands may come at once
             elif member.record is not record:
                 member.update(record)
-        self._announce()
+        self.announce()
         await _close(leaving, _LEFT)
 
     def _pop_gone(self) -> list[Member]:
@@ -199,7 +199,7 @@ class Fleet:
             self._index,
             self._touched,
             self._quarantined,
-            self._announce,
+            self.announce,
             lambda: len(self._members) / _FIRST_CALLS_PER_S,
         )
 
@@ -210,7 +210,7 @@ class Fleet:
             try:
                 self._tick()
                 if leaving := self._pop_gone():
-                    self._announce()
+                    self.announce()
                     await _close(leaving, _LEFT)
             except Exception:  # a bug in one tick must not end the watch over silent workers
                 log.exception("a tick of the fleet failed")
@@ -227,9 +227,10 @@ class Fleet:
         closed = self.breakers.num_closed
         if opened.keys() != self._open or closed != self._closed:
             self._open, self._closed = opened.keys(), closed
-            self._announce()
+            self.announce()
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Lets what waits for a change look again: workers may have room."""
         self._changed.set()
         self._changed = asyncio.Event()
         self.on_changed()

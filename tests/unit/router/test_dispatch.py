@@ -11,6 +11,7 @@ from opentelemetry.trace import INVALID_SPAN
 from baton.errors import InternalError, InvalidRequest, Overloaded, TransferFailed, Unavailable
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.dispatch.attempt import Attempt
+from router.fleet.member import Member
 from router.queueing import wait_queue
 
 from .scripted_workers import (
@@ -63,6 +64,20 @@ async def test_a_request_that_names_its_workers_runs_there_and_waits_for_no_room
     assert cluster.wait_queue.depth == 0
     with pytest.raises(Unavailable, match="no decode worker is ready"):
         await cluster.run(request_state(workers=frozenset(("p0", "gone"))))
+
+
+async def test_requests_that_wait_look_again_when_another_has_ended(cluster, monkeypatch):
+    """Its prompt and its sequence count against its workers until then, though these may have
+    reported their end before and report nothing after."""
+    ends, forget = [], Member.unsubscribe
+
+    def unsubscribe(member, handoff_id):
+        forget(member, handoff_id)
+        ends.append(cluster.fleet.changed)
+
+    monkeypatch.setattr(Member, "unsubscribe", unsubscribe)
+    await cluster.run(request_state())
+    assert len(ends) == 2 and all(event.is_set() for event in ends)
 
 
 async def test_decode_that_started_by_itself_needs_no_prefill_worker(cluster):
