@@ -335,6 +335,8 @@ SPECS = (
             {"batch": 4, "heads": 20, **_SIZES, "programs": 5, "dtype": "fp32"},
             {"batch": 3, "heads": 5, "rank": 24, "rope": 16, "context": 70, "chunk": 19},
         ),
+        # DeepSeek-V3 and Kimi K2, whole and on eight ranks; GLM-4.7-Flash.
+        shapes=tuple({"batch": 64, "heads": heads, **_SIZES} for heads in (128, 16, 20)),
     ),
     KernelSpec(
         "write_latent",

@@ -90,7 +90,10 @@ def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
 
 
 def test_launches_as_they_are_served_keep_to_their_budgets() -> None:
-    kernels = ("skinny_matmul", "group_scaled_linear", "fused_moe", "route", "delta_rule")
+    kernels = (
+        *("skinny_matmul", "group_scaled_linear", "fused_moe", "route"),
+        *("delta_rule", "latent_attention"),
+    )
     named = [word for name in kernels for word in ("--kernel", name)]
     done = check("--served", "--arch", "90", "--most", "12", *named)
     assert done.returncode == 0, done.stdout + done.stderr
