@@ -212,11 +212,6 @@ class BlockManager:
             self._quarantined.remove(block)
             self._free.append(block)
 
-    @property
-    def has_changes(self) -> bool:
-        """Whether the prefix cache has changed since the last `take_changes`."""
-        return bool(self._changes.stored or self._changes.evicted)
-
     def take_changes(self) -> CacheChanges:
         """Changes of the prefix cache since the last call."""
         changes, self._changes = self._changes, CacheChanges()

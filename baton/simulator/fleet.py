@@ -84,7 +84,7 @@ class SimulatedFleet:
         self._index = KvIndex()
         self._seen: Snapshot | None = None
         self._touched: set[str] = set()
-        self._changed: asyncio.Event | None = None  # None: nobody has asked for it yet
+        self._changed: asyncio.Event | None = None  # None: nothing waits for the next change
         self._names = itertools.count()
         for role, count in roles.items():
             for _ in range(count):
@@ -154,8 +154,8 @@ class SimulatedFleet:
     def _touch(self, name: str) -> None:
         member = self.members[name]
         member.reported = None
-        if member.worker.blocks.has_changes:
-            changes = member.worker.blocks.take_changes()
+        changes = member.worker.blocks.take_changes()
+        if changes.stored or changes.evicted:
             self._index.take(member.slot, list(changes.stored), list(changes.evicted))
         self._touched.add(name)
         self.announce()

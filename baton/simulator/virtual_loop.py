@@ -19,7 +19,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _COLLECT_AFTER = 50_000  # new objects: requests leave few cycles, and collections took a tenth
-_RESOLUTION_S = 1e-9  # timers that are no further apart run together
+_RESOLUTION_S = 1e-9  # timers closer together than this run at one time
 _FEW_TIMERS = 1000  # cancelled ones are removed where there are more, and twice as many as before
 
 

@@ -44,7 +44,7 @@ class LoadTracker:
 
     def update(self, report: StepReport) -> None:
         load = worker_pb2.Load(**vars(report.load))
-        load.step_ms, load.prefill_share = self.load.step_ms, self.load.prefill_share
+        load.step_ms = self.load.step_ms
         load.tokens_computed = self.load.tokens_computed + report.num_kept
         load.tokens_generated = self.load.tokens_generated + report.num_sampled
         step_s = (report.ended_ns - report.started_ns) / 1e9
@@ -55,7 +55,6 @@ class LoadTracker:
         elif report.num_tokens:
             streams_s = load.step_ms / 1e3 if kind_of(report) == "mixed" else 0.0
             self._prompts.add(report.ended_ns / 1e9, max(0.0, step_s - streams_s))
-        load.prefill_share = self._prompts.share(report.ended_ns / 1e9)
         self.load = load
         self.cached.difference_update(report.cache.evicted)
         self.cached.update(report.cache.stored)
@@ -64,7 +63,7 @@ class LoadTracker:
         self.wake()
 
     def prefill_share(self, now: float) -> float:
-        """The share of the last seconds that prompts took, also where no step has ended since.
+        """The share of the last seconds that prompts took, which falls without further steps.
 
         now: of `time.time()`
         """

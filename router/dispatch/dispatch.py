@@ -115,7 +115,7 @@ class Dispatch:
                             attempt.prefill_ended()
                     if decode is not None and not attempt.finished_on_decode:
                         decode.cancel(handoff_id)
-                    self._fleet.announce()  # the workers' reports of its end may have come before
+                    self._fleet.announce()  # the workers' reports may have come before its end
 
     async def _reserve(self, state: RequestState, attempt: Attempt, trace: Context) -> _Placed:
         """Reserves blocks on the best decode worker; waits for room until the deadline.
@@ -190,6 +190,7 @@ class Dispatch:
                     self._fleet.breakers.succeeded(pair.decode.incarnation)
                 else:
                     decode.cancel(attempt.handoff_id)  # it may have reserved blocks
+                    self._fleet.announce()  # others wait for what it counted against its workers
                     if isinstance(error, BatonError):
                         state.failed_workers |= self._fleet.breakers.failed_attempt(
                             pair.names, attempt.suspects, error

@@ -80,6 +80,23 @@ async def test_requests_that_wait_look_again_when_another_has_ended(cluster, mon
     assert len(ends) == 2 and all(event.is_set() for event in ends)
 
 
+async def test_requests_that_wait_look_again_when_one_is_cancelled_in_its_reservation(cluster):
+    requested = asyncio.Event()
+
+    async def hang(request):
+        requested.set()
+        await asyncio.Event().wait()
+
+    cluster.decodes[0].reserves = [hang]
+    running = asyncio.create_task(cluster.run(request_state()))
+    await requested.wait()
+    changed = cluster.fleet.changed
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    assert changed.is_set()
+
+
 async def test_decode_that_started_by_itself_needs_no_prefill_worker(cluster):
     cluster.decodes[0].reserves = [cluster.decodes[0].accept_and_start]
     state = request_state()
