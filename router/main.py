@@ -203,10 +203,10 @@ def _new_version(
     )
     queue = WaitQueue(
         limits.max_queue,
-        lambda: fleet.changed,
         fleet.tokens_in_flight,
         has_room=lambda demand, reserved: room.has_room(fleet.snapshot(), demand, reserved),
     )
+    fleet.listeners.append(queue.fleet_changed)
     dispatch = Dispatch(fleet, queue, limits, tracer, stats)
     return ModelVersion(name, version, admission, membership, fleet, queue, dispatch)
 

@@ -173,7 +173,7 @@ class Models:
             return found
         mine = [(source, one) for source, one in self.texts if source.name == name]
         made = self._new_version(name, version, _text_of(mine, version, fingerprint), Membership())
-        made.fleet.on_changed = self._announce
+        made.fleet.listeners.append(self._announce)
         made.fleet.on_ejected = self._ejected
         self.versions[name, version] = made
         if self._following is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -84,7 +83,7 @@ class SimulatedFleet:
         self._index = KvIndex()
         self._seen: Snapshot | None = None
         self._touched: set[str] = set()
-        self._changed: asyncio.Event | None = None  # None: nothing waits for the next change
+        self.listeners: list[Callable[[], None]] = []  # called at each change
         self._names = itertools.count()
         for role, count in roles.items():
             for _ in range(count):
@@ -109,16 +108,9 @@ class SimulatedFleet:
     def roles(self) -> Counter[str]:
         return Counter(member.role for member in self.members.values())
 
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set at the next change."""
-        self._changed = self._changed or asyncio.Event()
-        return self._changed
-
     def announce(self) -> None:
-        if self._changed is not None:
-            self._changed.set()
-            self._changed = None
+        for listener in self.listeners:
+            listener()
 
     def views(self) -> list[WorkerView]:
         """All workers as they are now, by name."""

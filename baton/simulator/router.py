@@ -99,11 +99,11 @@ class SimulatedRouter:
         self.fair_queue = FairQueue(self._loop.time)
         self.wait_queue = WaitQueue(
             limits.max_queue,
-            lambda: fleet.changed,
             lambda: fleet.snapshot().tokens_in_flight,
             self._loop.time,
             lambda demand, reserved: room.has_room(fleet.snapshot(), demand, reserved),
         )
+        fleet.listeners.append(self.wait_queue.fleet_changed)
         self.counts = fleet_pb2.RouterCounts()
         self.running = 0
         self.ended: deque[SimulatedRequest] = deque(maxlen=512)
@@ -112,21 +112,19 @@ class SimulatedRouter:
 
     def receive(self, found: TraceRequest, on_end: Callable[[], None]) -> SimulatedRequest:
         """Takes a request, which arrives now; `on_end` is called at its end."""
-        request = SimulatedRequest(
-            self._loop.time(), max(1, found.prompt_tokens), max(1, found.new_tokens)
-        )
+        prompt = Prompt(found, self.fleet.spec.block_size)
+        request = SimulatedRequest(self._loop.time(), len(prompt), max(1, found.new_tokens))
 
         def begin() -> None:
-            self._loop.create_task(self._run(found, request, on_end))
+            self._loop.create_task(self._run(prompt, request, on_end))
 
         self._loop.call_later(self._costs.router_s / 2, begin)
         return request
 
     async def _run(
-        self, found: TraceRequest, request: SimulatedRequest, on_end: Callable[[], None]
+        self, prompt: Prompt, request: SimulatedRequest, on_end: Callable[[], None]
     ) -> None:
         """Admits a request and places it; a refused one says why."""
-        prompt = Prompt(found, self.fleet.spec.block_size)
         snapshot, queue = self.fleet.snapshot(), self.wait_queue
         try:
             queue.check_room(_TENANT)

@@ -46,7 +46,8 @@ class Fleet:
         self._decode_alone = decode_alone
         self.breakers = CircuitBreakers()
         self.on_ejected: Callable[[Key], None] = lambda key: None
-        self.on_changed: Callable[[], None] = lambda: None  # with `changed`
+        # Called at each change of members, of their load, or of open breakers.
+        self.listeners: list[Callable[[], None]] = []
         self._membership = membership
         self._liveness = liveness
         self._open: Set[Key] = frozenset()  # breakers at the last tick
@@ -60,7 +61,6 @@ class Fleet:
         self._quarantined: dict[str, list[tuple[str, str]]] = {}  # pairs, by member
         self._judged = Snapshot(())
         self._judged_by: tuple[Snapshot, Mapping[Key, str]] = self._judged, {}
-        self._changed = asyncio.Event()
 
     @property
     def registry_connected(self) -> bool:
@@ -125,14 +125,6 @@ class Fleet:
         if member := self._members.get(incarnation):
             return member
         raise Unavailable(f"worker {incarnation} has left")
-
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set at the next change of members, of their load, or of open breakers.
-
-        Taken before a look at the snapshot, it misses no change that comes after the look.
-        """
-        return self._changed
 
     def _look(self) -> Snapshot:
         """All workers as they and their connections report."""
@@ -231,9 +223,8 @@ class Fleet:
 
     def announce(self) -> None:
         """Lets what waits for a change look again: workers may have room."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-        self.on_changed()
+        for listener in self.listeners:
+            listener()
 
 
 async def _close(members: Iterable[Member], reason: str) -> None:

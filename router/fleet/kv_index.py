@@ -89,13 +89,18 @@ class KvIndex:
         if not self._in_work[start]:
             del self._in_work[start]
 
-    def in_work(self, salt: str, token_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    def in_work(
+        self, salt: str, token_ids: Sequence[int], least: float = 0.0
+    ) -> Iterator[tuple[int, int, int]]:
         """Slots of workers that compute leading tokens of a prompt for another one: how many of
-        them, and how many of these were left to compute."""
+        them, and how many of these were left to compute, if they are `least` or more."""
         alike = self._in_work.get(_start_of(salt, token_ids), {})
         for slot, prompt in islice(alike.values(), _MOST_COMPARED):
+            if prompt.num_tokens < least:
+                continue
             common = _common_tokens(token_ids, prompt.token_ids)
-            yield slot, common, min(common, prompt.num_tokens)
+            if (left := min(common, prompt.num_tokens)) >= least:
+                yield slot, common, left
 
     def store(self, slot: int, hashes: Iterable[int]) -> None:
         bit, own, holders = 1 << slot, self._stored[slot], self._holders

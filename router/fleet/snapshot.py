@@ -226,6 +226,8 @@ class Snapshot:
 
     def _find_usable(self) -> None:
         rows, columns = self.rows, self.columns
+        self.has_windows = bool(columns.window_groups.any())
+        self.has_states = bool(columns.state_blocks.any())
         # READY workers for prompts, and for sequences, by their roles; a mixed one is for both.
         self.prefills: Flags = columns.ready & (columns.role != _DECODE)
         self.decodes: Flags = columns.ready & (columns.role != _PREFILL)

@@ -106,7 +106,9 @@ class Speeds:
         # The queue is kept in the router, where it can be ordered, and not on the worker.
         self.window = np.maximum(w.chunk_tokens * _WINDOW_CHUNKS, rate * _WINDOW_S // 1)
         self.half_chunk = w.chunk_tokens // 2
+        self.long_tokens = self.window * _LONG_WINDOWS
         self.is_mixed = w.role == _MIXED
+        self.has_mixed = bool(self.is_mixed.any())
 
         # The measured step as it would be with one sequence; 0 if there is no measurement.
         single_ms = w.step_ms / _relative_step(np.maximum(w.running, 1))
@@ -128,8 +130,8 @@ class FleetCosts:
         self.step_us = self.speeds.single_us * _relative_step(self.streams)
         # Streams wait while prompts are computed.
         share, self.spared = w.prefill_share, np.zeros(w.ready.shape, np.bool_)
-        mixed = np.flatnonzero(self.speeds.is_mixed & w.ready)
-        if mixed.size:
+        if self.speeds.has_mixed:
+            mixed = np.flatnonzero(self.speeds.is_mixed & w.ready)
             share, self.spared = _expected_shares(share, self.streams, mixed)
         self.tpot_us = self.step_us / (1 - share)
         self.batch_full = w.busy >= w.max_busy
@@ -151,7 +153,7 @@ class Costs:
         # Each group of layers has a block table; one with a window needs no more than the window
         # and one block (a sequence's chunk is part of it), and a state what it needs of the pool.
         self._whole = workers.state_blocks + _in_groups(
-            workers, (demand.num_tokens + size) // size, workers.window_tokens // size + 2
+            snapshot, (demand.num_tokens + size) // size, workers.window_tokens // size + 2
         )
         self.cached, self.blocks = np.zeros(len(workers.slot)), self._whole
         for block_size in {size for _, size, _ in snapshot.kvs.values()} - {0}:
@@ -160,12 +162,12 @@ class Costs:
                 self.cached = np.maximum(self.cached, found[workers.slot] * block_size)
                 # Those shared with a running sequence are not needed again. Of the cached ones, as
                 # many as the pool has unheld may be among the available ones and are counted so.
-                held = _in_groups(workers, self.cached // size, workers.window_tokens // size)
+                held = _in_groups(snapshot, self.cached // size, workers.window_tokens // size)
                 shared = held - workers.blocks_cached
                 self.blocks = self._whole - np.maximum(shared, 0)
         # Tokens of prompts that compute this one's first tokens, and how many of them are left.
         self._in_work, self._left = np.zeros(len(workers.slot)), np.zeros(len(workers.slot))
-        if demand.uses_cache and not workers.state_blocks.any():
+        if demand.uses_cache and not snapshot.has_states:
             self._find_in_work()
         self.uncached = demand.num_tokens - self.cached
         self._find_room()
@@ -174,9 +176,11 @@ class Costs:
         """Counts tokens as cached that a worker computes for another prompt, if it takes several
         steps: prompts that share a step share no blocks."""
         demand, slots = self.demand, self.snapshot.columns.slot
-        for slot, tokens, given in self.snapshot.index.in_work(demand.cache_salt, demand.token_ids):
-            is_long = given >= _LONG_WINDOWS * self.fleet.speeds.window
-            here = (slots == slot) & (self.cached < tokens) & is_long
+        long_tokens = self.fleet.speeds.long_tokens
+        for slot, tokens, given in self.snapshot.index.in_work(
+            demand.cache_salt, demand.token_ids, long_tokens.min(initial=np.inf)
+        ):
+            here = (slots == slot) & (self.cached < tokens) & (given >= long_tokens)
             self._in_work[here] = given
             self._left[here] = np.minimum(tokens - self.cached[here], given)
             self.cached = np.where(here, tokens, self.cached)
@@ -190,7 +194,7 @@ class Costs:
         # It waits for a prompt that computes its own tokens wherever it waits.
         window = speeds.window + self._in_work
         self.prefill_full = (self.blocks > w.blocks_freeable) | (self.ahead >= window)
-        if speeds.is_mixed.any():
+        if speeds.has_mixed:
             # Each step with a part of a prompt delays all streams of a worker, and delays them too
             # long where the step exceeds their SLO.
             part_us = np.minimum(self.uncached, np.maximum(w.chunk_tokens, 1)) * speeds.token_us
@@ -227,7 +231,7 @@ class Costs:
         wait_us = np.rint(before * speeds.token_us)
         us = np.rint((before + self.uncached) * speeds.token_us)
         others_us = np.zeros(us.shape)
-        if speeds.is_mixed.any():
+        if speeds.has_mixed:
             price = np.where(self._is_late, _LATE_PRICE, 1.0) * speeds.is_mixed
             others_us = np.rint(self.uncached * speeds.token_us * (fleet.streams - 1) * price)
         return PrefillCosts(wait_us, us, others_us)
@@ -245,7 +249,7 @@ class Costs:
         # of a handoff: where nothing waits, prefill workers compute.
         here_us = (fleet.wait_us + compute_us * fleet.streams) * _DECODE_PRICE + _HANDOFF_US[1]
         local_ttft_us = fleet.wait_us + compute_us
-        if is_mixed.any():
+        if speeds.has_mixed:
             ours_us = prefill.us + fleet.step_us / 2
             here_us = np.where(is_mixed, ours_us + prefill.others_us, here_us)
             local_ttft_us = np.where(is_mixed, ours_us, local_ttft_us)
@@ -255,7 +259,8 @@ class Costs:
             return DecodeCosts(local_ttft_us, zero + np.inf, alone_us, zero, zero)
         # Blocks that decode does not cache, and the state, are sent in the gap before the second
         # token.
-        sent = _in_groups(w, uncached, w.window_tokens) / (w.full_groups + w.window_groups)
+        sent = _in_groups(self.snapshot, uncached, w.window_tokens)
+        sent /= w.full_groups + w.window_groups
         sent += w.state_blocks * w.block_size
         near_us, far_us = np.rint(sent * w.token_bytes * _BYTE_US + _HANDOFF_US + rest_us)
         if demand.local_prefill_max_tokens > 0:
@@ -356,9 +361,10 @@ class Costs:
         return prefill, decode
 
 
-def _in_groups(workers: WorkerColumns, count: Column, most: Column) -> Column:
+def _in_groups(snapshot: Snapshot, count: Column, most: Column) -> Column:
     """The sum of a count over groups of layers; those with a window have at most `most`."""
-    if not workers.window_groups.any():
+    workers = snapshot.columns
+    if not snapshot.has_windows:
         return count * workers.full_groups
     within = np.minimum(count, most)
     return count * workers.full_groups + within * workers.window_groups

@@ -56,7 +56,7 @@ class _Waiter:
     demand: Demand
     reserve_workers: ReserveWorkers
     accepted: bool  # admitted before it came here: it cannot be displaced
-    tried_at: asyncio.Event | None  # the change of the fleet at which it tried last
+    tried_at: int | None  # number of the fleet's change at which it tried last
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     tried: asyncio.Event = field(default_factory=asyncio.Event)
     trying: bool = False
@@ -135,19 +135,18 @@ class WaitQueue:
     def __init__(
         self,
         capacity: int,
-        changed: Callable[[], asyncio.Event],
         in_flight: Callable[[], int] = lambda: 0,
         clock: Clock = time.monotonic,
         has_room: Callable[[Demand, frozenset[str]], bool] = lambda demand, reserved: True,
     ) -> None:
-        """`changed` returns the event that the fleet's next change sets; `in_flight`, the prompt
-        tokens that workers have and have not computed yet; `has_room`, whether a try may find room
-        on workers that are not reserved: entries that found none try again only then."""
+        """`in_flight` returns the prompt tokens that workers have and have not computed yet;
+        `has_room`, whether a try may find room on workers that are not reserved: entries that found
+        none try again only then."""
         self._capacity = capacity
-        self._changed = changed
+        self._num_changes = 0  # of the fleet
         self._clock, self._has_room = clock, has_room
         self._waiting: list[_Waiter] = []
-        self._entries_changed = asyncio.Event()
+        self._woken = asyncio.Event()  # the fleet or the entries have changed
         self._waking: asyncio.Task[None] | None = None  # runs while anything waits
         self._counts, self._shares = Counter[str](), dict[str, float]()  # of tenants with entries
         self._reserved_for: _Waiter | None = None
@@ -157,6 +156,11 @@ class WaitQueue:
     @property
     def depth(self) -> int:
         return len(self._waiting)
+
+    def fleet_changed(self) -> None:
+        """Lets each entry try again."""
+        self._num_changes += 1
+        self._woken.set()
 
     def reserved_for_others(self, pending: PendingPrompt) -> frozenset[str]:
         """Incarnations of workers that are reserved for another request."""
@@ -243,7 +247,7 @@ class WaitQueue:
         """
         tried_at = None
         if not self._waiting:
-            tried_at = self._changed()
+            tried_at = self._num_changes
             try:
                 return await attempt()
             except Overloaded:
@@ -282,7 +286,7 @@ class WaitQueue:
         self._counts[owner.tenant] += 1
         self._shares[owner.tenant] = owner.share
         self._rate.set_busy(True)
-        self._entries_changed.set()
+        self._woken.set()
         if self._waking is None or self._waking.done():
             self._waking = asyncio.create_task(self._wake_entries(), name="wait queue")
 
@@ -295,7 +299,7 @@ class WaitQueue:
         waiter.trying = False
         waiter.tried.set()
         if waiter.slow:
-            self._entries_changed.set()  # there may have been a change meanwhile
+            self._woken.set()  # there may have been a change meanwhile
 
     def _leave(self, waiter: _Waiter) -> None:
         """Removes an entry; idempotent."""
@@ -310,7 +314,7 @@ class WaitQueue:
             self._reserved_for, self._reserved = None, frozenset()
         waiter.left = True
         waiter.tried.set()
-        self._entries_changed.set()
+        self._woken.set()
         self._rate.set_busy(self._waits_for_room)
 
     @property
@@ -320,13 +324,12 @@ class WaitQueue:
     async def _wake_entries(self) -> None:
         """Runs while anything waits: a round at each change of the fleet or of the entries."""
         while self._waiting:
-            self._entries_changed.clear()
-            changed = self._changed()  # before the tries, so that none is missed
-            await self._round(changed)
+            self._woken.clear()  # before the tries, so that no change is missed
+            await self._round(self._num_changes)
             if self._waiting:
-                await _wait_for_either(changed, self._entries_changed)
+                await self._woken.wait()
 
-    async def _round(self, changed: asyncio.Event) -> None:
+    async def _round(self, change: int) -> None:
         """Lets entries try in order, each once for one change, until enough have found no room.
 
         Workers are reserved for the first entry that has waited for too long.
@@ -342,8 +345,8 @@ class WaitQueue:
                     continue
                 if not self._may_pass(refused[0]):
                     return
-            if waiter.tried_at is not changed and not waiter.trying:
-                await self._try(waiter, changed, is_first=waiter is waiters[0])
+            if waiter.tried_at != change and not waiter.trying:
+                await self._try(waiter, change, is_first=waiter is waiters[0])
             if waiter.left:
                 continue
             if waiter.trying:
@@ -361,10 +364,10 @@ class WaitQueue:
                 if not self._reserve_workers(waiter):
                     return
 
-    async def _try(self, waiter: _Waiter, changed: asyncio.Event, is_first: bool) -> None:
+    async def _try(self, waiter: _Waiter, change: int, is_first: bool) -> None:
         """Lets an entry try, unless it has tried before and no worker seems to have room."""
         untried = waiter.tried_at is None or waiter.no_worker
-        waiter.tried_at, reserved = changed, self.reserved_for_others(waiter.pending)
+        waiter.tried_at, reserved = change, self.reserved_for_others(waiter.pending)
         if untried or self._has_room(waiter.demand, reserved):
             await _let_try(waiter)
         elif is_first:
@@ -396,15 +399,6 @@ async def _let_try(waiter: _Waiter) -> None:
             await waiter.tried.wait()
     except TimeoutError:
         waiter.slow = waiter.trying
-
-
-async def _wait_for_either(one: asyncio.Event, other: asyncio.Event) -> None:
-    tasks = [asyncio.ensure_future(event.wait()) for event in (one, other)]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 _virtual_finish = attrgetter("pending.virtual_finish")

@@ -386,9 +386,9 @@ class Cluster:
         self.fleet = Fleet(membership, "router", FINGERPRINT, self.liveness)
         self.wait_queue = WaitQueue(
             self.limits.max_queue,
-            lambda: self.fleet.changed,
             has_room=lambda demand, full: room.has_room(self.fleet.snapshot(), demand, full),
         )
+        self.fleet.listeners.append(self.wait_queue.fleet_changed)
         self.dispatch = Dispatch(
             self.fleet, self.wait_queue, self.limits, self.tracer, RouterStats()
         )
@@ -451,11 +451,17 @@ class Cluster:
         """Gives the fleet time to take in what the registry says now."""
         await asyncio.sleep(3 * self.fleet._liveness.tick_s)
 
+    def next_change(self):
+        """An event that the fleet's next change sets."""
+        changed = asyncio.Event()
+        self.fleet.listeners.append(changed.set)
+        return changed
+
     async def until(self, good):
         """Waits for a snapshot of the fleet that is good, and returns it."""
         async with asyncio.timeout(TIMEOUT_S):
             while True:
-                changed = self.fleet.changed
+                changed = self.next_change()
                 if good(snapshot := self.fleet.snapshot()) and len(self._views(snapshot)):
                     return snapshot
                 await changed.wait()

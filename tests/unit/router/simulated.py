@@ -79,11 +79,10 @@ class SimulatedFleet:
         self.now, self.rate, self.hold_s = NOW, RATE, hold_s
         self.slots, self.blocks, self.held, self.running = slots, blocks, 0, 0
         self.target_s, self.noise, self.queues = target_s, noise, [[] for _ in range(workers)]
-        self.changed, self.dice = asyncio.Event(), random.Random(5)
+        self.dice = random.Random(5)
         self.fair_queue = FairQueue(lambda: self.now) if fair else None
         self.wait_queue = WaitQueue(
             10**6,
-            lambda: self.changed,
             lambda: sum(job.tokens for queue in self.queues for job in queue),
             lambda: self.now,
         )
@@ -186,5 +185,4 @@ class SimulatedFleet:
         self._change()
 
     def _change(self):
-        self.changed.set()
-        self.changed = asyncio.Event()
+        self.wait_queue.fleet_changed()

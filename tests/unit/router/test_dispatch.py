@@ -73,7 +73,7 @@ async def test_requests_that_wait_look_again_when_another_has_ended(cluster, mon
 
     def unsubscribe(member, handoff_id):
         forget(member, handoff_id)
-        ends.append(cluster.fleet.changed)
+        ends.append(cluster.next_change())
 
     monkeypatch.setattr(Member, "unsubscribe", unsubscribe)
     await cluster.run(request_state())
@@ -90,7 +90,7 @@ async def test_requests_that_wait_look_again_when_one_is_cancelled_in_its_reserv
     cluster.decodes[0].reserves = [hang]
     running = asyncio.create_task(cluster.run(request_state()))
     await requested.wait()
-    changed = cluster.fleet.changed
+    changed = cluster.next_change()
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running

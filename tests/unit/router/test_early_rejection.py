@@ -26,8 +26,7 @@ async def queue_of():
     tasks = []
 
     async def start(*entries, capacity=1000):
-        changed = asyncio.Event()
-        made = WaitQueue(capacity, lambda: changed, clock=lambda: NOW)
+        made = WaitQueue(capacity, clock=lambda: NOW)
 
         async def full():
             raise Overloaded("full")

@@ -176,7 +176,7 @@ async def test_records_of_workers_that_do_not_exist_cost_one_look_together(clust
     async def count():
         nonlocal looks
         while True:
-            await cluster.fleet.changed.wait()
+            await cluster.next_change().wait()
             looks += 1
 
     counting = asyncio.create_task(count())

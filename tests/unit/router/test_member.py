@@ -79,7 +79,7 @@ async def test_a_lost_workers_requests_fail_and_it_comes_back_on_a_fresh_connect
 
 
 async def test_heartbeats_reset_the_count_of_silence_and_are_no_change(cluster):
-    changed, stream = cluster.fleet.changed, cluster.member(cluster.decodes[0])._stream
+    changed, stream = cluster.next_change(), cluster.member(cluster.decodes[0])._stream
     stream.silent_ticks = 7
     await seen(lambda: stream.silent_ticks < 7)
     assert not changed.is_set()

@@ -23,11 +23,12 @@ class FakeFleet:
     registry_connected = True
 
     def __init__(self, membership):
-        self.membership = membership
+        self.membership, self.listeners = membership, []
 
     async def follow(self):
         async for _ in self.membership.changes():
-            self.on_changed()
+            for listener in self.listeners:
+                listener()
 
     def adapters(self):
         records = self.membership.records.values()

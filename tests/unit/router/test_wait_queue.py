@@ -27,9 +27,8 @@ class Room:
 
     def __init__(self, clock, room=0, capacity=1000, **fields):
         self.clock, self.room = clock, room
-        self.changed = asyncio.Event()
         self.tried, self.placed, self.tasks = [], [], []
-        self.queue = WaitQueue(capacity, lambda: self.changed, clock=clock, **fields)
+        self.queue = WaitQueue(capacity, clock=clock, **fields)
 
     async def place(
         self,
@@ -75,8 +74,7 @@ class Room:
 
     def change(self, tokens=0):
         self.room += tokens
-        self.changed.set()
-        self.changed = asyncio.Event()
+        self.queue.fleet_changed()
 
 
 @pytest.fixture
@@ -225,10 +223,10 @@ async def test_large_requests_on_full_workers_stop_no_placement_and_are_placed(c
 
     The clock is advanced by hand, 0.1 s at a time, in which about one request in 150 ends.
     """
-    dice, changed = random.Random(1), asyncio.Event()
+    dice = random.Random(1)
     free, ends, tasks, placed = [0] * 20, [], [], []
     ends = [(dice.uniform(0, 15), worker, 1) for worker in range(20) for _ in range(100)]
-    queue = WaitQueue(1 << 20, lambda: changed, clock=clock)
+    queue = WaitQueue(1 << 20, clock=clock)
 
     def place(finish, blocks, name):
         prompt = pending(finish)
@@ -259,8 +257,7 @@ async def test_large_requests_on_full_workers_stop_no_placement_and_are_placed(c
         ends = [one for one in ends if one[0] > clock.now - begun]
         for _, worker, blocks in over:
             free[worker] += blocks
-        changed.set()
-        changed = asyncio.Event()
+        queue.fleet_changed()
         before = placed.count("small")
         while True:  # until nothing more is placed
             count = len(placed)
