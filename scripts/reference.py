@@ -28,7 +28,7 @@ from openai.types import chat
 from baton import cli
 from baton.cli.options import HelpFormatter
 from baton.config import TOOL_PARSERS
-from baton.engine.backends import unsupported
+from baton.engine.backends.backend import unsupported
 from baton.engine.backends.cpu.native_model import lacking
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY, refused
 from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS, Architecture, ExpertNames

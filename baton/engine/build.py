@@ -17,7 +17,7 @@ import torch
 
 from baton.config import EngineConfig, model_path
 from baton.engine import draft_model
-from baton.engine.backends import Backend
+from baton.engine.backends.backend import Backend
 from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import GpuBackend
@@ -45,8 +45,8 @@ from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
-from baton.engine.speculative import Proposer
 from baton.engine.speculative.ngram import NgramProposer
+from baton.engine.speculative.proposer import Proposer
 from baton.engine.state_cache import StateBlockManager
 from baton.engine.step_report import StepReport
 from baton.engine.tensor_parallel import TensorParallelModel

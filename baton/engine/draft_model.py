@@ -27,7 +27,7 @@ from typing import Generic, Self, TypeVar
 import torch
 
 from baton.config import EngineConfig, model_path
-from baton.engine.backends import Backend
+from baton.engine.backends.backend import Backend
 from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.block_manager import BlockManager
@@ -38,8 +38,8 @@ from baton.engine.runner import zero_blocks
 from baton.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
-from baton.engine.speculative import Proposer
 from baton.engine.speculative.cost import AcceptanceRate, RowCost, worthwhile
+from baton.engine.speculative.proposer import Proposer
 from baton.generation.sampling_params import SamplingParams
 from baton.kv_groups import held
 

@@ -15,7 +15,7 @@ from baton.engine.pooling import Vector, pooled
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs, split_prompt_logprobs
 from baton.engine.sampling.sampler import NO_TOKEN, Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
-from baton.engine.speculative import verify
+from baton.engine.speculative.verify import verify
 from baton.errors import InternalError
 
 

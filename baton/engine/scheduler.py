@@ -21,7 +21,7 @@ from baton.engine.block_manager import BlockManager
 from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.sequence import UNKNOWN, Sequence
 from baton.engine.sequence_queue import SequenceQueue
-from baton.engine.speculative import Proposer
+from baton.engine.speculative.proposer import Proposer
 from baton.engine.state_cache import StateBlockManager, plan_checkpoints, take_checkpoint
 from baton.kv_groups import NO_BLOCK, held
 

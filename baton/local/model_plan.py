@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, model_path
-from baton.engine.backends import unsupported
+from baton.engine.backends.backend import unsupported
 from baton.engine.backends.cpu import backend as cpu
 from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import refused

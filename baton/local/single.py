@@ -12,7 +12,7 @@ from baton.client import Completion, Route, Timing, TokenLogprobs, Usage
 from baton.client.results import prompt_logprobs_of
 from baton.config import EngineConfig
 from baton.engine import build, cpu_affinity
-from baton.engine.backends import Backend
+from baton.engine.backends.backend import Backend
 from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence as EngineSequence
 from baton.engine.step_report import SequenceProgress, StepReport

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 
-from google.protobuf import json_format
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
@@ -29,7 +28,7 @@ from baton.planner.observer import Observer, Statuses, Version, versions_of
 from baton.planner.routers import Routers
 from baton.planner.scaler import PublishedPlan, ScalerServicer
 from baton.registry import Election, EtcdRegistry, LedKey, plan_of
-from baton.registry.membership import ROLES
+from baton.registry.membership import ROLES, encode
 from baton.telemetry import tracing
 from baton.telemetry.metrics.instruments import MODEL
 from baton.telemetry.metrics.recorder import Recorder
@@ -207,7 +206,7 @@ class Planner:
         if self._leads and not changed and now - self._written_s < CONFIRM_S:
             self.published.plan = new  # its figures
             return
-        await self._key.write(json_format.MessageToJson(new, indent=None).encode())
+        await self._key.write(encode(new))
         self._written_s = now
         self.published.set(new)
 

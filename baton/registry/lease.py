@@ -6,14 +6,13 @@ import asyncio
 import copy
 import logging
 
-from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from baton.errors import BatonError, Stale
 from baton.net.backoff import Backoff
 from baton.net.tasks import wait_at_most
 from baton.registry.etcd_client import CALL_S, EtcdClient
-from baton.registry.membership import copy_for_update
+from baton.registry.membership import copy_for_update, encode
 from baton.v1.common_pb2 import WorkerRecord, WorkerState
 
 log = logging.getLogger(__name__)
@@ -105,7 +104,7 @@ class EtcdRegistration:
             self._settled.set()
 
     async def _put(self) -> None:
-        self._written = json_format.MessageToJson(self._record, indent=None).encode()
+        self._written = encode(self._record)
         self._revision = await self._client.put(self.key, self._written, self._lease)
 
     async def _check_stored(self) -> None:

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from types import MappingProxyType
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
 
 from baton.errors import InvalidRequest
 from baton.v1.common_pb2 import WorkerRecord, WorkerRole, WorkerState
@@ -167,6 +168,11 @@ def copy_for_update(old: WorkerRecord, new: WorkerRecord) -> WorkerRecord:
 def incarnation_of(key: bytes) -> str:
     """The last part of a key."""
     return key.decode(errors="replace").rpartition("/")[2]
+
+
+def encode(record: Message) -> bytes:
+    """The value that the store has for a record."""
+    return json_format.MessageToJson(record, indent=None).encode()
 
 
 def decode(key: bytes, value: bytes) -> WorkerRecord | None:

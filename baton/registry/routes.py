@@ -12,6 +12,7 @@ from google.protobuf import json_format
 from baton.errors import BatonError
 from baton.net.backoff import Backoff
 from baton.registry.etcd_client import EtcdClient
+from baton.registry.membership import encode
 from baton.v1 import etcd_pb2
 from baton.v1.route_pb2 import ModelRoute
 
@@ -47,7 +48,7 @@ class RouteTable:
 
         Raises Unavailable if etcd does not answer: then it may or may not be set.
         """
-        text = None if route is None else json_format.MessageToJson(route, indent=None).encode()
+        text = None if route is None else encode(route)
         known = self._revisions.get(name, 0)
         if not (revision := await self._client.put_if(self._prefix + name, text, known)):
             return False

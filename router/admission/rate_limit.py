@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from router.shared_state import LimitUsage
 
 _ROUNDING = 1e-6  # a caller that returns at the given time must not find a millionth missing
 
 Clock = Callable[[], float]
+
+
+class RateLimit(NamedTuple):
+    """A tenant's requests or tokens: at most at once, available now, and seconds until all are."""
+
+    name: str
+    limit: int
+    remaining: int
+    reset_s: float
 
 
 class TokenBucket:

@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from baton.errors import ConfigError, InvalidRequest, RetryableError, Unauthenticated
 from baton.generation.enum_names import PRIORITIES
 from baton.log_format import audit
 from baton.v1 import common_pb2
-from router.admission.rate_limit import Clock, TokenBucket
+from router.admission.rate_limit import Clock, RateLimit, TokenBucket
 from router.admission.tenants_file import (
     DEFAULT_TENANT,
     TenantConfig,
@@ -44,15 +44,6 @@ _BUSY_RETRY_S = 1.0  # at max_running: when a request will end is not known
 _RELOAD_S = 1.0  # between two checks of the files
 
 Metadata = Iterable[tuple[str, str | bytes]]
-
-
-class RateLimit(NamedTuple):
-    """A tenant's requests or tokens: at most at once, available now, and seconds until all are."""
-
-    name: str
-    limit: int
-    remaining: int
-    reset_s: float
 
 
 class Tenant:

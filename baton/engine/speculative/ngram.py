@@ -12,8 +12,8 @@ from collections.abc import Sequence as Tokens
 from weakref import WeakKeyDictionary
 
 from baton.engine.sequence import Sequence
-from baton.engine.speculative import Proposer
 from baton.engine.speculative.cost import AcceptanceRate, RowCost, worthwhile
+from baton.engine.speculative.proposer import Proposer
 
 LENGTHS = (4, 3, 2)  # of n-grams, in the order of their look-up
 MAX_NGRAMS = 1 << 15  # of a sequence's index, of which there are two: about 8 MiB at most

@@ -5,7 +5,7 @@ from dataclasses import dataclass, is_dataclass, replace
 import pytest
 import torch
 
-from baton.engine.backends import unsupported
+from baton.engine.backends.backend import unsupported
 from baton.engine.backends.cpu.native_model import NativeModel, lacking
 from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.kernels.native import library

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.speculative import ngram, verify
+from baton.engine.speculative import ngram
 from baton.engine.speculative.cost import RowCost, worthwhile
 from baton.engine.speculative.ngram import LENGTHS, NgramIndex
+from baton.engine.speculative.verify import verify
 
 CHEAP = 1e-6  # a price at which everything is drafted
 few_tokens = st.lists(st.integers(0, 2), max_size=60)

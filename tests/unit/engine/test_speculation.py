@@ -18,8 +18,8 @@ from baton.engine.runner import StepRunner, tokens_by_sequence
 from baton.engine.sampling.sampler import Sampled, TokenLogprobs
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
-from baton.engine.speculative import Proposer
 from baton.engine.speculative.ngram import NgramProposer
+from baton.engine.speculative.proposer import Proposer
 from baton.generation.sampling_params import SamplingParams
 from baton.text import load_tokenizer
 from tests.unit.engine.bench import WAIT_S, Bench, load, tokens_of

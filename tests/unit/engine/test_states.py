@@ -15,7 +15,8 @@ from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
 from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
-from baton.engine.speculative import Proposer, verify
+from baton.engine.speculative.proposer import Proposer
+from baton.engine.speculative.verify import verify
 from baton.engine.state_cache import CachedPrefix, StateBlockManager
 from baton.errors import ConfigError, Overloaded
 from baton.generation.sampling_params import SamplingParams

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed
-from baton.engine.backends import Backend, unsupported
+from baton.engine.backends.backend import Backend, unsupported
 from baton.engine.backends.cpu.native_model import NativeModel, lacking
 from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.batch import StepModel

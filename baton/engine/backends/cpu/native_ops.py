@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.backends import MAX_NATIVE_SIZE, MAX_QUERIES, MULTIPLE
+from baton.engine.backends.backend import MAX_NATIVE_SIZE, MAX_QUERIES, MULTIPLE
 from baton.engine.backends.cpu.linear_attention import NativeLinearAttention, spans_of
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine import rank_executor
-from baton.engine.backends import Backend, unsupported
+from baton.engine.backends.backend import Backend, unsupported
 from baton.engine.backends.gpu import memory, warmup
 from baton.engine.backends.gpu.cuda_graphs import StepGraphs, StepShape, shapes_of
 from baton.engine.backends.gpu.device import Gpu, Waiting, new_stream
