@@ -15,7 +15,7 @@ from tests.chaos.load import COMPLETE, oracle_runs
 from tests.chaos.versions import Versions
 from tests.processes import running
 
-SECONDS = 7.0
+SECONDS = 5.0
 NEW_TOKENS = 60
 
 
@@ -55,7 +55,7 @@ async def test_an_interrupted_run_leaves_no_process(forked):
 async def keeps_the_promise(runs, seed, seconds, **settings):
     """A round of chaos on a cluster of its own."""
     said: list[str] = []
-    harness = Harness(said.append, callers=6, mean_pause_s=1.5, **settings)
+    harness = Harness(said.append, callers=6, mean_pause_s=1.0, **settings)
     async with harness:
         try:
             stats = await harness.round(runs, seed, seconds)
