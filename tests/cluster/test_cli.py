@@ -124,7 +124,7 @@ async def test_figures_of_a_benchmark_agree_with_the_routers_counts(clusters, tm
     both = []
     for target in (f"http://{cluster.http_addresses[0]}", cluster.address):
         done = await baton(
-            *("bench", "serve", "--target", target, "--rate", "20", "--duration", "1.5"),
+            *("bench", "serve", "--target", target, "--rate", "40", "--duration", "0.75"),
             *("--prompt-tokens", "40-80", "--output-tokens", "20", "--shared-prefix", "64"),
             *("--slo", "ttft=60,tpot=60", "--output", str(tmp_path), "--json", "--seed", "3"),
         )
