@@ -33,7 +33,7 @@ _OPERATOR_METHODS = (
     "/grpc.reflection.",
 )  # fmt: skip
 _PLAN_S = 2.0  # between two looks at the planner's plan
-_PUBLISH_S = 0.5
+_PUBLISH_S = 0.5  # longest time between two statuses for siblings
 _MAX_JOINED = 64  # tokens in a message of joined output
 
 
@@ -182,16 +182,28 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             await asyncio.sleep(_PLAN_S)
 
     async def publish(self) -> None:
-        """Publishes this process's status to its siblings and parent, if any, until cancelled."""
+        """Publishes this process's status to its siblings and parent, if any, until cancelled.
+
+        At once when a worker's state has changed: a parent that starts the worker waits for that.
+        """
+        models = self._service.models
+
+        def states() -> list[tuple[int, str]]:
+            return [(one.record.pid, one.state) for one in models.workers]
+
         while self._shared is not None:
+            published = states()
             workers = [
-                fleet_pb2.WorkerStatus(record=WorkerRecord(pid=w.record.pid), state=w.state)
-                for w in self._service.models.workers
+                fleet_pb2.WorkerStatus(record=WorkerRecord(pid=pid), state=state)
+                for pid, state in published
             ]
             self._shared.publish(
                 fleet_pb2.GetStatusResponse(router=self._status(), workers=workers)
             )
-            await asyncio.sleep(_PUBLISH_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PUBLISH_S):
+                    while states() == published:
+                        await models.changed.wait()
 
     def _status(self) -> fleet_pb2.RouterStatus:
         service, models, stats = self._service, self._service.models, self._service.stats

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import uvloop
 from opentelemetry.trace import Tracer
 
 from baton.config import ModelSource, RouterConfig, model_path, slo
@@ -23,7 +22,7 @@ from baton.generation.generation_config import DEFAULTS, sampling_defaults
 from baton.generation.structured_output import GrammarCompiler
 from baton.net.metrics_server import serving
 from baton.net.rpc import max_request_bytes
-from baton.net.server import EventLoop, Health, bind, measure_lag, settle
+from baton.net.server import Health, bind, measure_lag, run_service, settle
 from baton.net.tasks import wait_at_most
 from baton.registry import EtcdRegistry, Membership, RouteTable
 from baton.telemetry import tracing
@@ -76,7 +75,7 @@ def run(
 
     `shared`: set if other processes serve at the same ports, siblings or one that it replaces.
     """
-    return uvloop.run(_run(config, protocols, shared), loop_factory=EventLoop)
+    return run_service(_run(config, protocols, shared))
 
 
 async def _run(

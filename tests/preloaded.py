@@ -7,8 +7,8 @@ Importing torch takes a core over a second, for each worker and each rank that a
 server imports it once, and nothing that starts a thread. The programs are real processes and
 children of the caller, with their own environment, descriptors, process group and exit status: the
 server forks twice, and the kernel gives what the fork between leaves to the caller, who is the
-nearest "subreaper" meanwhile. When the caller ends, however it does, the server ends. A worker of
-several ranks starts them in the same way, from a server that was forked with it.
+nearest "subreaper" meanwhile. When the caller ends, however it does, the server ends. Programs that
+start others, as `baton up`, do it in the same way, from a server that was forked with them.
 
 Run as a module, this is the server.
 """
@@ -45,7 +45,9 @@ IMPORTED = (
     *("baton.engine.tensor_parallel", "baton.worker.remote_rank"),
 )
 RANKS = frozenset({"baton.engine.rank_process", "baton.worker.remote_rank"})
-_SEVERAL_RANKS = re.compile(r'(?:--tp[ =]|"tp":\s*)[2-9]')  # in a worker's command line
+PROGRAMS = RANKS | {"baton", "tests.chaos", "tests.chaos.process", "tests.cluster.other_version"}
+# Command lines of clusters, and of workers of several ranks.
+_STARTS_PROCESSES = re.compile(r'^(?:baton (?:up|demo)|tests\.chaos )|(?:--tp[ =]|"tp":\s*)[2-9]')
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MOST_BYTES, _MOST_DESCRIPTORS = 1 << 20, 64
 _HIGH = 512  # descriptors from here on are free in a new process
@@ -125,8 +127,10 @@ class Preloaded:
         """Makes a fork of this process, which has imported all and started no thread, the
         server."""
         self._server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if os.fork():
+        if server := os.fork():
             theirs.close()
+            self._resources.callback(os.waitpid, server, 0)
+            self._resources.callback(self._server.close)
             return
         os.dup2(theirs.fileno(), _HIGH)
         os.closerange(0, _HIGH)
@@ -185,8 +189,9 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
 def run(argv: list[str]) -> NoReturn:
     """Runs the program and ends this process without tearing down all that was imported."""
     status: object = 0
-    if _SEVERAL_RANKS.search(" ".join(argv)):
-        Preloaded(RANKS).__enter__().fork_server()
+    started = contextlib.ExitStack()
+    if _STARTS_PROCESSES.search(" ".join(argv)):
+        started.enter_context(Preloaded(PROGRAMS)).fork_server()
     try:
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
     except SystemExit as ended:
@@ -199,6 +204,7 @@ def run(argv: list[str]) -> NoReturn:
         status = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    started.close()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

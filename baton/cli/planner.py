@@ -41,9 +41,7 @@ def planner_config(args: argparse.Namespace) -> PlannerConfig:
 def _run(args: argparse.Namespace) -> int:
     config = planner_config(args)
     process_setup.start_service(args, config)
-    import uvloop
-
-    from baton.net.server import EventLoop
+    from baton.net.server import run_service
     from baton.planner import main
 
-    return uvloop.run(main.run(config, options.api_key(args)), loop_factory=EventLoop)
+    return run_service(main.run(config, options.api_key(args)))

@@ -34,7 +34,7 @@ from baton.v1.common_pb2 import WORKER_STATE_READY, WorkerRecord
 log = logging.getLogger(__name__)
 
 _GPU_START_S = 900.0  # a large model's weights come from a disk, and kernels are compiled
-_LOOK_S = 0.2  # longest time between two polls of a router
+_LOOK_S = 0.05  # longest time between two polls of a router
 
 Condition = Callable[[fleet_pb2.GetStatusResponse], bool]
 

@@ -21,7 +21,7 @@ from router.shared_state import SharedState
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.2  # longest time between two reads of a process's status
+_LOOK_S = 0.05  # longest time between two reads of a process's status
 _RESTART_TIMEOUT_S = 120.0
 
 

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 CALL_S = 2.0  # one attempt at one endpoint
 START_S = 10.0  # until the first answer, at start
+_LOOK_S = 0.1  # longest time between two tries of it
 QUIET_S = 5.0  # after which a watch without events checks that its endpoint is alive
 
 OPTIONS: list[tuple[str, Any]] = [
@@ -149,7 +150,7 @@ class EtcdClient:
         """The first listing of `prefix`, tried for START_S; Unavailable names the fix."""
         timeout_s = START_S if timeout_s is None else timeout_s
         cause: BatonError | None = None
-        backoff = Backoff()
+        backoff = Backoff(most_s=_LOOK_S)
         try:
             async with asyncio.timeout(timeout_s):
                 while True:

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 import grpc
 import torch
-import uvloop
 
 from baton.config import WorkerConfig, full_name, host_id, split_address
 from baton.cuda import CudaArea
@@ -43,7 +42,7 @@ from baton.log_format import audit
 from baton.net import rpc
 from baton.net.message_stream import MAX_MESSAGE_BYTES
 from baton.net.metrics_server import serving
-from baton.net.server import EventLoop, Health, bind, settle
+from baton.net.server import Health, bind, run_service, settle
 from baton.registry import EtcdRegistration, EtcdRegistry, Membership
 from baton.registry.membership import ROLES
 from baton.shared_memory import SharedMemoryArea
@@ -443,7 +442,7 @@ class Node(WorkerServiceServicer):
 
 def run(config: WorkerConfig, parts: Sequence[type[Part]]) -> int:
     """Runs one worker until it has drained; 0. Raises ConfigError when it cannot begin."""
-    return uvloop.run(_run(config, parts), loop_factory=EventLoop)
+    return run_service(_run(config, parts))
 
 
 async def _run(config: WorkerConfig, parts: Sequence[type[Part]]) -> int:

@@ -33,7 +33,7 @@ from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
 from tests.cluster.oracle import ENGINE, SIMULATED, Oracle, all_blocks_free
-from tests.preloaded import RANKS, Preloaded
+from tests.preloaded import PROGRAMS, Preloaded
 from tests.waiting import WAIT_S
 
 HERE = Path(__file__).parent
@@ -137,8 +137,7 @@ def own_shared_memory() -> set[str]:
 @pytest.fixture(scope="session")
 def forked(nothing_left_behind: None) -> Iterator[None]:
     """The processes of clusters, and commands that tests run, are forks of one with torch."""
-    programs = {*RANKS, "baton", "tests.chaos.process", "tests.cluster.other_version"}
-    with Preloaded(programs) as preloaded:
+    with Preloaded(PROGRAMS) as preloaded:
         preloaded.server()  # now: tests count the processes that they leave
         yield
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import psutil
+
 from baton.client import AsyncClient, Completion
 from baton.config import EngineConfig
 from baton.generation.sampling_params import SamplingParams, StructuredOutput
@@ -115,10 +117,13 @@ async def check(client: AsyncClient, oracle: Oracle, case: Case, **options: Any)
 
 
 async def all_blocks_free(client: AsyncClient) -> None:
-    """Returns once no worker holds or quarantines a block; fails after a long time."""
+    """Returns once no worker holds or quarantines a block; fails after a long time.
+
+    What a killed worker held is listed as long as its lease lives.
+    """
 
     async def held() -> dict[str, int]:
-        workers = (await client.status())["workers"]
+        workers = [w for w in (await client.status())["workers"] if psutil.pid_exists(w["pid"])]
         counts = {w["incarnation"]: w["blocks_held"] + w["blocks_quarantined"] for w in workers}
         return {name: count for name, count in counts.items() if count}
 

@@ -124,7 +124,7 @@ async def test_figures_of_a_benchmark_agree_with_the_routers_counts(clusters, tm
     both = []
     for target in (f"http://{cluster.http_addresses[0]}", cluster.address):
         done = await baton(
-            *("bench", "serve", "--target", target, "--rate", "20", "--duration", "1.5"),
+            *("bench", "serve", "--target", target, "--rate", "40", "--duration", "0.75"),
             *("--prompt-tokens", "40-80", "--output-tokens", "20", "--shared-prefix", "64"),
             *("--slo", "ttft=60,tpot=60", "--output", str(tmp_path), "--json", "--seed", "3"),
         )
@@ -160,7 +160,7 @@ async def test_figures_of_a_benchmark_agree_with_the_routers_counts(clusters, tm
     assert 2 * WARM_UP * 104 <= warm_up <= 2 * WARM_UP * 144
 
 
-async def test_up_from_ready_to_stopped(tmp_path):
+async def test_up_from_ready_to_stopped(forked, tmp_path):
     """Traces, `top` and counts of requests; what is killed is restarted; nothing is left."""
     env = {"TMPDIR": str(tmp_path)}
     argv = ("up", "--port", "0", "--dtype", "float32", "--trace", "--drain-timeout", "1")
@@ -170,7 +170,7 @@ async def test_up_from_ready_to_stopped(tmp_path):
         await up.says(f"baton trace {' '.join(target)}")
         process = psutil.Process(up.process.pid)
         family = set(process.children(recursive=True))
-        assert len(family) == 4  # etcd, router, two workers
+        assert len(family) == 5  # etcd, router, two workers, and what forks the last three
         first = await check_traces(target)
         await up.says("kv.transfer")  # the request's trace is drawn
 
@@ -263,7 +263,7 @@ async def check_traces(target):
     return first
 
 
-async def test_the_demo_shows_route_and_trace():
+async def test_the_demo_shows_route_and_trace(forked):
     shown = await baton("demo")
     assert shown.status == 0, shown.err
     route = (

@@ -39,10 +39,9 @@ BYTES_PER_TOKEN = (
 
 
 # Clusters that few tests use come first: only the last few are kept.
-@pytest.mark.parametrize("mixed", [1, 2])
-async def test_mixed_workers(clusters, oracle, mixed):
-    """The router decides where each part of a request runs; one worker serves it all."""
-    _, client = await clusters(mixed=mixed)
+async def test_mixed_workers(clusters, oracle):
+    """The router decides where each part of a request runs."""
+    _, client = await clusters(mixed=2)
     done = await asyncio.gather(
         *(check(client, oracle, case) for case in oracle.mixed(24)),
         check(client, oracle, oracle.case(LENGTHS[-1], 3)),
@@ -54,24 +53,23 @@ async def test_mixed_workers(clusters, oracle, mixed):
 # Pairs of two and two over gloo: tests/cluster/test_chaos.py.
 @pytest.mark.parametrize(("size", "transport"), [(2, "shm"), (1, "gloo"), (1, "shm")])
 async def test_cold_cached_and_32_at_once(clusters, oracle, size, transport):
-    """Every length, greedy and seeded: alone without and with prefix-cache hits, then in a batch.
+    """Every length, in each way to sample, in a batch; of one pair before it alone, without and
+    with prefix-cache hits.
 
     The KV bytes of exactly the prompt's tokens travel.
     """
     topology: dict[str, Any] = {} if size == 1 else {"prefill": size, "decode": size}
     topology |= {} if transport == "shm" else {"transport": transport}
     _, client = await clusters(**topology)
-    for sampling in SAMPLING:
-        for length in LENGTHS:
-            case = oracle.case(length, 0, sampling)
-            salt = {"cache_salt": f"{sampling}-{length}"}
-            cold = await check(client, oracle, case, **salt)
-            assert cold.usage.prompt_tokens == length
-            if cold.route.prefill:
-                assert cold.timing.transfer_bytes == BYTES_PER_TOKEN * length
-            warm = await check(client, oracle, case, **salt)
-            if size == 1:
-                assert warm.usage.cached_tokens == (length - 1) // 16 * 16
+    for sampling, length in itertools.product(SAMPLING, LENGTHS if size == 1 else ()):
+        case = oracle.case(length, 0, sampling)
+        salt = {"cache_salt": f"{sampling}-{length}"}
+        cold = await check(client, oracle, case, **salt)
+        assert cold.usage.prompt_tokens == length
+        if cold.route.prefill:
+            assert cold.timing.transfer_bytes == BYTES_PER_TOKEN * length
+        warm = await check(client, oracle, case, **salt)
+        assert warm.usage.cached_tokens == (length - 1) // 16 * 16
     await all_blocks_free(client)
 
     cases = [
@@ -524,12 +522,10 @@ async def test_a_response_in_the_background_streams_on_though_its_decode_worker_
     assert events[-1].response.usage.output_tokens == 1000
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-async def test_halves_of_unlike_tensor_parallelism_and_a_rank_that_is_killed(
-    clusters, oracle, backend
-):
+# Over gloo: tests/cluster/test_architectures.py, and test_hosts.py.
+async def test_halves_of_unlike_tensor_parallelism_and_a_rank_that_is_killed(clusters, oracle):
     """Workers of one rank and of two are paired in every way; with a rank its worker ends."""
-    engine = replace(ENGINE, tp=2, tp_backend=backend)
+    engine = replace(ENGINE, tp=2, tp_backend="shm")
     other = {name: ["--tp", "1"] for name in ("prefill-1", "decode-1")}
     cluster, client = await clusters(
         alone=True, engine=engine, prefill=2, decode=2, extra_args=other

@@ -16,6 +16,10 @@ from baton.local import ports
 from tests.cluster.oracle import SIMULATED
 from tests.waiting import WAIT_S, eventually
 
+PROGRAM = shutil.which("haproxy", path="/usr/sbin:/usr/bin")
+pytestmark = pytest.mark.skipif(
+    not PROGRAM, reason="needs haproxy, of Debian's package of this name"
+)
 CONFIG = Path(__file__).parents[2] / "compose/haproxy/haproxy.cfg"
 SLOW = replace(SIMULATED, simulate="150,20")  # prompt tokens per second; ms of a step
 PROMPT, OUTPUT = 500, 60
@@ -37,12 +41,9 @@ def configuration(http_addresses, health_ports, port, metrics_port):
 @contextlib.asynccontextmanager
 async def haproxy(path, text):
     """A running HAProxy."""
-    program = shutil.which("haproxy", path="/usr/sbin:/usr/bin")
-    if not program:
-        pytest.skip("needs haproxy, of Debian's package of this name")
     path.write_text(text)
     process = await asyncio.create_subprocess_exec(
-        program, "-f", path, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+        PROGRAM, "-f", path, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
     )
     try:
         yield process

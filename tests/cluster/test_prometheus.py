@@ -15,6 +15,9 @@ from tests.cluster.oracle import SIMULATED
 from tests.unit.deployment.files import COMPOSE, load
 from tests.waiting import WAIT_S, eventually
 
+pytestmark = pytest.mark.skipif(
+    not shutil.which("prometheus"), reason="needs prometheus, of Debian's package of this name"
+)
 OBSERVABILITY = COMPOSE / "observability"
 ALERTS = OBSERVABILITY / "alerts.yaml"
 GRAFANA = {"$__rate_interval": "30s", "$job": "prefill|decode", "$instance": ".*"}
@@ -48,8 +51,6 @@ def configured(jobs):
 @contextlib.asynccontextmanager
 async def prometheus(folder, config):
     """A running Prometheus; the URL of its API."""
-    if not shutil.which("prometheus"):
-        pytest.skip("needs prometheus, of Debian's package of this name")
     (folder / "prometheus.yaml").write_text(config)
     address = f"127.0.0.1:{ports.free()}"
     process = await asyncio.create_subprocess_exec(

@@ -102,12 +102,18 @@ class ApiServer(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    """Takes Helm's calls at once: one that finds the queue full is made again after a second."""
+
+    request_queue_size = 128
+
+
 @contextlib.contextmanager
 def api_server() -> Iterator[tuple[str, list[Object]]]:
     """A kubeconfig, and the list of what is created."""
     created: list[Object] = []
     handler = type("Handler", (ApiServer,), {"created": created})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     address = f"http://127.0.0.1:{server.server_port}"

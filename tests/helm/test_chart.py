@@ -1,6 +1,7 @@
 """The Helm chart: what it renders is valid, and says what the program understands."""
 
 import asyncio
+import functools
 import json
 import re
 import tarfile
@@ -122,13 +123,21 @@ def rendered():
     return {name: install(*profiles, **values) for name, (profiles, values) in CASES.items()}
 
 
+@pytest.fixture(scope="module")
+def validate():
+    """`kubernetes_validate.validate`, which reads each file of schemas once."""
+    utils = pytest.importorskip("kubernetes_validate.utils")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
+        yield utils.validate
+
+
 def kinds(created, kind):
     return {one["metadata"]["name"]: one for one in created if one["kind"] == kind}
 
 
 @pytest.mark.parametrize("version", ["1.33", "1.34", "1.35", "1.36", "1.37"])
-def test_objects_follow_the_schemas_of_kubernetes(rendered, version):
-    validate = pytest.importorskip("kubernetes_validate").validate
+def test_objects_follow_the_schemas_of_kubernetes(rendered, validate, version):
     own = ("v1", "apps/v1", "policy/v1", "networking.k8s.io/v1")
     for created in rendered.values():
         for one in created:
@@ -154,8 +163,9 @@ def test_objects_follow_the_schemas_of_operators(rendered):
 
 
 @pytest.mark.parametrize("version", ["1.33", "1.37"])
-def test_a_worker_on_several_hosts_follows_the_schemas_of_its_set_and_of_pods(rendered, version):
-    validate = pytest.importorskip("kubernetes_validate").validate
+def test_a_worker_on_several_hosts_follows_the_schemas_of_its_set_and_of_pods(
+    rendered, validate, version
+):
     jsonschema = pytest.importorskip("jsonschema")
     (one,) = kinds(rendered["everything"], "LeaderWorkerSet").values()
     jsonschema.validate(one, LEADER_WORKER_SET)

@@ -403,11 +403,6 @@ KINDS = {
         },
     ),
 }
-# Other models in a cluster with a handoff and a killed decode worker: forms of attention and MLP.
-CLUSTERED = (
-    *("GptOssForCausalLM", "Glm4ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"),
-    *("Glm4MoeForCausalLM", "Qwen3NextForCausalLM"),
-)
 # With LoRA adapters: each kind, and forms of projections and of their order.
 ADAPTED: dict[str, dict[str, Any]] = {
     **{one.architecture: one.options for one in KINDS.values()},

@@ -26,6 +26,7 @@ from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
 from baton.net import rpc, tls
 from baton.net.server import Health
+from baton.net.tasks import cancelled
 from baton.telemetry import tracing
 from baton.v1 import (
     common_pb2,
@@ -35,6 +36,7 @@ from baton.v1 import (
     inference_pb2_grpc,
     worker_pb2,
 )
+from router import grpc_service
 from router.admission.admission import Admission
 from router.admission.tenants import Tenants
 from router.fleet.fleet import Fleet
@@ -698,6 +700,22 @@ async def test_status_and_spans_of_a_request_that_fails_over(router_of):
     assert kinds == [fleet_pb2.EVENT_KIND_FAILOVER, fleet_pb2.EVENT_KIND_REFUSAL]
     assert "lost" in seen.events[0].text
     assert seen.latency.requests == 1 and seen.latency.ttft_p50_ms > 0
+
+
+async def test_a_workers_new_state_is_published_at_once(router_of, monkeypatch):
+    """Not only at the next turn: a process that starts or replaces the worker waits for it."""
+    router = await router_of()
+    monkeypatch.setattr(grpc_service, "_PUBLISH_S", 2 * TIMEOUT_S)
+    published = []
+    shared = SimpleNamespace(publish=published.append)
+    operators = FleetServicer(router.service, router.status_of_router, shared)
+    publishing = asyncio.create_task(operators.publish())
+    await seen(lambda: published)
+    router.decode.tell(state=DRAINING)
+    await seen(lambda: len(published) > 1)
+    states = [sorted(one.state for one in status.workers) for status in published]
+    assert states == [["READY", "READY"], ["DRAINING", "READY"]]
+    await cancelled(publishing)
 
 
 async def test_a_streamed_token_costs_no_more_than_200_dumps_of_a_chunk(router_of):
