@@ -33,7 +33,8 @@ _OPERATOR_METHODS = (
     "/grpc.reflection.",
 )  # fmt: skip
 _PLAN_S = 2.0  # between two looks at the planner's plan
-_PUBLISH_S = 0.5  # longest time between two statuses for siblings
+# Siblings get a status after so many looks at the workers' states, or when one has changed.
+_LOOKS, _LOOK_S = 10, 0.05
 _MAX_JOINED = 64  # tokens in a message of joined output
 
 
@@ -184,7 +185,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     async def publish(self) -> None:
         """Publishes this process's status to its siblings and parent, if any, until cancelled.
 
-        At once when a worker's state has changed: a parent that starts the worker waits for that.
+        Soon when a worker's state has changed: a parent that starts the worker waits for that.
         """
         models = self._service.models
 
@@ -200,10 +201,10 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             self._shared.publish(
                 fleet_pb2.GetStatusResponse(router=self._status(), workers=workers)
             )
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_PUBLISH_S):
-                    while states() == published:
-                        await models.changed.wait()
+            for _ in range(_LOOKS):
+                await asyncio.sleep(_LOOK_S)
+                if states() != published:
+                    break
 
     def _status(self) -> fleet_pb2.RouterStatus:
         service, models, stats = self._service, self._service.models, self._service.stats

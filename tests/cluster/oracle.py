@@ -142,13 +142,18 @@ async def start_again(cluster: LocalCluster, name: str, *args: str) -> None:
 async def decoding_process(cluster: LocalCluster, client: AsyncClient) -> str:
     """The name of the decode worker that runs the only stream."""
 
-    async def pids() -> set[int]:
-        workers = (await client.status())["workers"]
-        return {w["pid"] for w in workers if w["role"] == "decode" and w["running"]}
+    async def names() -> list[str]:
+        return await decoding_processes(cluster, client)
 
     # Another one's report about its last stream's end may still be on its way.
-    (pid,) = await eventually(pids, lambda found: len(found) == 1, "not one worker decodes")
-    return next(name for name, process in cluster.processes.items() if process.pid == pid)
+    return (await eventually(names, lambda found: len(found) == 1, "not one worker decodes"))[0]
+
+
+async def decoding_processes(cluster: LocalCluster, client: AsyncClient) -> list[str]:
+    """The names of the decode workers that run streams."""
+    workers = (await client.status())["workers"]
+    pids = {w["pid"] for w in workers if w["role"] == "decode" and w["running"]}
+    return [name for name, process in cluster.processes.items() if process.pid in pids]
 
 
 @dataclass

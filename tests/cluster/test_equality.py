@@ -25,6 +25,7 @@ from tests.cluster.oracle import (
     all_blocks_free,
     check,
     decoding_process,
+    decoding_processes,
 )  # fmt: skip
 from tests.preloaded import ranks_of
 from tests.waiting import WAIT_S, eventually
@@ -503,15 +504,19 @@ async def test_a_response_in_the_background_streams_on_though_its_decode_worker_
         timeout=TIMEOUT_S,
     ) as client:  # fmt: skip
         events: list[Any] = []
-        begun = await client.responses.create(
-            **asked, extra_body=more, background=True, stream=True
-        )
-        async with begun:
-            async for event in begun:
-                events.append(event)
-                if event.type == "response.output_text.delta":
-                    break
-        cluster.kill(await decoding_process(cluster, own))
+        decoding: list[str] = []
+        while len(decoding) != 1:  # the stream has ended, or the one before is still reported
+            begun = await client.responses.create(
+                **asked, extra_body=more, background=True, stream=True
+            )
+            events.clear()
+            async with begun:
+                async for event in begun:
+                    events.append(event)
+                    if event.type == "response.output_text.delta":
+                        break
+            decoding = await decoding_processes(cluster, own)
+        cluster.kill(decoding[0])
         rest = await client.responses.retrieve(
             events[0].response.id, stream=True, starting_after=events[-1].sequence_number
         )
