@@ -76,14 +76,14 @@ class Dispatch:
             attempt = Attempt(handoff_id, deliver)
             state.prompt_logprobs = attempt.prompt_logprobs
             pair, decode, reserved = await self._reserve(state, attempt, trace)
-            attempt.on_decoding = partial(self._fleet.breakers.succeeded, pair.decode.incarnation)
+            attempt.on_decoding = partial(self._on_decoding, attempt, pair)
             _describe(span, pair, reserved, state)
             streams_ns = time.time_ns() if reserved.started else 0
             prefill: Member | None = None
             try:
                 if reserved.started:
                     if not pair.decode_prefills:
-                        attempt.unassign()
+                        self._unassign(attempt)
                     attempt.first_token_seen()
                     state.record_cached(reserved.cached_tokens)
                 else:
@@ -207,6 +207,15 @@ class Dispatch:
         prompt = AssignedPrompt(by.uncached, finish, demand.token_ids, demand.cache_salt)
         attempt.assign(member, prompt)
 
+    def _unassign(self, attempt: Attempt) -> None:
+        """The prompt is computed: those that wait may have room, before a worker reports again."""
+        attempt.unassign()
+        self._fleet.announce()
+
+    def _on_decoding(self, attempt: Attempt, pair: Pair) -> None:
+        self._unassign(attempt)
+        self._fleet.breakers.succeeded(pair.decode.incarnation)
+
     async def _call_reserve(
         self, state: RequestState, attempt: Attempt, pair: Pair, decode: Member, trace: Context
     ) -> decode_pb2.ReserveResponse:
@@ -245,7 +254,7 @@ class Dispatch:
         def on_event(event: Event) -> None:
             if isinstance(event, prefill_pb2.PrefillResponse):
                 if event.HasField("first_token"):
-                    attempt.unassign()
+                    self._unassign(attempt)
                     if state.decodes:
                         attempt.suspects.add(pair.decode.incarnation)  # if the handoff fails
                     breakers.succeeded(name)

@@ -80,6 +80,32 @@ async def test_requests_that_wait_look_again_when_another_has_ended(cluster, mon
     assert len(ends) == 2 and all(event.is_set() for event in ends)
 
 
+@pytest.mark.parametrize("by_decode", [False, True])
+async def test_requests_that_wait_look_again_at_a_first_token(cluster, monkeypatch, by_decode):
+    """The next prompt is placed at once, not at a worker's next report: it comes a step later."""
+    decode, changes, forget = cluster.decodes[0], [], Member.unassign
+
+    def unassign(member, handoff_id):
+        forget(member, handoff_id)
+        changes.append(cluster.next_change())
+
+    async def first_only(request):
+        yield first_token(1)
+        await asyncio.Event().wait()
+
+    cluster.prefills[0].scripts = [first_only]
+    if by_decode:
+        decode.reserves = [decode.accept_and_start]
+        decode.runs = [lambda sequence, ahead: decode.run_to_end(sequence, ahead, most=1)]
+    monkeypatch.setattr(Member, "unassign", unassign)
+    running = asyncio.create_task(cluster.run(request_state()))
+    await seen(lambda: changes and changes[0].is_set())
+    assert not running.done()
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
 async def test_requests_that_wait_look_again_when_one_is_cancelled_in_its_reservation(cluster):
     requested = asyncio.Event()
 
