@@ -106,8 +106,8 @@ def _patch_language_once(interpreter: Any) -> None:
 
 def _make_types_cheaply(interpreter: Any) -> None:
     """Half of a kernel's time went into types: each tensor's shape is wrapped number by number, a
-    table of types is built at each look into it, and each sum of integers is computed again in 64
-    bits, for an assertion that is made in a debugger alone.
+    table of types is built at each look into it, shapes are compared number by number, and each sum
+    of integers is computed again in 64 bits, for an assertion that is made in a debugger alone.
     """
     tl, builder = interpreter.tl, interpreter.interpreter_builder
     core = tl.core
@@ -147,6 +147,15 @@ def _make_types_cheaply(interpreter: Any) -> None:
         tensor.shape, tensor.numel = shapes[key]
 
     core.tensor.__init__ = init_tensor
+
+    semantic = type(interpreter.interpreter_semantic)
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_unlike(self: Any, lhs: Any, rhs: Any) -> Any:
+        alike = lhs.shape is rhs.shape  # from `shapes`: equal ones are one object
+        return (lhs, rhs) if alike else broadcast(self, lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_unlike
 
 
 _interpret()
