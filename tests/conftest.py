@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
+
+gc.disable()  # until all tests are imported, of which nothing becomes garbage
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job of a script
     signal.signal(signal.SIGINT, signal.default_int_handler)  # child processes inherit it
@@ -20,6 +23,11 @@ from tests.preloaded import RANKS, Preloaded
 # Other examples in each run; no deadline: machines are busy.
 hypothesis.settings.register_profile("suite", max_examples=50, deadline=None)
 hypothesis.settings.load_profile("suite")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no collection looks at what was imported
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
