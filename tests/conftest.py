@@ -10,8 +10,6 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-gc.disable()  # until all tests are imported, of which nothing becomes garbage
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job of a script
     signal.signal(signal.SIGINT, signal.default_int_handler)  # child processes inherit it
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core
@@ -19,6 +17,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core
 
 import tests.interpreted  # noqa: F401
 from tests.preloaded import RANKS, Preloaded
+
+gc.disable()  # until all tests are imported, of which nothing becomes garbage
 
 # Other examples in each run; no deadline: machines are busy.
 hypothesis.settings.register_profile("suite", max_examples=50, deadline=None)

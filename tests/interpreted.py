@@ -107,7 +107,8 @@ def _patch_language_once(interpreter: Any) -> None:
 def _make_types_cheaply(interpreter: Any) -> None:
     """Half of a kernel's time went into types: each tensor's shape is wrapped number by number, a
     table of types is built at each look into it, shapes are compared number by number and values
-    copied to them, and each sum of integers is computed again in 64 bits, for an assertion that is made in a debugger alone.
+    copied to them, and each sum of integers is computed again in 64 bits, for an assertion that is
+    made in a debugger alone.
     """
     tl, builder = interpreter.tl, interpreter.interpreter_builder
     core = tl.core
