@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -17,9 +18,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core
 import tests.interpreted  # noqa: F401
 from tests.preloaded import RANKS, Preloaded
 
+gc.disable()  # until all tests are imported, of which nothing becomes garbage
+
 # Other examples in each run; no deadline: machines are busy.
 hypothesis.settings.register_profile("suite", max_examples=50, deadline=None)
 hypothesis.settings.load_profile("suite")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no collection looks at what was imported
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -212,7 +212,9 @@ def run(argv: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
+    gc.disable()
     for module in IMPORTED:
         importlib.import_module(module)
     gc.freeze()  # forks share what is there
+    gc.enable()
     serve(socket.socket(fileno=int(sys.argv[1])))

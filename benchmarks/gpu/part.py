@@ -154,9 +154,9 @@ class Part:
         return max(moved_bytes / self.copy_bytes_per_s, flops / rate)
 
     def free(self) -> None:
-        """Returns unreferenced memory to the device."""
-        gc.collect()
+        """Returns unreferenced memory to the GPU."""
         if self.cuda:
+            gc.collect()
             torch.cuda.empty_cache()
 
 

@@ -27,6 +27,7 @@ from baton.local.model_check import check_model
 from baton.local.model_plan import weight_bytes
 from tests.unit.engine import small_models
 from tests.unit.engine.gguf_files import add_tensor, llama3_factors, quantized, write_gguf
+from tests.unit.engine.model_cases import LLAMA3
 from tests.unit.engine.paged import PagedRun
 
 GGML = gguf.GGMLQuantizationType
@@ -133,14 +134,6 @@ def test_native_products_equal_the_reference_in_any_number_of_rows(kind, dtype, 
         torch.testing.assert_close(joined[:, 70:], ones, rtol=1e-4, atol=1e-4)
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

@@ -1,5 +1,6 @@
 """The model gives what transformers gives: every architecture and variant, paged any way."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,12 @@ def prompt(length=75, vocab=300):
 def expected_logits(reference, tokens):
     logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
     return logits.float()
+
+
+@functools.cache
+def exact_logits(directory):
+    """Of the prompt, in float32; one for all kernels."""
+    return expected_logits(load_reference(directory), prompt())
 
 
 @by_kernels
@@ -150,7 +157,7 @@ def test_operations_one_by_one_compute_what_a_whole_step_does(architecture, save
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(architecture, kernels, saved):
     directory, reference = saved(architecture, dtype=torch.bfloat16)
     bf16 = expected_logits(reference, prompt())
-    exact = expected_logits(load_reference(directory), prompt())
+    exact = exact_logits(directory)
     run = PagedRun(load(directory, kernels, torch.bfloat16))
     for query_lens in ([75], [40, *[1] * 35]):
         sequence = run.add(prompt())

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from baton.config import DEMO_MODEL, ApiConfig
+from baton.gateway import response_store
 from baton.gateway.routes import serving
 from baton.generation.structured_output import GrammarCompiler
 from baton.net.http_server import listen
@@ -32,6 +33,14 @@ CALLS = (
 def pytest_asyncio_loop_factories(config, item):
     """The loop that routers run on."""
     return {"uvloop": EventLoop}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Of a gateway that stores responses."""
+    folder = tmp_path / "responses"
+    response_store.prepare(folder)
+    return ApiConfig(response_dir=folder)
 
 
 class Gateway:

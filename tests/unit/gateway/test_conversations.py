@@ -5,7 +5,6 @@ import contextlib
 import openai
 import pytest
 
-from baton.config import ApiConfig
 from baton.gateway import response_store
 from baton.gateway.conversation_store import ConversationStore, StoredConversation, StoredItem
 from router.admission.tenants import Tenants
@@ -14,13 +13,6 @@ from tests.waiting import eventually
 from .conftest import CALLS
 from .test_response_store import LETTERS, TURNS, client_of, roles
 from .test_responses import TOOLS
-
-
-@pytest.fixture
-def config(tmp_path):
-    folder = tmp_path / "responses"
-    response_store.prepare(folder)
-    return ApiConfig(response_dir=folder)
 
 
 def message(text, role="user"):

@@ -5,7 +5,6 @@ import asyncio
 import openai
 import pytest
 
-from baton.config import ApiConfig
 from baton.gateway import response_store
 from baton.gateway.response_store import ResponseStore, StoredResponse
 from router.admission.tenants import Tenants
@@ -20,13 +19,6 @@ TURNS = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{{ m.reasoning_content }}"
     "{{ m.tool_calls | length if m.tool_calls }};{% endfor %}{# tools #}<tool_call></think>"
 )
-
-
-@pytest.fixture
-def config(tmp_path):
-    folder = tmp_path / "responses"
-    response_store.prepare(folder)
-    return ApiConfig(response_dir=folder)
 
 
 def client_of(gateway, key="any"):

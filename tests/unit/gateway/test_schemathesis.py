@@ -7,6 +7,7 @@ request that breaks the description may be accepted.
 import contextlib
 
 import pytest
+import requests
 import schemathesis
 from anyio.from_thread import start_blocking_portal
 from hypothesis import HealthCheck, Phase, settings
@@ -69,6 +70,15 @@ def url(tmp_path_factory):
         yield url
 
 
+@pytest.fixture(scope="module")
+def session():
+    """Connections that are kept: thousands of requests are sent. It has no headers of its own."""
+    with requests.Session() as session:
+        session.trust_env = False  # proxies are read from the environment at each request
+        session.headers.clear()
+        yield session
+
+
 @schema.parametrize()
 @settings(
     max_examples=EXAMPLES,
@@ -78,8 +88,8 @@ def url(tmp_path_factory):
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-def test_answers_are_as_described(case, url):
-    response = case.call(base_url=url, timeout=WAIT_S)
+def test_answers_are_as_described(case, url, session):
+    response = case.call(base_url=url, session=session, timeout=WAIT_S)
     excluded = list(NOT_IN_THE_DESCRIPTION)
     if UNKNOWN_HEADER in (case.headers or {}):  # which HTTP has ignored
         excluded.append(negative_data_rejection)

@@ -7,15 +7,19 @@ TB/s), and thus 3 for a 4-bit weight.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import triton
+from triton.runtime.cache import get_cache_manager
 
 # Products of tensor cores; a warp does a quarter of the multiply-adds of a wgmma.
 _PRODUCT = re.compile(r"(?:(H|I|Q|B)?G?MMA)\.(\d+)(?:x(\d+)x(\d+))?")
@@ -135,10 +139,15 @@ def _width(name: str) -> int:
 
 
 def _run(program: str, option: str, cubin: bytes) -> str:
+    """What a program of CUDA prints about machine code; kept in Triton's cache."""
+    kept = get_cache_manager(hashlib.sha256(f"{program} {option} ".encode() + cubin).hexdigest())
+    if known := kept.get_file("printed"):
+        return zlib.decompress(Path(known).read_bytes()).decode()
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         done = subprocess.run(
             [program, option, file.name], capture_output=True, text=True, check=True, timeout=60
         )
+    kept.put(zlib.compress(done.stdout.encode()), "printed")
     return done.stdout

@@ -20,7 +20,7 @@ from baton.engine.speculative.ngram import NgramProposer
 from baton.engine.state_cache import StateBlockManager
 from baton.engine.step_report import SequenceProgress
 from baton.errors import Overloaded
-from tests.unit.engine.gpu.models import TINY, weights_of
+from tests.unit.engine.gpu.models import TINY, reference_weights, weights_of
 
 SIZE = 4
 MAX_CONTEXT = 64
@@ -74,7 +74,9 @@ class PaddedModel(DecoderModel):
 
 
 def model_of(config):
-    return PaddedModel(config, weights_of(config), torch.float32, torch.device("cpu"))
+    """Its products are torch's: the runner is tested here, and kernels elsewhere."""
+    weights = reference_weights(weights_of(config))
+    return PaddedModel(config, weights, torch.float32, torch.device("cpu"))
 
 
 MODEL = model_of(CONFIG)

@@ -173,9 +173,14 @@ def _norm(ones, seed):
 def both(config, dtype=torch.float32, quantization="none"):
     """The reference and the GPU's model over the same weights."""
     weights = weights_of(config, dtype, quantization)
-    layers = tuple(changed(layer, _reference) for layer in weights.layers)
-    plain = replace(weights, layers=layers, lm_head=_reference(weights.lm_head))
+    plain = reference_weights(weights)
     return DecoderModel(config, plain, dtype, CPU), GpuModel(config, weights, dtype, CPU)
+
+
+def reference_weights(weights):
+    """The same weights, multiplied by torch and not by the GPU's kernels."""
+    layers = tuple(changed(layer, _reference) for layer in weights.layers)
+    return replace(weights, layers=layers, lm_head=_reference(weights.lm_head))
 
 
 def _reference(weight):

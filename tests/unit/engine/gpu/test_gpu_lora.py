@@ -28,7 +28,7 @@ from tests.unit.engine.gpu.driving import (
     PaddedModel,
     new_pool,
 )
-from tests.unit.engine.gpu.models import CONFIGS, both, tokens, weights_of
+from tests.unit.engine.gpu.models import CONFIGS, both, reference_weights, tokens, weights_of
 from tests.unit.engine.paged import PagedRun
 from tests.unit.engine.small_models import CPU
 
@@ -111,7 +111,7 @@ def run_all(runner, **options):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_captured_steps_with_adapters_give_the_same_tokens(overlap):
-    weights = weights_of(CONFIG)
+    weights = reference_weights(weights_of(CONFIG))
 
     def model(kind):
         return adapted(kind(CONFIG, weights, torch.float32, CPU), CONFIG)

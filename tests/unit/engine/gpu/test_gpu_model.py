@@ -73,6 +73,18 @@ def test_equals_the_torch_model(name):
         assert model.expert_tokens.sum(1).tolist() == [ROWS * per_token] * layers
 
 
+def assert_is(reference, folder, config):
+    """The checkpoint on the GPU's path gives the logits of transformers' model."""
+    prepare = partial(linear.prepare, quantization="none")
+    weights = load_weights(folder, config, torch.float32, CPU, prepare)
+    run = PagedRun(GpuModel(config, weights, torch.float32, CPU))
+    sequence = run.add(tokens(20, 1))
+    got = torch.cat([run.step((sequence, count))[0] for count in (19, 1)])
+    with torch.inference_mode():
+        expected = reference(torch.tensor([sequence.tokens])).logits[0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # which is infinite on a GPU
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_equals_transformers(architecture, tmp_path):
@@ -87,14 +99,7 @@ def test_equals_transformers(architecture, tmp_path):
     config = ModelConfig.load(tmp_path)
     if reason := refused(config, 16, (9, 0)):
         pytest.skip(reason)
-    prepare = partial(linear.prepare, quantization="none")
-    weights = load_weights(tmp_path, config, torch.float32, CPU, prepare)
-    run = PagedRun(GpuModel(config, weights, torch.float32, CPU))
-    sequence = run.add(tokens(20, 1))
-    got = torch.cat([run.step((sequence, count))[0] for count in (19, 1)])
-    with torch.inference_mode():
-        expected = reference(torch.tensor([sequence.tokens])).logits[0]
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+    assert_is(reference, tmp_path, config)
 
 
 @pytest.mark.parametrize(("kv_dtype", "quantization"), [(torch.int8, "fp8"), (FP8, "int8")])
@@ -174,14 +179,7 @@ def test_mxfp4_experts(tmp_path):
     prepare = partial(linear.prepare, quantization="int8")  # which leaves these as they are
     held = load_weights(tmp_path, config, torch.float32, CPU, prepare).layers[0].experts
     assert isinstance(linear.unwrapped(held.experts[3].down), Mxfp4Weight)
-    prepare = partial(linear.prepare, quantization="none")
-    weights = load_weights(tmp_path, config, torch.float32, CPU, prepare)
-    run = PagedRun(GpuModel(config, weights, torch.float32, CPU))
-    sequence = run.add(tokens(20, 1))
-    got = torch.cat([run.step((sequence, count))[0] for count in (19, 1)])
-    with torch.inference_mode():
-        expected = reference(torch.tensor([sequence.tokens])).logits[0]
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+    assert_is(reference, tmp_path, config)
 
 
 @pytest.mark.parametrize("kind", [DecoderModel, GpuModel])
