@@ -8,7 +8,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 def main() -> int:
     """Runs one command. Ctrl-C is silent also while modules are still being imported."""
     try:
-        from baton import cli  # noqa: PLC0415 - below the `try`
+        from baton.cli import main as cli  # noqa: PLC0415 - below the `try`
 
         return cli.main()
     except KeyboardInterrupt:

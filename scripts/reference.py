@@ -25,7 +25,7 @@ from anthropic.types import message_create_params
 from openai import types
 from openai.types import chat
 
-from baton import cli
+from baton.cli import main as cli
 from baton.cli.options import HelpFormatter
 from baton.config import TOOL_PARSERS
 from baton.engine.backends.backend import unsupported

@@ -41,7 +41,7 @@ import psutil
 
 IMPORTED = (
     *("prefill_worker.worker", "decode_worker.worker", "router.main", "baton.gateway.routes"),
-    *("baton.cli", "baton.local.up", "baton.local.router_processes", "baton.client"),
+    *("baton.cli.main", "baton.local.up", "baton.local.router_processes", "baton.client"),
     *("baton.engine.tensor_parallel", "baton.worker.remote_rank"),
 )
 RANKS = frozenset({"baton.engine.rank_process", "baton.worker.remote_rank"})

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from baton.errors import InvalidRequest, quoted
 from baton.gateway import api
-from baton.gateway.chat import parsed_chat
+from baton.gateway.chat_completions import parsed_chat
 from baton.gateway.parsed_request import ParsedRequest
 from baton.text.stop_strings import MAX_STOPS
 from router.admission.chat import MAX_MESSAGES, MAX_TOOLS

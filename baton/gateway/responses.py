@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.gateway.batch_store import Metadata
-from baton.gateway.chat import parsed_chat
+from baton.gateway.chat_completions import parsed_chat
 from baton.gateway.conversation_store import Context
 from baton.gateway.custom_tools import arguments_of
 from baton.gateway.parsed_request import ParsedRequest

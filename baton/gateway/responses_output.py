@@ -16,7 +16,7 @@ from msgspec import UNSET
 
 from baton.errors import BatonError, ContextOverflow
 from baton.gateway import answers, sse
-from baton.gateway.chat import chat_tokens
+from baton.gateway.chat_completions import chat_tokens
 from baton.gateway.custom_tools import CustomInput
 from baton.gateway.generation import Generation
 from baton.gateway.output import ItemSink, token_text

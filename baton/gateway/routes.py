@@ -35,7 +35,7 @@ from baton.gateway import (
     response_store,
 )
 from baton.gateway.batches import BatchApi
-from baton.gateway.chat import ChatOutput, parse_chat
+from baton.gateway.chat_completions import ChatOutput, parse_chat
 from baton.gateway.completions import CompletionOutput, parse_completion
 from baton.gateway.conversations import ConversationApi
 from baton.gateway.endpoint import Endpoint

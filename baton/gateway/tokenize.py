@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from baton.errors import InvalidRequest
 from baton.gateway import answers, api
-from baton.gateway.chat import chat_message
+from baton.gateway.chat_completions import chat_message
 from baton.gateway.endpoint import Call
 from baton.gateway.headers import session_of
 from baton.gateway.output import token_text

@@ -28,7 +28,7 @@ from typing import Any
 import uvloop
 from prometheus_client import generate_latest
 
-from baton.cli import main
+from baton.cli.main import main
 from baton.config import SimulatedSpeed, WorkerConfig, host_id, model_path, new_incarnation
 from baton.net.message_stream import MAX_MESSAGE_BYTES
 from baton.net.metrics_server import serving

@@ -44,7 +44,7 @@ def _main() -> int:
         from tests.chaos import kv_faults  # noqa: PLC0415
 
         kv_faults.install(Path(path))
-    from baton.cli import main  # noqa: PLC0415 - after what it runs has been changed
+    from baton.cli.main import main  # noqa: PLC0415 - after what it runs has been changed
 
     return main()
 

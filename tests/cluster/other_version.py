@@ -117,6 +117,6 @@ def _wrap(owner: Any, name: str, argument: str, wrap: Callable[[Any], Any]) -> N
 
 if __name__ == "__main__":
     install(sys.argv.pop(1))
-    from baton.cli import main
+    from baton.cli.main import main
 
     sys.exit(main())

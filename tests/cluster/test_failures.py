@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from baton import cli
+from baton.cli import main as cli
 from baton.client import AsyncClient, RetryPolicy
 from baton.config import ClusterConfig, RouterLimits
 from baton.errors import DeadlineExceeded, Overloaded, Unavailable

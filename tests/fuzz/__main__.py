@@ -37,7 +37,7 @@ from baton.engine.checkpoint.tensor_headers import stored_tensors
 from baton.engine.models.model_config import ModelConfig
 from baton.errors import CheckpointError, ConfigError, InvalidRequest
 from baton.gateway.batch_runner import parse_line
-from baton.gateway.chat import parse_chat
+from baton.gateway.chat_completions import parse_chat
 from baton.gateway.completions import parse_completion
 from baton.gateway.messages import parse_message
 from baton.gateway.responses import parse_response

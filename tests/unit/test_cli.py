@@ -22,7 +22,8 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import baton
-from baton import cli
+from baton.cli import main as cli
+from baton.cli import options as cli_options
 from baton.cli import process_setup, status
 from baton.cli.planner import planner_config
 from baton.cli.router import router_config
@@ -110,7 +111,7 @@ def test_defaults_are_those_of_the_settings():
 
 
 CONFIGS = {
-    "up": lambda args: cli.options.settings(ClusterConfig, "up", args),
+    "up": lambda args: cli_options.settings(ClusterConfig, "up", args),
     "router": router_config, "planner": planner_config,
     "worker": worker_config, "prefill-worker": worker_config, "decode-worker": worker_config,
 }  # fmt: skip
@@ -152,9 +153,9 @@ def flags_of(cls):
     return argv
 
 
-@pytest.mark.parametrize("command", sorted(CONFIGS.keys() & cli.options.CONFIGS.keys()))
+@pytest.mark.parametrize("command", sorted(CONFIGS.keys() & cli_options.CONFIGS.keys()))
 def test_every_option_reaches_its_settings(command):
-    cls = cli.options.CONFIGS[command]
+    cls = cli_options.CONFIGS[command]
     given = json.loads(options.to_json(settings(command, *flags_of(cls))))
     assert given.keys() == options.declared(cls).keys() - {"model"}
 
@@ -666,7 +667,7 @@ def test_health_is_an_exit_status_for_container_checks(capsys):
 
 ECHO = """
 import asyncio, collections, pathlib, time
-from baton import cli
+from baton.cli import main as cli
 assert cli.main(["status", "--timeout", "2", "--target", "127.0.0.1:1"]) == 1  # which loads gRPC
 import grpc
 

@@ -8,7 +8,8 @@ from functools import cache
 
 import pytest
 
-from baton import cli, errors
+from baton import errors
+from baton.cli import main as cli
 from baton.net.http_errors import failure_of
 from baton.net.rpc import code_of
 from baton.telemetry.metrics.instruments import INSTRUMENTS

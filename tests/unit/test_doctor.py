@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from baton import cli
 from baton.cli import doctor as command
+from baton.cli import main as cli
 from baton.client import Completion, Model, Route
 from baton.errors import BatonError, ConfigError, KvMismatch, TransferFailed, Unauthenticated
 from baton.local import doctor, etcd_process
@@ -37,7 +37,7 @@ def test_a_machine_is_looked_at_without_torch():
     """A client's installation: neither torch nor rich can be imported."""
     code = (
         "import sys; sys.modules['torch'] = sys.modules['rich'] = None\n"
-        "from baton.cli import main; sys.exit(main(['doctor', '--json']))"
+        "from baton.cli.main import main; sys.exit(main(['doctor', '--json']))"
     )
     status, out, error = run([*PYTHON, code])
     assert (status, error) == (0, "")

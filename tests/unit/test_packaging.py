@@ -95,7 +95,7 @@ GRPC = ("grpc",)
         ("import baton.text", ("torch", "grpc")),
         ("import router.admission.tokenizer_process", ("torch", "grpc", "opentelemetry")),
         ("import baton; baton.Client, baton.AsyncClient", LIBRARIES + HEAVY),
-        ("import baton.cli; baton.cli.parser()", LIBRARIES + HEAVY),
+        ("from baton.cli import main; main.parser()", LIBRARIES + HEAVY),
         (
             "import baton.generation.sampling_params, baton.config; "
             "import baton.net.rpc, baton.telemetry.tracing",

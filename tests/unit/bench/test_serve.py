@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton import cli
 from baton.bench import serve, terminal
 from baton.bench.request import RequestOptions
 from baton.bench.terminal import Progress
 from baton.bench.trace_workload import Scale
 from baton.bench.workload import Interference, Lengths, Settings, Workload
+from baton.cli import main as cli
 from baton.cli.bench import settings_of
 from baton.config.slo import Slo
 from baton.errors import ConfigError, Unavailable

@@ -9,9 +9,10 @@ import time
 import pytest
 from aiohttp import web
 
-from baton import cli, errors
+from baton import errors
 from baton.bench.request import Demand, Outcome, RequestOptions
 from baton.bench.servers import GrpcServer, HttpServer, connected
+from baton.cli import main as cli
 from baton.cli.options import use_tls
 from baton.local import certs
 from baton.net import tls

@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 
-from baton import cli
+from baton.cli import main as cli
 from baton.v1 import fleet_pb2
 from tests.unit.client.scripted_router import HELLO, ScriptedRouter
 

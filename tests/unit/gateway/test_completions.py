@@ -17,7 +17,7 @@ import pytest
 
 from baton.errors import BatonError, InvalidRequest
 from baton.gateway import generation
-from baton.gateway.chat import ChatOutput
+from baton.gateway.chat_completions import ChatOutput
 from baton.gateway.completions import parse_completion
 from baton.gateway.generation import run_choices
 from baton.gateway.parsed_request import ParsedRequest

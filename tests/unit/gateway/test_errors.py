@@ -15,7 +15,7 @@ import pytest
 
 from baton import errors
 from baton.gateway import api
-from baton.gateway.chat import parse_chat
+from baton.gateway.chat_completions import parse_chat
 from baton.gateway.completions import parse_completion
 from baton.gateway.endpoint import MAX_BODY_BYTES
 from baton.net import rpc

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from baton.config import ApiConfig, RouterConfig, host_names, origins
 from baton.errors import ConfigError
-from baton.gateway.chat import ChatOutput
+from baton.gateway.chat_completions import ChatOutput
 from baton.gateway.completions import CompletionOutput
 from baton.gateway.routes import frontend
 from baton.net import http_server

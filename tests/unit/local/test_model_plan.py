@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from baton import cli
+from baton.cli import main as cli
 from baton.config import EngineConfig
 from baton.engine.backends.cpu import backend as cpu
 from baton.engine.kv_cache import KvLayout

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from baton import cli
+from baton.cli import main as cli
 from baton.errors import InvalidRequest
 from baton.local import ports
 from baton.local.otlp import OtlpReceiver

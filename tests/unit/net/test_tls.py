@@ -9,7 +9,7 @@ import grpc
 import httpx
 import pytest
 
-from baton import cli
+from baton.cli import main as cli
 from baton.errors import ConfigError, Unauthenticated, Unavailable
 from baton.local import certs
 from baton.net import rpc, tls

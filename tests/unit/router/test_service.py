@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha.reflection_pb2 import (
 from opentelemetry.context import Context
 from opentelemetry.trace import StatusCode
 
-from baton import cli
+from baton.cli import main as cli
 from baton.errors import Cancelled, Unauthenticated
 from baton.generation.sampling_params import SamplingParams, StructuredOutput
 from baton.local.otlp import OtlpReceiver

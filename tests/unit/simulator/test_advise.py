@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from baton import cli
 from baton.bench.workload import Lengths, Workload
+from baton.cli import main as cli
 from baton.config import SimulatedSpeed
 from baton.config.slo import Slo
 from baton.errors import ConfigError
