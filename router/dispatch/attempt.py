@@ -144,6 +144,7 @@ class Attempt:
             if not self._decoding:
                 self._decoding = self._handed_over = True
                 self.suspects.clear()
+                self.unassign()
                 self.on_decoding()
             if event.HasField("prompt_logprobs"):
                 self.prompt_logprobs.MergeFrom(event.prompt_logprobs)

@@ -76,7 +76,7 @@ class Dispatch:
             attempt = Attempt(handoff_id, deliver)
             state.prompt_logprobs = attempt.prompt_logprobs
             pair, decode, reserved = await self._reserve(state, attempt, trace)
-            attempt.on_decoding = partial(self._on_decoding, attempt, pair)
+            attempt.on_decoding = partial(self._on_decoding, pair.decode.incarnation)
             _describe(span, pair, reserved, state)
             streams_ns = time.time_ns() if reserved.started else 0
             prefill: Member | None = None
@@ -212,9 +212,9 @@ class Dispatch:
         attempt.unassign()
         self._fleet.announce()
 
-    def _on_decoding(self, attempt: Attempt, pair: Pair) -> None:
-        self._unassign(attempt)
-        self._fleet.breakers.succeeded(pair.decode.incarnation)
+    def _on_decoding(self, name: str) -> None:
+        self._fleet.breakers.succeeded(name)
+        self._fleet.announce()
 
     async def _call_reserve(
         self, state: RequestState, attempt: Attempt, pair: Pair, decode: Member, trace: Context

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import psutil
-
 from baton.client import AsyncClient, Completion
 from baton.config import EngineConfig
 from baton.generation.sampling_params import SamplingParams, StructuredOutput
@@ -117,13 +115,10 @@ async def check(client: AsyncClient, oracle: Oracle, case: Case, **options: Any)
 
 
 async def all_blocks_free(client: AsyncClient) -> None:
-    """Returns once no worker holds or quarantines a block; fails after a long time.
-
-    What a killed worker held is listed as long as its lease lives.
-    """
+    """Returns once no worker holds or quarantines a block; fails after a long time."""
 
     async def held() -> dict[str, int]:
-        workers = [w for w in (await client.status())["workers"] if psutil.pid_exists(w["pid"])]
+        workers = (await client.status())["workers"]
         counts = {w["incarnation"]: w["blocks_held"] + w["blocks_quarantined"] for w in workers}
         return {name: count for name, count in counts.items() if count}
 

@@ -8,7 +8,8 @@ import tarfile
 
 import pytest
 
-from baton.cli import options, parser
+from baton.cli import options
+from baton.cli.main import parser
 from baton.config import PlannerConfig, RouterConfig, WorkerConfig
 from tests.helm.chart import CHART, api_server, install
 from tests.helm.pod import ENTRYPOINT, Pod, templates

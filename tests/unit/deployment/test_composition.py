@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from baton.cli import parser
+from baton.cli.main import parser
 from baton.cli.router import router_config
 from baton.cli.workers import worker_config
 from baton.errors import BatonError
