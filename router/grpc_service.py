@@ -33,8 +33,9 @@ _OPERATOR_METHODS = (
     "/grpc.reflection.",
 )  # fmt: skip
 _PLAN_S = 2.0  # between two looks at the planner's plan
-# Siblings get a status after so many looks at the workers' states, or when one has changed.
-_LOOKS, _LOOK_S = 10, 0.05
+# Workers' states are polled every _POLL_S; a status is published when one has changed, and at every
+# _POLLS-th poll.
+_POLLS, _POLL_S = 10, 0.05
 _MAX_JOINED = 64  # tokens in a message of joined output
 
 
@@ -201,8 +202,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             self._shared.publish(
                 fleet_pb2.GetStatusResponse(router=self._status(), workers=workers)
             )
-            for _ in range(_LOOKS):
-                await asyncio.sleep(_LOOK_S)
+            for _ in range(_POLLS):
+                await asyncio.sleep(_POLL_S)
                 if states() != published:
                     break
 

@@ -17,9 +17,10 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,28 +56,25 @@ class Scale:
     times: float = 1.0  # factor for targets and between arrivals
 
 
+Roles = dict[str, int]  # number of workers by role
 Found = tuple[float, float, float]  # share that met the targets, TTFT p50 in s, share handed over
+Run = Callable[[Sequence[Roles], bool, list[Demand], str], Found]
 
 
-class Simulated:
-    """Runs a load on arrangements of devices, simulated."""
+def simulated(clusters: Sequence[Roles], engine: bool, demands: list[Demand], slo: str) -> Found:
+    """Runs a load on clusters, each of which gets every other request where there are two.
 
-    def goodput(self, roles: dict[str, int], demands: list[Demand], slo: str) -> Found:
-        return self._run(DEVICE, roles, demands, slo)
-
-    def replicas(self, demands: list[Demand], slo: str) -> Found:
-        halves = [self._run(DEVICE, {"mixed": 1}, demands[at::2], slo) for at in (0, 1)]
-        return sum(one[0] for one in halves) / 2, sum(one[1] for one in halves) / 2, 0.0
-
-    def one_engine(self, demands: list[Demand], slo: str) -> Found:
-        return self._run(BOTH, {"mixed": 1}, demands, slo)
-
-    @staticmethod
-    def _run(spec: WorkerSpec, roles: dict[str, int], demands: list[Demand], slo: str) -> Found:
-        limits = RouterLimits(slos=(slo,))
-        stats = Simulation(spec, roles, limits).run(demands).stats(Slo.parse(slo))
-        met = stats["goodput"]["share"] * stats["requests"]["ok"] / len(demands)
-        return met, stats["ttft_s"]["p50"], stats["handed_over_share"]
+    `engine`: their worker has both devices.
+    """
+    spec, limits = BOTH if engine else DEVICE, RouterLimits(slos=(slo,))
+    found: list[Found] = []
+    for at, roles in enumerate(clusters):
+        own = demands[at :: len(clusters)]
+        stats = Simulation(spec, roles, limits).run(own).stats(Slo.parse(slo))
+        met = stats["goodput"]["share"] * stats["requests"]["ok"] / len(own)
+        found.append((met, stats["ttft_s"]["p50"], stats["handed_over_share"]))
+    met, ttft_s, handed_over = map(statistics.mean, zip(*found, strict=True))
+    return met, ttft_s, handed_over
 
 
 class Alternating(Server):
@@ -98,61 +96,54 @@ class Alternating(Server):
         await next(self._next).send(body, outcome, began)
 
     async def close(self) -> None:
-        """Whoever connected them closes them."""
+        """Their owner closes them."""
 
 
-class Measured:
-    """Runs a load on clusters of processes that it starts, with one core as a device."""
+async def _measured(
+    model: Path, clusters: Sequence[Roles], engine: bool, demands: list[Demand], slo: str
+) -> Found:
+    """As `simulated`, on clusters of processes that it starts, with a core as a device."""
+    options = RequestOptions(ids=range(10, 40_000), timeout_s=600.0)
+    settings = EngineConfig(model=str(model), dtype="bfloat16", threads=2 if engine else 1)
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(_cluster(settings, roles, slo, options))
+            for roles in clusters
+        ]
+        for server in servers:  # rates are measured, and links made
+            first = [replace(one, at_s=0.0, new_tokens=16) for one in _others(demands[:8])]
+            await Generator(server).closed_loop(first, 2)
+        run = await Generator(Alternating(servers, options)).open_loop(demands)
+    stats = stats_of(run.outcomes, run.seconds, Slo.parse(slo))
+    for error in stats["errors"]:
+        print(error, file=sys.stderr)
+    if not stats["requests"]["ok"]:
+        return 0.0, 0.0, 0.0
+    handed_over = stats["phases"]["transferred"] / stats["requests"]["ok"]
+    return stats["goodput"]["share"], stats["ttft_s"]["p50"], handed_over
 
-    def __init__(self, model: Path) -> None:
-        self._model = model
 
-    def goodput(self, roles: dict[str, int], demands: list[Demand], slo: str) -> Found:
-        return asyncio.run(self._run([roles], 1, demands, slo))
+def measured(
+    model: Path, clusters: Sequence[Roles], engine: bool, demands: list[Demand], slo: str
+) -> Found:
+    return asyncio.run(_measured(model, clusters, engine, demands, slo))
 
-    def replicas(self, demands: list[Demand], slo: str) -> Found:
-        return asyncio.run(self._run([{"mixed": 1}] * 2, 1, demands, slo))
 
-    def one_engine(self, demands: list[Demand], slo: str) -> Found:
-        return asyncio.run(self._run([{"mixed": 1}], 2, demands, slo))
-
-    async def _run(
-        self, clusters: list[dict[str, int]], threads: int, demands: list[Demand], slo: str
-    ) -> Found:
-        options = RequestOptions(ids=range(10, 40_000), timeout_s=600.0)
-        async with contextlib.AsyncExitStack() as stack:
-            servers = [
-                await stack.enter_async_context(self._cluster(roles, threads, slo, options))
-                for roles in clusters
-            ]
-            for server in servers:  # rates are measured, and links made
-                first = [replace(one, at_s=0.0, new_tokens=16) for one in _others(demands[:8])]
-                await Generator(server).closed_loop(first, 2)
-            run = await Generator(Alternating(servers, options)).open_loop(demands)
-        stats = stats_of(run.outcomes, run.seconds, Slo.parse(slo))
-        for error in stats["errors"]:
-            print(error, file=sys.stderr)
-        if not stats["requests"]["ok"]:
-            return 0.0, 0.0, 0.0
-        handed_over = stats["phases"]["transferred"] / stats["requests"]["ok"]
-        return stats["goodput"]["share"], stats["ttft_s"]["p50"], handed_over
-
-    @asynccontextmanager
-    async def _cluster(
-        self, roles: dict[str, int], threads: int, slo: str, options: RequestOptions
-    ) -> AsyncIterator[Server]:
-        """A router over workers of some roles, while it runs."""
-        config = ClusterConfig(
-            prefill=roles.get("prefill", 0), decode=roles.get("decode", 0),
-            mixed=roles.get("mixed", 0),
-            engine=EngineConfig(model=str(self._model), dtype="bfloat16", threads=threads),
-            limits=RouterLimits(slos=(slo,)), port=0, trace_sample=0.0,
-        )  # fmt: skip
-        async with (
-            LocalCluster(config) as cluster,
-            connected(cluster.addresses[0], options) as server,
-        ):
-            yield server
+@asynccontextmanager
+async def _cluster(
+    engine: EngineConfig, roles: Roles, slo: str, options: RequestOptions
+) -> AsyncIterator[Server]:
+    """A router over workers of some roles, while it runs."""
+    config = ClusterConfig(
+        prefill=roles.get("prefill", 0), decode=roles.get("decode", 0),
+        mixed=roles.get("mixed", 0), engine=engine,
+        limits=RouterLimits(slos=(slo,)), port=0, trace_sample=0.0,
+    )  # fmt: skip
+    async with (
+        LocalCluster(config) as cluster,
+        connected(cluster.addresses[0], options) as server,
+    ):
+        yield server
 
 
 def _others(demands: list[Demand]) -> list[Demand]:
@@ -164,11 +155,11 @@ def _others(demands: list[Demand]) -> list[Demand]:
 
 
 def cell(
-    runner: Simulated | Measured, scale: Scale, names: tuple[str, str, str],
+    run: Run, scale: Scale, names: tuple[str, str, str],
     count: int, duration_s: float, seeds: int,
 ) -> dict[str, Any]:  # fmt: skip
     """One cell of the sweep, the mean over several seeds' loads."""
-    rows = [_row(runner, scale, names, count, duration_s, seed) for seed in range(seeds)]
+    rows = [_row(run, scale, names, count, duration_s, seed) for seed in range(seeds)]
     found = {
         name: statistics.mean(row[name] for row in rows) if isinstance(value, float) else value
         for name, value in rows[0].items()
@@ -185,7 +176,7 @@ def cell(
 
 
 def _row(
-    runner: Simulated | Measured, scale: Scale, names: tuple[str, str, str],
+    run: Run, scale: Scale, names: tuple[str, str, str],
     count: int, duration_s: float, seed: int,
 ) -> dict[str, float]:  # fmt: skip
     prompts, load, target = names
@@ -202,10 +193,10 @@ def _row(
             output_lengths=Lengths(output // 2, output * 3 // 2),
         ).demands()
     )
-    pair = runner.goodput({"prefill": 1, "decode": 1}, demands, slo)
-    replicas = runner.replicas(demands, slo)
-    one = runner.one_engine(demands, slo)
-    mixed = runner.goodput({"mixed": 2}, demands, slo)
+    pair = run([{"prefill": 1, "decode": 1}], False, demands, slo)
+    replicas = run([{"mixed": 1}] * 2, False, demands, slo)
+    one = run([{"mixed": 1}], True, demands, slo)
+    mixed = run([{"mixed": 2}], False, demands, slo)
     return {
         "1P1D": pair[0], "replicas": replicas[0], "one engine": one[0], "mixed": mixed[0],
         "handed over": mixed[2], "TTFT s: 1P1D": pair[1],
@@ -229,11 +220,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     rows = []
-    runner = Measured(args.model) if args.model else Simulated()
+    run: Run = partial(measured, args.model) if args.model else simulated
     scale = Scale(args.prompt_scale, args.time_scale)
     for names in itertools.product(PROMPTS, ("light", "heavy"), TPOT_S):
         print("measuring" if args.model else "simulating", *names, file=sys.stderr, flush=True)
-        row = cell(runner, scale, names, args.requests, args.duration, args.seeds)
+        row = cell(run, scale, names, args.requests, args.duration, args.seeds)
         rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
     print("\n".join(table({name: name for name in rows[0]}, rows)))
     if args.json:

@@ -705,7 +705,7 @@ async def test_status_and_spans_of_a_request_that_fails_over(router_of):
 async def test_a_workers_new_state_is_published_soon(router_of, monkeypatch):
     """Not only at the next turn: a process that starts or replaces the worker waits for it."""
     router = await router_of()
-    monkeypatch.setattr(grpc_service, "_LOOKS", 1 << 20)
+    monkeypatch.setattr(grpc_service, "_POLLS", 1 << 20)
     published = []
     shared = SimpleNamespace(publish=published.append)
     operators = FleetServicer(router.service, router.status_of_router, shared)
