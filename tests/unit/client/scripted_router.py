@@ -59,7 +59,7 @@ class ScriptedRouter(
                     await step.wait()
                 else:
                     yield step
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter while gRPC still sends
             self.cancelled.set()
             raise
 
