@@ -18,9 +18,9 @@ from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.gateway import sse
 from baton.gateway.conversation_store import ConversationStore
 from baton.gateway.database import DatabaseThread
-from baton.gateway.response_store import ALIVE_S, ResponseStore, StoredResponse
-from baton.gateway.response_types import Response, ResponseError
 from baton.gateway.responses_output import ResponseGeneration, encode_event
+from baton.gateway.responses_store import ALIVE_S, ResponseStore, StoredResponse
+from baton.gateway.responses_types import Response, ResponseError
 from baton.net.http_errors import HttpError
 from baton.net.http_server import HttpExchange
 from baton.net.tasks import cancelled, wait_at_most

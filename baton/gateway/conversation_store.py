@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from baton.errors import InvalidRequest, quoted
-from baton.gateway.response_store import MAX_HISTORY_BYTES, ResponseStore
+from baton.gateway.responses_store import MAX_HISTORY_BYTES, ResponseStore
 from baton.net.http_errors import HttpError
 
 # Of an item of a response, with the response's id.

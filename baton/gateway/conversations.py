@@ -24,8 +24,8 @@ from baton.gateway.conversation_store import (
 )
 from baton.gateway.endpoint import Endpoint
 from baton.gateway.openapi import ERRORS, Operation, Routes
-from baton.gateway.response_api import ItemsQuery, ResponseApi
 from baton.gateway.responses import InputItem, shown_items
+from baton.gateway.responses_api import ItemsQuery, ResponseApi
 from baton.net.http_server import HttpExchange
 
 MAX_ITEMS = 20  # of a request, as OpenAI

@@ -20,7 +20,14 @@ from baton.gateway.chat_completions import chat_tokens
 from baton.gateway.custom_tools import CustomInput
 from baton.gateway.generation import Generation
 from baton.gateway.output import ItemSink, token_text
-from baton.gateway.response_types import (
+from baton.gateway.responses import (
+    ConversationId,
+    PlainText,
+    ReasoningOptions,
+    ResponsesRequest,
+    TextOptions,
+)
+from baton.gateway.responses_types import (
     CustomToolCallItem,
     FailureCode,
     FunctionCallItem,
@@ -35,13 +42,6 @@ from baton.gateway.response_types import (
     Response,
     ResponseError,
     ResponseUsage,
-)
-from baton.gateway.responses import (
-    ConversationId,
-    PlainText,
-    ReasoningOptions,
-    ResponsesRequest,
-    TextOptions,
 )
 from baton.generation.tool_call import ToolCallDelta
 from baton.net.http_errors import CONTEXT_OVERFLOW, Failure, failure_of

@@ -31,8 +31,8 @@ from baton.gateway import (
     embeddings,
     messages_output,
     rerank,
-    response_api,
-    response_store,
+    responses_api,
+    responses_store,
 )
 from baton.gateway.batches import BatchApi
 from baton.gateway.chat_completions import ChatOutput, parse_chat
@@ -55,7 +55,7 @@ from baton.gateway.openapi import (
     Routes,
     document,
 )
-from baton.gateway.response_api import ResponseApi
+from baton.gateway.responses_api import ResponseApi
 from baton.gateway.tokenize import (
     RenderedRequest,
     detokenize,
@@ -86,7 +86,7 @@ def frontend(config: RouterConfig) -> ProtocolServer:
     if config.api.batch_dir:
         batch_store.prepare(config.api.batch_dir)
     if config.api.response_dir:
-        response_store.prepare(config.api.response_dir)
+        responses_store.prepare(config.api.response_dir)
     listener = http_server.listen(*where, "HTTP", "--http-port")
     return lambda service: serving(service, listener, config.api)
 
@@ -157,7 +157,7 @@ class App:
             (service, ROUTES),
             (service, adapters.ROUTES),
             (self.batches, batches.ROUTES),
-            (self.responses, response_api.ROUTES),
+            (self.responses, responses_api.ROUTES),
             (ConversationApi(self.responses), conversations.ROUTES),
         )
         self._handlers: dict[str, dict[str, Handler]] = {
@@ -346,5 +346,5 @@ ROUTES: Routes = {
     "/metrics": _get_and_head(Operation(_metrics)),
 }  # fmt: skip
 ALL_ROUTES: Routes = {
-    **ROUTES, **adapters.ROUTES, **batches.ROUTES, **response_api.ROUTES, **conversations.ROUTES
+    **ROUTES, **adapters.ROUTES, **batches.ROUTES, **responses_api.ROUTES, **conversations.ROUTES
 }  # fmt: skip

@@ -24,9 +24,9 @@ from baton.net.server import Health, bind
 from baton.net.tasks import cancelled
 from baton.planner import decision
 from baton.planner.decision import Decision, Flip, Observation, Policy, State
+from baton.planner.keda_scaler import PublishedPlan, ScalerServicer
 from baton.planner.observer import Observer, Statuses, Version, versions_of
 from baton.planner.routers import Routers
-from baton.planner.scaler import PublishedPlan, ScalerServicer
 from baton.registry import Election, EtcdRegistry, LedKey, plan_of
 from baton.registry.membership import ROLES, encode
 from baton.telemetry import tracing

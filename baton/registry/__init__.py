@@ -1,7 +1,7 @@
 """What is kept in etcd: which workers are alive, which models names stand for, who plans."""
 
 from baton.registry.election import Election, LedKey
-from baton.registry.etcd import EtcdRegistry, plan_of
+from baton.registry.etcd_registry import EtcdRegistry, plan_of
 from baton.registry.lease import EtcdRegistration
 from baton.registry.membership import Membership
 from baton.registry.routes import RouteTable

@@ -15,8 +15,7 @@ import pytest
 from baton.config import RegistryConfig, split_address
 from baton.errors import InvalidRequest, Unavailable
 from baton.local.etcd_process import EmbeddedEtcd
-from baton.registry import EtcdRegistry, etcd_client
-from baton.registry import etcd as etcd_module
+from baton.registry import EtcdRegistry, etcd_client, etcd_registry
 from baton.registry.etcd_client import EtcdClient
 from baton.v1 import etcd_pb2
 from baton.v1.common_pb2 import RankHost, WorkerRecord, WorkerRole, WorkerState
@@ -415,7 +414,7 @@ async def test_a_store_that_was_paused_for_longer_than_leases_live_loses_no_memb
     etcd.ttl(2)
     monkeypatch.setattr(etcd_client, "CALL_S", 0.8)
     monkeypatch.setattr(etcd_client, "QUIET_S", 2.0)
-    monkeypatch.setattr(etcd_module, "GRACE_TTLS", 30)  # however busy the machine is
+    monkeypatch.setattr(etcd_registry, "GRACE_TTLS", 30)  # however busy the machine is
     registry, other = await etcd.registry(), await etcd.registry()
     names = {f"d{number}" for number in range(16)}
     seen = []
@@ -446,11 +445,11 @@ async def test_a_member_whose_lease_ended_while_it_was_late_is_missing_until_it_
 ):
     """Cut off for longer than its lease lives; one that does not come back is dropped."""
     etcd.ttl(2)
-    monkeypatch.setattr(etcd_module, "GRACE_TTLS", 30)
+    monkeypatch.setattr(etcd_registry, "GRACE_TTLS", 30)
     far, near = await etcd.registry(wired=True), await etcd.registry()
     async with near.watch() as patient, far.register(worker("d1")):
         await until_names(patient, "d1")
-        monkeypatch.setattr(etcd_module, "GRACE_TTLS", 1)
+        monkeypatch.setattr(etcd_registry, "GRACE_TTLS", 1)
         async with near.watch() as hasty:
             await etcd.cut(far)
             await until(patient, lambda _: patient.missing == {"d1"})

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from baton.config import ApiConfig
-from baton.gateway import batch_store, response_store, routes
+from baton.gateway import batch_store, responses_store, routes
 from tests.fuzz import __main__ as fuzzing
 from tests.fuzz import inputs
 from tests.unit.gateway.conftest import Gateway
@@ -48,7 +48,7 @@ def test_what_breaks_a_promise_is_found_with_its_input(tmp_path, monkeypatch, br
 @pytest.fixture
 async def address(tmp_path):
     api = ApiConfig(batch_dir=tmp_path / "batches", response_dir=tmp_path / "responses")
-    for store, folder in ((batch_store, api.batch_dir), (response_store, api.response_dir)):
+    for store, folder in ((batch_store, api.batch_dir), (responses_store, api.response_dir)):
         folder.mkdir()
         store.prepare(folder)
     async with Cluster() as cluster, Gateway(cluster, byte_tokenizer(tmp_path), api=api) as gateway:

@@ -30,12 +30,12 @@ from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.rms_norm import Norm, rms_norm
 from baton.engine.kernels.torch.rope import rotate
 from baton.engine.kernels.torch.row_ops import RowOps
-from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.layer_inputs import LayerInputs
 from baton.engine.models.linear_attention import LinearAttention
 from baton.engine.models.lora import LoraSlots
 from baton.engine.models.mla import LatentAttention
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.moe import MixtureOfExperts
 from baton.engine.models.rope import query_scales, rope_tables
 from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.models.weights import LayerWeights, ModelWeights

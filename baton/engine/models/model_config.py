@@ -33,7 +33,7 @@ from baton.engine.checkpoint.gguf import config_values
 from baton.engine.checkpoint.tensor_headers import read_json
 from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.kernels.delta_rule import MAX_PROPOSED, DeltaRuleShape
-from baton.engine.kernels.routing import Routing
+from baton.engine.kernels.moe_routing import Routing
 from baton.engine.models.architectures import (
     ARCHITECTURES,
     CHUNKED,

@@ -1,5 +1,5 @@
 """Metrics of every process, for Prometheus.
 
-`table` is the list of all metrics, `recorder` counts them with prometheus_client;
+`instruments` is the list of all metrics, `recorder` counts them with prometheus_client;
 `baton.net.metrics_server` serves them. Knows neither routers nor engines.
 """

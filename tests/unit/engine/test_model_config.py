@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from baton.engine.checkpoint.tensor_headers import fingerprint
-from baton.engine.kernels.routing import Routing
+from baton.engine.kernels.moe_routing import Routing
 from baton.engine.kv_cache import plan_layout
 from baton.engine.models.model_config import LatentConfig, ModelConfig, Rope
 from baton.engine.models.rope import inverse_frequencies

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from baton.engine.kernels.delta_rule import DeltaRuleShape
-from baton.engine.kernels.routing import Routing
+from baton.engine.kernels.moe_routing import Routing
 from baton.engine.kernels.torch.activation import act_mul
 from baton.engine.kernels.torch.linear import product
 from baton.engine.models.model_config import DeltaRuleConfig, ExpertsConfig, LatentConfig

@@ -10,7 +10,7 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.kernels.routing import Routing
+from baton.engine.kernels.moe_routing import Routing
 from baton.engine.kernels.torch.row_quantization import quantize_rows
 from baton.engine.models.model_config import ExpertsConfig, ModelConfig
 from baton.engine.models.weight_loader import load_weights, random_weights

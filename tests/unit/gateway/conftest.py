@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from baton.config import DEMO_MODEL, ApiConfig
-from baton.gateway import response_store
+from baton.gateway import responses_store
 from baton.gateway.routes import serving
 from baton.generation.structured_output import GrammarCompiler
 from baton.net.http_server import listen
@@ -39,7 +39,7 @@ def pytest_asyncio_loop_factories(config, item):
 def config(tmp_path):
     """Of a gateway that stores responses."""
     folder = tmp_path / "responses"
-    response_store.prepare(folder)
+    responses_store.prepare(folder)
     return ApiConfig(response_dir=folder)
 
 

@@ -5,14 +5,14 @@ import contextlib
 import openai
 import pytest
 
-from baton.gateway import response_store
+from baton.gateway import responses_store
 from baton.gateway.conversation_store import ConversationStore, StoredConversation, StoredItem
 from router.admission.tenants import Tenants
 from tests.waiting import eventually
 
 from .conftest import CALLS
-from .test_response_store import LETTERS, TURNS, client_of, roles
 from .test_responses import TOOLS
+from .test_responses_store import LETTERS, TURNS, client_of, roles
 
 
 def message(text, role="user"):
@@ -170,7 +170,7 @@ async def test_without_a_folder_they_are_refused(says):
 
 def test_conversations_share_their_tenants_room_with_responses(tmp_path, monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(response_store.time, "time", lambda: now)
+    monkeypatch.setattr(responses_store.time, "time", lambda: now)
     store = ConversationStore(tmp_path, 100, 60.0)
 
     def kept():
@@ -180,13 +180,13 @@ def test_conversations_share_their_tenants_room_with_responses(tmp_path, monkeyp
             (store.conversation, "c0"),
             (store.conversation, "c1"),
         ):
-            with contextlib.suppress(response_store.HttpError):
+            with contextlib.suppress(responses_store.HttpError):
                 names.append(read("a", name)[0])
         return names
 
     store.create_conversation("a", StoredConversation("c0", 1, b"{}"), [StoredItem("i", b"x" * 28)])
     now += 1.0
-    store.add("a", response_store.StoredResponse("r", "", b"[]", b"x" * 28))
+    store.add("a", responses_store.StoredResponse("r", "", b"[]", b"x" * 28))
     now += 1.0
     store.create_conversation("a", StoredConversation("c1", 1, b"{}"), [StoredItem("j", b"x" * 28)])
     assert kept() == ["r", "c0", "c1"]
@@ -195,7 +195,7 @@ def test_conversations_share_their_tenants_room_with_responses(tmp_path, monkeyp
     assert store.context("a", "", "c0", {}).before == [b"[%b,%b]" % (b"x" * 28, b"x" * 28)]
     now += 61.0
     assert kept() == []
-    store.add("a", response_store.StoredResponse("s", "", b"", b"x"))
+    store.add("a", responses_store.StoredResponse("s", "", b"", b"x"))
     counts = [store._row(f"SELECT COUNT(*) FROM {name}")[0] for name in ("conversations", "items")]
     assert counts == [0, 0]
     store.close()

@@ -23,7 +23,7 @@ from schemathesis.config import (
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from baton.config import ApiConfig
-from baton.gateway import batch_store, response_store, routes
+from baton.gateway import batch_store, responses_store, routes
 from baton.gateway.openapi import document
 from tests.unit.router.scripted_workers import Cluster
 from tests.unit.router.small_tokenizers import byte_tokenizer
@@ -59,7 +59,7 @@ def url(tmp_path_factory):
     folders = [tmp_path_factory.mktemp(name) for name in ("batches", "responses")]
     api = ApiConfig(batch_dir=folders[0], response_dir=folders[1])
     batch_store.prepare(api.batch_dir)
-    response_store.prepare(api.response_dir)
+    responses_store.prepare(api.response_dir)
 
     @contextlib.asynccontextmanager
     async def serving():

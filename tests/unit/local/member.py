@@ -15,7 +15,7 @@ import uuid
 
 from baton.config import RegistryConfig
 from baton.local.child import die_with_parent
-from baton.registry.etcd import EtcdRegistry
+from baton.registry.etcd_registry import EtcdRegistry
 from baton.v1 import common_pb2, fleet_pb2
 from router.shared_state import SharedState
 

@@ -13,8 +13,8 @@ import pytest
 from baton.config import RegistryConfig
 from baton.errors import ConfigError, Unavailable
 from baton.local.etcd_process import EmbeddedEtcd, etcd_binary
-from baton.registry.etcd import EtcdRegistry
 from baton.registry.etcd_client import EtcdClient
+from baton.registry.etcd_registry import EtcdRegistry
 from baton.v1.common_pb2 import WorkerRecord, WorkerRole
 from tests.documents import DOCS, blocks
 from tests.waiting import WAIT_S

@@ -14,6 +14,7 @@ from torch import Tensor
 from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.batch import StepBatch
 from baton.engine.kernels.activation import ACTIVATIONS
+from baton.engine.kernels.moe_routing import Routing
 from baton.engine.kernels.native.interface import (
     AttentionShape,
     Embedding,
@@ -27,7 +28,6 @@ from baton.engine.kernels.native.interface import (
 )
 from baton.engine.kernels.native.packing import PackedWeight, address
 from baton.engine.kernels.native.row_ops import c_lora, c_norm
-from baton.engine.kernels.routing import Routing
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.models.lora import FIELDS
 from baton.engine.models.model_config import ModelConfig

@@ -100,7 +100,7 @@ class Layer(Structure):
 
 
 class RoutingOptions(Structure):
-    """See `baton.engine.kernels.routing.Routing`."""
+    """See `baton.engine.kernels.moe_routing.Routing`."""
 
     _fields_ = _fields(
         ("per_token normed sigmoid groups taken_groups group_top", c_int32), ("scale", c_float)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.engine.kernels.routing import Routing
+from baton.engine.kernels.moe_routing import Routing
 
 
 def route(

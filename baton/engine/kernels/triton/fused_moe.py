@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.activation import Activation
-from baton.engine.kernels.routing import Routing
+from baton.engine.kernels.moe_routing import Routing
 from baton.engine.kernels.torch import moe_routing
 from baton.engine.kernels.torch.activation import act_mul
 from baton.engine.kernels.torch.row_quantization import FP8

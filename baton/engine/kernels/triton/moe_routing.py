@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
-from baton.engine.kernels.routing import Routing
+from baton.engine.kernels.moe_routing import Routing
 from baton.engine.kernels.torch import moe_routing as reference
 from baton.engine.kernels.triton.attention_common import LOWEST
 from baton.engine.kernels.triton.launch import launch, tile_rows, wait_for_inputs

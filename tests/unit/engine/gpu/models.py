@@ -7,7 +7,7 @@ import torch
 from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.kernels.delta_rule import DeltaRuleShape
-from baton.engine.kernels.routing import Routing
+from baton.engine.kernels.moe_routing import Routing
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import (
     DeltaRuleConfig,

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-from baton.engine.kernels.routing import Routing
+from baton.engine.kernels.moe_routing import Routing
 from baton.engine.kernels.triton import moe_routing
 from tests.unit.engine.gpu.models import EXPERTS, TINY, both
 

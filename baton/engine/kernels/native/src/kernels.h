@@ -115,7 +115,7 @@ struct Routing {
     bool is_own(int at) const { return at >= first[own_begin] && at < first[own_end]; }
 };
 
-// See baton/engine/kernels/routing.py.
+// See baton/engine/kernels/moe_routing.py.
 struct RoutingOptions {
     int32_t per_token, normed, sigmoid, groups, taken_groups, group_top;
     float scale;

@@ -8,8 +8,8 @@ import pytest
 from baton.errors import InvalidRequest, Unavailable
 from baton.net import rpc
 from baton.net.server import bind
-from baton.planner import scaler
-from baton.planner.scaler import PublishedPlan, ScalerServicer
+from baton.planner import keda_scaler
+from baton.planner.keda_scaler import PublishedPlan, ScalerServicer
 from baton.v1 import externalscaler_pb2, externalscaler_pb2_grpc, planner_pb2
 from tests.waiting import WAIT_S
 
@@ -138,7 +138,7 @@ async def test_without_a_recent_plan_there_is_an_error_so_that_replicas_stay(
         with pytest.raises(grpc.RpcError, match=text) as raised:
             await getattr(keda, call)(asked, timeout=WAIT_S)
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-        monkeypatch.setattr(scaler, "PLAN_S", -1.0)
+        monkeypatch.setattr(keda_scaler, "PLAN_S", -1.0)
 
 
 async def test_before_any_plan_there_is_an_error():

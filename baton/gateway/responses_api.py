@@ -27,8 +27,6 @@ from baton.gateway.generation import generate
 from baton.gateway.headers import caller_of
 from baton.gateway.openapi import ERRORS, Operation, Routes
 from baton.gateway.parsed_request import ParsedRequest
-from baton.gateway.response_store import ResponseStore, StoredResponse
-from baton.gateway.response_types import Response
 from baton.gateway.responses import (
     CountedRequest,
     ResponsesRequest,
@@ -38,6 +36,8 @@ from baton.gateway.responses import (
     shown_items,
 )
 from baton.gateway.responses_output import ResponseGeneration
+from baton.gateway.responses_store import ResponseStore, StoredResponse
+from baton.gateway.responses_types import Response
 from baton.gateway.tokenize import count_chat
 from baton.net.http_errors import HttpError
 from baton.net.http_server import HttpExchange

@@ -5,8 +5,8 @@ import asyncio
 import openai
 import pytest
 
-from baton.gateway import response_store
-from baton.gateway.response_store import ResponseStore, StoredResponse
+from baton.gateway import responses_store
+from baton.gateway.responses_store import ResponseStore, StoredResponse
 from router.admission.tenants import Tenants
 from tests.waiting import eventually
 
@@ -181,7 +181,7 @@ async def test_a_stream_in_the_background_that_is_stopped_says_so(says, config):
 async def test_a_stream_whose_router_has_ended_has_failed(says, config, monkeypatch):
     gateway = await says("abc", api=config)
     await gateway.cluster.fill()
-    monkeypatch.setattr(response_store, "ALIVE_S", -1.0)
+    monkeypatch.setattr(responses_store, "ALIVE_S", -1.0)
     async with client_of(gateway) as client:
         asked = {"model": "tiny", "input": "Hi", "background": True, "stream": True}
         found = await events(await client.responses.create(**asked))
@@ -207,7 +207,7 @@ async def test_a_response_in_the_background_is_cancelled_at_any_router(says, con
 
 
 async def test_a_response_whose_router_has_ended_has_failed(says, config, monkeypatch):
-    monkeypatch.setattr(response_store, "ALIVE_S", -1.0)
+    monkeypatch.setattr(responses_store, "ALIVE_S", -1.0)
     gateway = await says("abc", api=config)
     await gateway.cluster.fill()
     async with client_of(gateway) as client:
@@ -231,7 +231,7 @@ async def test_a_failure_in_the_background_is_the_responses(says, config):
 
 def test_the_oldest_and_the_expired_are_removed(tmp_path, monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(response_store.time, "time", lambda: now)
+    monkeypatch.setattr(responses_store.time, "time", lambda: now)
     store = ResponseStore(tmp_path, 100, 60.0)
     others = StoredResponse("other", "", b"", b"x" * 90)
     store.add("b", others)
@@ -250,7 +250,7 @@ def test_the_oldest_and_the_expired_are_removed(tmp_path, monkeypatch):
 def found(store, tenant, response_id):
     try:
         return store.get(tenant, response_id)
-    except response_store.HttpError as error:
+    except responses_store.HttpError as error:
         assert error.status == 404
         return None
 
