@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from types import NoneType
 from typing import Any, ClassVar
 
 import msgspec
@@ -249,8 +250,11 @@ class ItemSink(ABC):
                 self._begin(self.new_call(call))
             if call.arguments:
                 self._extend(call.arguments)
-        if piece.finish_reason:
-            self._finish(cut=piece.finish_reason == common_pb2.FINISH_REASON_LENGTH)
+        if reason := piece.finish_reason:
+            # Behind a call, a stop that is no end of calls is a stop string within it.
+            is_call = not isinstance(self._open, NoneType | self.reasoning_type | self.text_type)
+            cut_in_call = is_call and reason == common_pb2.FINISH_REASON_STOP
+            self._finish(cut=reason == common_pb2.FINISH_REASON_LENGTH or cut_in_call)
 
     async def finish(self, finish: inference_pb2.Finish) -> None:
         self.end = finish

@@ -30,6 +30,7 @@ MAX_RENDERING = (2.0, 64 << 20)
 MAX_TRIAL = (0.25, 4 << 20)
 MAX_AT_ONCE = (0.005, 64 << 10)
 _TRIAL = "a trial"  # content of a message that templates are tried with
+_CONTINUED = "/the-text-goes-on-here/"  # added to a message that is to be continued
 
 # A turn in the form of transformers: role, content and its other keys.
 Message = Mapping[str, Any]
@@ -100,9 +101,11 @@ class ChatTemplate:
         """
         if not messages:
             raise InvalidRequest("chat needs at least one message", "chat")
-        final = str(messages[-1].get("content", "")).strip()
         given = {**(variables or {}), "messages": self._turns(messages)}
         if continue_final_message:
+            final = str(messages[-1].get("content") or "").rstrip()
+            marked = {**messages[-1], "content": final and final + _CONTINUED}
+            given["messages"] = self._turns([*messages[:-1], marked])
             given["add_generation_prompt"] = False
         try:
             text = self._render(given, MAX_AT_ONCE if at_once else MAX_RENDERING)
@@ -120,11 +123,11 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template refused: {reason}", "chat") from error
         if not continue_final_message:
             return text
-        if (at := text.rfind(final)) < 0 or not final:
+        if (at := text.rfind(_CONTINUED)) < 0:
             raise InvalidRequest(
                 "the last message cannot be continued: the chat template does not show it", "chat"
             )
-        return text[: at + len(final)]
+        return text[:at]
 
     def _turns(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages in the form that the template expects."""

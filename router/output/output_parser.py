@@ -42,7 +42,8 @@ class OutputParser:
 
     @property
     def calls_tools(self) -> bool:
-        return self.tools is not None and self.tools.num_calls > 0
+        """Whether there are calls, and the output does not end within the last one."""
+        return self.tools is not None and self.tools.num_calls > 0 and not self.tools.call_is_cut
 
     def push_reasoning(
         self, token_ids: Sequence[int], detokenizer: Detokenizer, *, last: bool

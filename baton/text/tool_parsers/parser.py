@@ -63,6 +63,7 @@ class ToolParser:
         `new_id`: makes the id of a call. `single`: drop all calls after the first.
         """
         self.num_calls = 0
+        self.call_is_cut = False  # the output ends within a call
         self.markers = markers
         self.schemas = schemas
         self.part = "content"  # or "reasoning" or "call", if the format has channels
@@ -77,6 +78,7 @@ class ToolParser:
         self._reasoning = ""
         self._has_reasoning, self._between_thoughts = False, ""
         self._deltas: list[ToolCallDelta] = []
+        self._arguments: list[str] = []  # of the last call
         self._steps = steps(self)
 
     def push(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
@@ -90,6 +92,7 @@ class ToolParser:
         next(self._steps)
         if last:
             self._content += self._space
+            self.call_is_cut = cut and self.num_calls > 0 and not _is_json(self._arguments)
         parsed = ParsedText(self._content, self._deltas, self._reasoning)
         self._content, self._deltas, self._reasoning = "", [], ""
         return parsed
@@ -282,11 +285,16 @@ class ToolParser:
         """Begins a call, by default with an id of the format's form."""
         self._space, self._behind_call = "", True
         self.num_calls += 1
+        if not (self._single and self.num_calls > 1):
+            self._arguments.clear()
         self._add(ToolCallDelta(self.num_calls - 1, call_id or self._new_id(), name, ""))
 
     def add_arguments(self, text: str) -> None:
         """Adds to the arguments of the last call."""
         index, last = self.num_calls - 1, self._deltas[-1] if self._deltas else None
+        if self._single and index:
+            return
+        self._arguments.append(text)
         if last and last.index == index and not last.id:
             text = self._deltas.pop().arguments + text
         if text:
@@ -375,6 +383,14 @@ class _ObjectScan:
                 if self._depth == 0:
                     return at
         return None
+
+
+def _is_json(parts: Sequence[str]) -> bool:
+    try:
+        json.loads("".join(parts))
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _beginning_at_end(text: str, marker: str) -> int:

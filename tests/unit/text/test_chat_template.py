@@ -239,6 +239,14 @@ def test_a_template_that_shows_only_parts_gets_parts(transformers_tokenizer):
     assert either.render(chat) == "Be brief.;Why?; So ;"
 
 
+@pytest.mark.parametrize("final", ["<", "|>", "end", "im_end", " So", "assistant"])
+def test_the_last_message_is_continued_where_it_ends(final):
+    """Not where the template's own text is the same."""
+    template = ChatTemplate(CHATML, SPECIAL, "template.jinja")
+    text = template.render(chat_of(("user", "Why?"), ("assistant", final)), {}, True)
+    assert text.endswith("Why?<|im_end|>\n\n<|im_start|>assistant\n" + final)
+
+
 def test_long_chats_are_within_bounds():
     """A megabyte in 2,000 turns, in templates that copy them several times."""
     roles = ("user", "assistant") * 1000
