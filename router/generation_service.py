@@ -263,9 +263,14 @@ class GenerationService:
         tenant.charge_request()
         max_context = version.fleet.snapshot().max_context
         prompts = version.admission.prompts
-        token_ids = await prompts.tokenize(request, max_context, tenant=tenant)
+        token_ids = await prompts.tokenize(request, max_context, self.time_left_s(caller), tenant)
         tenant.charge_tokens(len(token_ids))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=version.max_context)
+
+    def time_left_s(self, caller: Caller) -> float:
+        """Seconds until the deadline of a caller's request."""
+        given = caller.time_left_s
+        return self.limits.default_timeout_s if given is None else given
 
     async def detokenize(self, model: str, token_ids: Sequence[int], caller: Caller) -> str:
         """The text of token ids; special tokens appear by their names."""

@@ -312,8 +312,8 @@ async def run_choices(
         await service.generate(parsed.request(0), caller, sinks[0], choices, target=target)
         return
     loop = asyncio.get_running_loop()
-    left_s = service.limits.default_timeout_s if caller.time_left_s is None else caller.time_left_s
-    deadline = loop.time() + left_s  # shared by all choices, including those that start later
+    # Shared by all choices, including those that start later.
+    deadline = loop.time() + service.time_left_s(caller)
     reserved = ReservedChoices()
     shared = [
         PromptChoices(total, n, first=i == 0, cut_output=cut, reserved=reserved)

@@ -59,7 +59,7 @@ class PromptTokenizer:
         self,
         request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
         max_context: int,
-        timeout_s: float | None = None,
+        timeout_s: float,
         tenant: Tenant | None = None,
     ) -> Sequence[int]:
         """The prompt's token ids, however it was given.

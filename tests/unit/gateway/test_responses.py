@@ -1,5 +1,6 @@
 """The Responses API, asked by OpenAI's client; the workers' model says what a test writes."""
 
+import asyncio
 import json
 
 import openai
@@ -12,6 +13,7 @@ from baton.gateway.responses import parse_response
 from baton.gateway.responses_output import ItemsOutput
 from baton.generation.tool_call import ToolCallDelta
 from baton.v1 import common_pb2
+from router.admission import prompt_tokenizer
 from router.output.output_parser import ParsedOutput
 from router.output.sink import Piece
 
@@ -267,6 +269,25 @@ async def test_a_cut_output_is_incomplete(says, client_of):
         assert answer.status == "incomplete"
         assert answer.incomplete_details.reason == "max_output_tokens"
         assert [item.status for item in answer.output] == ["completed"] * 2 + ["incomplete"]
+
+
+async def test_tokenizing_ends_with_the_deadline(says, monkeypatch):
+    gateway = await says("a")
+
+    async def never(text, share):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(prompt_tokenizer, "MAX_CHARS_AT_ONCE", 0)
+    monkeypatch.setattr(gateway.admission.prompts.pool, "encode", never)
+    model, messages = {"model": "tiny"}, [{"role": "user", "content": "Hi"}]
+    for path, body in {
+        "/v1/responses": {**model, "input": "Hi", "truncation": "auto"},
+        "/v1/responses/input_tokens": {**model, "input": "Hi"},
+        "/v1/messages/count_tokens": {**model, "messages": messages},
+        "/tokenize": {**model, "prompt": "Hi"},
+    }.items():
+        answer = await gateway.post(path, body, {"x-request-timeout": "0.2"})
+        assert answer.status_code == 504 and "the deadline passed" in answer.text, path
 
 
 async def test_an_output_without_text_has_an_empty_message(says, client_of):
