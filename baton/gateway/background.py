@@ -46,6 +46,7 @@ class BackgroundResponses:
     def __init__(self, database: DatabaseThread[ConversationStore]) -> None:
         self._database = database
         self._running: dict[str, _Running] = {}
+        self._num_beginning = 0  # not among them yet
         self._num_following = 0
         self._busy = asyncio.Event()  # set while a response runs or is followed
         self._changed = asyncio.Event()  # replaced when it is set
@@ -62,7 +63,7 @@ class BackgroundResponses:
 
     def check_room(self) -> None:
         """Raises Overloaded if too many run."""
-        if len(self._running) >= MAX_BACKGROUND:
+        if len(self._running) + self._num_beginning >= MAX_BACKGROUND:
             text = f"{MAX_BACKGROUND} responses run in the background: try again later"
             raise Overloaded(text, _RETRY_S)
 
@@ -80,6 +81,7 @@ class BackgroundResponses:
         is_stored = asyncio.Event()
         task = asyncio.create_task(self._run(tenant, generation, on_end, is_stored))
         task.add_done_callback(lambda ended: generation.admitted.set())
+        self._num_beginning += 1
         try:
             await generation.admitted.wait()
             if task.done():
@@ -90,6 +92,8 @@ class BackgroundResponses:
         except BaseException:
             task.cancel()
             raise
+        finally:
+            self._num_beginning -= 1
         self._running[response.id] = _Running(generation, task)
         task.add_done_callback(lambda _: self._forget(response.id))
         self._busy.set()

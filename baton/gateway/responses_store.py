@@ -152,7 +152,7 @@ class ResponseStore(Database):
                     "in input",
                     "previous_response_id",
                 ) from error
-            if response.is_running:
+            if response.is_running and not response.is_lost:
                 raise InvalidRequest(f"{response_id} has not ended", "previous_response_id")
             found.append(response)
             size += len(response.input) + len(response.body)

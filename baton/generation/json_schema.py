@@ -144,7 +144,7 @@ def _refused_keywords(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
         found = _CONTROLS_IN_PATTERN.finditer(pattern) if isinstance(pattern, str) else ()
         if any(match[1] for match in found):
             yield "pattern" if pattern not in patterns else "patternProperties", _NO_CONTROLS
-    if len(patterns) * (1 + len(_object(schema, "properties"))) > _MAX_NAMES:
+    if len(patterns) * (1 + len({*_object(schema, "properties"), *_required(schema)})) > _MAX_NAMES:
         yield "patternProperties", f"times the properties they are {_MAX_NAMES} at most"
 
 

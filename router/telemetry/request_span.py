@@ -95,7 +95,8 @@ class RequestSpan:
     ) -> Iterator[dict[str, Any]]:
         """The last messages of a conversation, or a prompt as one, up to the limit."""
         if not request.HasField("chat"):
-            text = request.text or self._tokenizer.decode(admitted.prompt[-self._max_chars :])
+            # The request's own text may be another prompt's by now: they share a message.
+            text = self._tokenizer.decode(admitted.prompt[-self._max_chars :])
             yield _message("user", text[-self._max_chars :])
             return
         kept, left = deque[dict[str, Any]](), self._max_chars

@@ -5,8 +5,9 @@ import asyncio
 import openai
 import pytest
 
-from baton.gateway import responses_store
-from baton.gateway.responses_store import ResponseStore, StoredResponse
+from baton.errors import InvalidRequest
+from baton.gateway import background, responses_store
+from baton.gateway.responses_store import ALIVE_S, ResponseStore, StoredResponse
 from router.admission.tenants import Tenants
 from tests.waiting import eventually
 
@@ -215,6 +216,33 @@ async def test_a_response_whose_router_has_ended_has_failed(says, config, monkey
         found = await client.responses.retrieve(begun.id)
         assert (found.status, found.error.code) == ("failed", "server_error")
         await client.responses.delete(begun.id)
+
+
+def test_a_response_whose_router_has_ended_may_be_followed_by_another(tmp_path, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(responses_store.time, "time", lambda: now)
+    store = ResponseStore(tmp_path, 100, 60.0)
+    store.add("a", StoredResponse("r", "", b"[]", b"x", is_running=True))
+    with pytest.raises(InvalidRequest, match="has not ended"):
+        store.history("a", "r")
+    now += ALIVE_S + 1
+    assert [one.id for one in store.history("a", "r")] == ["r"]
+
+
+async def test_requests_at_once_are_no_more_in_the_background_than_fit(says, config, monkeypatch):
+    monkeypatch.setattr(background, "MAX_BACKGROUND", 1)
+    gateway = await says("abc", api=config)
+    await gateway.cluster.fill()
+    async with client_of(gateway) as client:
+        asked = {"model": "tiny", "input": "Hi", "background": True}
+        creating = (client.responses.create(**asked) for _ in range(3))
+        begun = await asyncio.gather(*creating, return_exceptions=True)
+        refused = [one for one in begun if isinstance(one, openai.RateLimitError)]
+        assert len(refused) == 2
+        for response in begun:
+            if response not in refused:
+                await client.responses.cancel(response.id)
+        await gateway.idle()
 
 
 async def test_a_failure_in_the_background_is_the_responses(says, config):

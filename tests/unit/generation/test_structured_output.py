@@ -429,6 +429,8 @@ def test_what_is_compiled_is_kept_to(grammars, value, right, wrong):
          "/patternProperties: a schema has 32 of these at most"),
         ({"patternProperties": {f"^a{n}$": {} for n in range(40)},
           "properties": {f"b{n}": {} for n in range(40)}}, "/patternProperties: times the prop"),
+        ({"patternProperties": {f"^a{n}$": {} for n in range(30)},
+          "required": [f"b{n}" for n in range(40)]}, "/patternProperties: times the prop"),
     ],
 )  # fmt: skip
 def test_what_would_not_be_kept_to_is_refused_with_its_place(grammars, value, place):
