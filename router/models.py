@@ -132,6 +132,7 @@ class Models:
         pairs = [alias.partition("=") for alias in aliases]
         self._aliases = {alias: model or self.default for alias, _, model in pairs}
         self._following: asyncio.TaskGroup | None = None
+        self._registry = Membership()  # of all workers, once it is followed
         for source, _ in texts:
             self._get(source.name, source.version or "")
 
@@ -148,6 +149,7 @@ class Models:
     def _apply(
         self, records: Mapping[str, common_pb2.WorkerRecord], membership: Membership
     ) -> None:
+        self._registry = membership
         groups: dict[tuple[str, str], dict[str, common_pb2.WorkerRecord]] = defaultdict(dict)
         for incarnation, record in records.items():
             groups[record.model, record.version][incarnation] = record
@@ -172,7 +174,9 @@ class Models:
         if found := self.versions.get((name, version)):
             return found
         mine = [(source, one) for source, one in self.texts if source.name == name]
-        made = self._new_version(name, version, _text_of(mine, version, fingerprint), Membership())
+        membership = Membership()
+        membership.publish({}, connected=self._registry.connected)
+        made = self._new_version(name, version, _text_of(mine, version, fingerprint), membership)
         made.fleet.listeners.append(self._announce)
         made.fleet.on_ejected = self._ejected
         self.versions[name, version] = made

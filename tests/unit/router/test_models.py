@@ -20,10 +20,12 @@ READY, STARTING = common_pb2.WORKER_STATE_READY, common_pb2.WORKER_STATE_STARTIN
 class FakeFleet:
     """Ready while its membership has a worker that is."""
 
-    registry_connected = True
-
     def __init__(self, membership):
         self.membership, self.listeners = membership, []
+
+    @property
+    def registry_connected(self):
+        return self.membership.connected
 
     async def follow(self):
         async for _ in self.membership.changes():
@@ -184,6 +186,20 @@ def test_versions_come_and_go_with_their_workers():
     world.publish()
     assert ("chat", "v2") not in versions
     assert ("code", "") in versions, "the last one of a model stays"
+
+
+def test_a_version_that_a_request_makes_knows_whether_the_registry_is_connected():
+    world = World("chat=a")
+    assert not world.models.registry_connected
+    world.worker("chat", "v1")
+    world.route("next", ("chat", "v2"))
+    assert world.resolved("next") == "chat@v2"
+    assert world.models.registry_connected
+    world.registry.publish(world.records, connected=False)
+    world.models._apply(world.registry.records, world.registry)
+    world.route("last", ("chat", "v3"))
+    assert world.resolved("last") == "chat@v3"
+    assert not world.models.versions["chat", "v3"].membership.connected
 
 
 async def test_models_follow_the_registry_to_its_end():
