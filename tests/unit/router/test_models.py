@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.config import ModelSource
-from baton.errors import ModelNotFound, Unavailable
+from baton.errors import ConfigError, ModelNotFound, Unavailable
 from baton.registry import Membership
 from baton.v1 import common_pb2
 from baton.v1.route_pb2 import ModelRoute, RouteTarget
@@ -135,6 +135,19 @@ def test_routes_that_name_each_other_end():
     world.route("z", ("elsewhere", "v1"))
     with pytest.raises(Unavailable, match="no --model elsewhere"):
         world.models.resolve("z", "k")
+
+
+@pytest.mark.parametrize("aliases", [("a=a",), ("a=b", "b=a"), ("x=a", "a=b", "b=c", "c=a")])
+def test_aliases_that_stand_for_each_other_are_refused_at_the_start(aliases):
+    with pytest.raises(ConfigError, match=r"--model-alias: .*a=.* lead to no model"):
+        World("chat=a", aliases=aliases)
+
+
+def test_aliases_of_aliases_lead_to_a_model():
+    world = World("chat=a", aliases=("a=b", "b=chat", "chat=a", "late=route"))
+    assert world.resolved("a") == world.resolved("b") == world.resolved("chat") == "chat"
+    world.route("route", ("a",))
+    assert world.resolved("late") == "chat"
 
 
 def test_weights_divide_the_keys_and_each_key_stays():
