@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from baton.config import ModelSource, full_name, shown_name
-from baton.errors import ModelNotFound, Unavailable, quoted
+from baton.errors import ConfigError, ModelNotFound, Unavailable, quoted
 from baton.registry import Membership
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from baton.v1.route_pb2 import ModelRoute, RouteTarget
@@ -119,7 +119,10 @@ class Models:
         aliases: Iterable[str] = (),
         routes: Callable[[], Mapping[str, ModelRoute]] = dict,
     ) -> None:
-        """`texts`: the models with their tokenizers; `aliases`: as given by --model-alias."""
+        """`texts`: the models with their tokenizers; `aliases`: as given by --model-alias.
+
+        Raises ConfigError for aliases that stand for each other.
+        """
         self.texts = texts
         self.default = texts[0][0].name
         self.names = list(dict.fromkeys(source.name for source, _ in texts))
@@ -131,9 +134,21 @@ class Models:
         self._new_version = new_version
         pairs = [alias.partition("=") for alias in aliases]
         self._aliases = {alias: model or self.default for alias, _, model in pairs}
+        self._check_aliases()
         self._following: asyncio.TaskGroup | None = None
+        self._registry = Membership()  # of all workers, once it is followed
         for source, _ in texts:
             self._get(source.name, source.version or "")
+
+    def _check_aliases(self) -> None:
+        for name in self._aliases:
+            passed = list[str]()
+            while name in self._aliases and name not in self.names:
+                if name in passed:
+                    named = " and ".join(f"{one}={self._aliases[one]}" for one in passed)
+                    raise ConfigError(f"--model-alias: {named} lead to no model")
+                passed.append(name)
+                name = self._aliases[name]  # noqa: PLW2901
 
     async def follow(self, membership: Membership) -> None:
         """Keeps the versions and their workers up to date until the registry's watch ends."""
@@ -148,6 +163,7 @@ class Models:
     def _apply(
         self, records: Mapping[str, common_pb2.WorkerRecord], membership: Membership
     ) -> None:
+        self._registry = membership
         groups: dict[tuple[str, str], dict[str, common_pb2.WorkerRecord]] = defaultdict(dict)
         for incarnation, record in records.items():
             groups[record.model, record.version][incarnation] = record
@@ -172,7 +188,9 @@ class Models:
         if found := self.versions.get((name, version)):
             return found
         mine = [(source, one) for source, one in self.texts if source.name == name]
-        made = self._new_version(name, version, _text_of(mine, version, fingerprint), Membership())
+        membership = Membership()
+        membership.publish({}, connected=self._registry.connected)
+        made = self._new_version(name, version, _text_of(mine, version, fingerprint), membership)
         made.fleet.listeners.append(self._announce)
         made.fleet.on_ejected = self._ejected
         self.versions[name, version] = made

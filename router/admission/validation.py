@@ -113,18 +113,19 @@ def num_chars(message: inference_pb2.ChatMessage) -> int:
 def fit_max_tokens(
     params: SamplingParams, prompt_tokens: int, limit: int, max_output: int, cut: bool
 ) -> SamplingParams:
-    """With `cut` or FILL_CONTEXT, reduces max_tokens to the context's room or `max_output`.
+    """With `cut` or FILL_CONTEXT, reduces max_tokens to `max_output` and the context's room.
 
-    Otherwise the caller chose max_tokens, and InvalidRequest is raised if it is too large.
+    Otherwise the caller chose max_tokens, and ContextOverflow is raised if the context has no room
+    for it. `limit`: tokens that the context holds; 0 if that is not known.
     """
-    left = limit - prompt_tokens
-    if not limit or params.max_tokens <= left:
-        return params
-    if not cut and params.max_tokens != FILL_CONTEXT:
+    left = limit - prompt_tokens if limit else FILL_CONTEXT
+    if cut or params.max_tokens == FILL_CONTEXT:
+        return replace(params, max_tokens=min(params.max_tokens, left, max_output))
+    if params.max_tokens > left:
         raise ContextOverflow(
             f"max_tokens is {params.max_tokens}, but the context of {limit} tokens leaves "
             f"{left} behind a prompt of {prompt_tokens}",
             "sampling.max_tokens",
             limit,
         )
-    return replace(params, max_tokens=min(left, max_output))
+    return params

@@ -77,8 +77,11 @@ class Pair:
 
     @property
     def local_prefill_max_tokens(self) -> int:
-        """For Reserve: decode computes the prompt itself if at most this much is not cached."""
-        if self.alone:
+        """For Reserve: decode computes the prompt itself if at most this much is not cached.
+
+        A worker that is both computes any, as it cannot hand over to itself.
+        """
+        if self.prefill.incarnation == self.decode.incarnation:
             return self.demand.num_tokens
         most = self.demand.local_prefill_max_tokens
         return max(most, self.on_decode.uncached) if self.decode_prefills else most

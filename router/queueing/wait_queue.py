@@ -57,12 +57,12 @@ class _Waiter:
     reserve_workers: ReserveWorkers
     accepted: bool  # admitted before it came here: it cannot be displaced
     tried_at: int | None  # number of the fleet's change at which it tried last
+    no_worker: bool  # result of its last try; it takes no room from others
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     tried: asyncio.Event = field(default_factory=asyncio.Event)
     trying: bool = False
     slow: bool = False  # the waking task did not wait for the end of this try
     left: bool = False
-    no_worker: bool = False  # result of its last try; it takes no room from others
     refused_since: float = math.inf  # when it first found no room as the first entry
     passable: bool | None = None  # whether others may pass it while it finds no room
 
@@ -245,19 +245,19 @@ class WaitQueue:
         Overloaded itself when the queue is full or the entry is displaced by another tenant's,
         unless the request was `accepted` before. The caller limits the time by cancelling.
         """
-        tried_at = None
+        tried_at, no_worker = None, False
         if not self._waiting:
             tried_at = self._num_changes
             try:
                 return await attempt()
-            except Overloaded:
-                pass  # it waits
+            except Overloaded as error:
+                no_worker = isinstance(error, NoWorker)  # it waits
         if not accepted and self.depth >= self._capacity:
             if (displaced := self._displaced_by(demand.pending.owner)) is None:
                 raise self._full(f"{self._capacity} requests are waiting already")
             self._leave(displaced)
             displaced.turn.set()
-        waiter = _Waiter(demand, reserve_workers, accepted, tried_at)
+        waiter = _Waiter(demand, reserve_workers, accepted, tried_at, no_worker)
         self._join(waiter)
         try:
             while True:
@@ -285,7 +285,7 @@ class WaitQueue:
         owner = waiter.pending.owner
         self._counts[owner.tenant] += 1
         self._shares[owner.tenant] = owner.share
-        self._rate.set_busy(True)
+        self._rate.set_busy(self._waits_for_room)
         self._woken.set()
         if self._waking is None or self._waking.done():
             self._waking = asyncio.create_task(self._wake_entries(), name="wait queue")
@@ -334,17 +334,20 @@ class WaitQueue:
 
         Workers are reserved for the first entry that has waited for too long.
         """
-        refused, trying, smallest, overdue = list[_Waiter](), 0, math.inf, False
+        refused, trying, smallest = list[_Waiter](), 0, math.inf
+        overdue = blocked = False  # blocked: others may not pass an entry that found no room
         no_worker: Counter[bool] = Counter()  # tries, by `Demand.decodes`
         for waiter in (waiters := tuple(self._in_order())):
             decodes = waiter.demand.decodes
             if waiter.left or (waiter.no_worker and no_worker[decodes] >= MAX_REFUSED):
                 continue
-            if len(refused) >= MAX_REFUSED:
-                if waiter.num_tokens > smallest / 2:
+            if not waiter.no_worker:  # such an entry tries in any case: workers may be back
+                if len(refused) >= MAX_REFUSED:
+                    if waiter.num_tokens > smallest / 2:
+                        continue
+                    blocked = blocked or not self._may_pass(refused[0])
+                if blocked:
                     continue
-                if not self._may_pass(refused[0]):
-                    return
             if waiter.tried_at != change and not waiter.trying:
                 await self._try(waiter, change, is_first=waiter is waiters[0])
             if waiter.left:
@@ -361,8 +364,7 @@ class WaitQueue:
             smallest = min(smallest, waiter.num_tokens)
             if not overdue and self._clock() - waiter.refused_since > PASSING_S:
                 overdue = True
-                if not self._reserve_workers(waiter):
-                    return
+                blocked = blocked or not self._reserve_workers(waiter)
 
     async def _try(self, waiter: _Waiter, change: int, is_first: bool) -> None:
         """Lets an entry try, unless it has tried before and no worker seems to have room."""

@@ -291,6 +291,24 @@ async def test_open_output_is_cut_to_the_tenants_bucket(admission_of):
         enter(admission, admitted)  # what the first may use is not held back
 
 
+@pytest.mark.parametrize("max_context", [5000, None])
+@pytest.mark.parametrize("default", [{}, {"max_tokens": FILL_CONTEXT}])
+@pytest.mark.parametrize("model_says", [{}, {"max_tokens": 2000}])
+async def test_a_default_that_fits_the_context_is_cut_to_the_tenants_bucket(
+    admission_of, max_context, default, model_says
+):
+    admission = admission_of(
+        "tokens_per_minute = 110", max_context=max_context, sampling_defaults=model_says
+    )
+    admitted = await admit(admission, request("x" * 100, sampling=default))
+    assert admitted.params.max_tokens == 10
+    with enter(admission, admitted):
+        pass
+    asked = await admit(admission, request("x" * 100, sampling={"max_tokens": 11}))
+    with pytest.raises(InvalidRequest, match="ask for fewer"):
+        enter(admission, asked)
+
+
 @pytest.mark.parametrize(("rate", "work_s"), [(0.0, 0.02), (40.0, 0.5)])
 async def test_the_virtual_finish_follows_from_size_rate_and_priority(admission_of, rate, work_s):
     admission = admission_of()

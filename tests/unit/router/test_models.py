@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.config import ModelSource
-from baton.errors import ModelNotFound, Unavailable
+from baton.errors import ConfigError, ModelNotFound, Unavailable
 from baton.registry import Membership
 from baton.v1 import common_pb2
 from baton.v1.route_pb2 import ModelRoute, RouteTarget
@@ -20,10 +20,12 @@ READY, STARTING = common_pb2.WORKER_STATE_READY, common_pb2.WORKER_STATE_STARTIN
 class FakeFleet:
     """Ready while its membership has a worker that is."""
 
-    registry_connected = True
-
     def __init__(self, membership):
         self.membership, self.listeners = membership, []
+
+    @property
+    def registry_connected(self):
+        return self.membership.connected
 
     async def follow(self):
         async for _ in self.membership.changes():
@@ -135,6 +137,19 @@ def test_routes_that_name_each_other_end():
         world.models.resolve("z", "k")
 
 
+@pytest.mark.parametrize("aliases", [("a=a",), ("a=b", "b=a"), ("x=a", "a=b", "b=c", "c=a")])
+def test_aliases_that_stand_for_each_other_are_refused_at_the_start(aliases):
+    with pytest.raises(ConfigError, match=r"--model-alias: .*a=.* lead to no model"):
+        World("chat=a", aliases=aliases)
+
+
+def test_aliases_of_aliases_lead_to_a_model():
+    world = World("chat=a", aliases=("a=b", "b=chat", "chat=a", "late=route"))
+    assert world.resolved("a") == world.resolved("b") == world.resolved("chat") == "chat"
+    world.route("route", ("a",))
+    assert world.resolved("late") == "chat"
+
+
 def test_weights_divide_the_keys_and_each_key_stays():
     targets = [target("chat", "v1", 90), target("chat", "v2", 10)]
     keys = [f"session {number}" for number in range(5000)]
@@ -184,6 +199,20 @@ def test_versions_come_and_go_with_their_workers():
     world.publish()
     assert ("chat", "v2") not in versions
     assert ("code", "") in versions, "the last one of a model stays"
+
+
+def test_a_version_that_a_request_makes_knows_whether_the_registry_is_connected():
+    world = World("chat=a")
+    assert not world.models.registry_connected
+    world.worker("chat", "v1")
+    world.route("next", ("chat", "v2"))
+    assert world.resolved("next") == "chat@v2"
+    assert world.models.registry_connected
+    world.registry.publish(world.records, connected=False)
+    world.models._apply(world.registry.records, world.registry)
+    world.route("last", ("chat", "v3"))
+    assert world.resolved("last") == "chat@v3"
+    assert not world.models.versions["chat", "v3"].membership.connected
 
 
 async def test_models_follow_the_registry_to_its_end():

@@ -676,6 +676,15 @@ def test_a_mixed_worker_alone_serves_whole_requests():
     assert pair.local_prefill_max_tokens == 400
 
 
+def test_a_mixed_worker_alone_is_offered_the_whole_prompt_though_it_seems_cached():
+    """It may have less than it seems to, and cannot hand the prompt over to itself."""
+    prompt = tuple(range(400))
+    snapshot = fleet([], [], mixed=[worker("m0", caches=prompt[:380], **MIXED)])
+    pair = pick(snapshot, needs(prompt, local_prefill_max_tokens=32))
+    assert (pair.names, pair.decode_prefills) == (("m0", "m0"), True)
+    assert pair.on_decode.uncached == 20 and pair.local_prefill_max_tokens == 400
+
+
 def test_of_idle_mixed_workers_one_serves_the_whole_request_and_the_next_goes_to_the_other():
     first, other = worker("m0", **MIXED), worker("m1", **MIXED)
     pair = pick(fleet([], [], mixed=[first, other]), needs(400))

@@ -155,6 +155,35 @@ async def test_entries_that_no_worker_could_serve_keep_nobody_from_room(room, cl
     assert await room.add(room.place(6.0, tokens=0)) and room.placed[-1] == 6.0
 
 
+@pytest.mark.parametrize("passable", [True, False])
+async def test_all_entries_that_no_worker_could_serve_learn_that_workers_are_back_though_full(
+    room, clock, passable
+):
+    """Also while others wait for room that nobody may take; later they try as those do."""
+    back, tried = [], []
+
+    def waiting(name):
+        async def attempt():
+            tried.append(name)
+            raise Overloaded("no room") if back else NoWorker("no decode worker")
+
+        return attempt
+
+    for name in range(10):
+        await room.add(room.queue.place(queued(pending(10.0 + name), 100), waiting(name)))
+    names = frozenset("w") if passable else frozenset()
+    for finish in range(MAX_REFUSED):
+        await room.add(room.place(float(finish), reserve_workers=lambda _: names, decodes=False))
+    clock.now += 2 * PASSING_S
+    await room.give(0)
+    back.append(True)
+    tried.clear()
+    await room.give(0)
+    assert tried == list(range(10))
+    await room.give(0)
+    assert tried == list(range(10)), "they wait for room as all others do"
+
+
 async def test_a_newcomer_with_an_early_virtual_finish_need_not_wait_for_changes(room):
     await room.add(room.place(5.0, tokens=10))
     room.room = 5  # without an event
@@ -417,6 +446,23 @@ async def test_the_measured_rate_counts_before_an_assumed_one(room):
     await room.add(room.place(1.0, 20))
     room.clock.now += 100.0
     assert queue.drain_rate(1e9) < 2.0  # nothing has moved since
+
+
+async def test_the_time_without_workers_is_no_measurement(room):
+    """Of the first entry, too, which tried at once, and of those behind it."""
+
+    async def attempt():
+        if not room.room:
+            raise NoWorker("no decode worker")
+
+    for finish in range(3):
+        await room.add(room.attempt(float(finish), attempt))
+    room.clock.now += 25.0
+    assert room.queue.drain_rate(assumed=1000.0) == 1000.0
+    assert room.queue.drain_rate() == 0.0  # nothing is measured
+    room.change(1)
+    await settled()
+    assert room.queue.depth == 0 and room.queue.drain_rate(assumed=1000.0) == 1000.0
 
 
 async def test_slack_is_the_least_of_later_targets_unless_the_tenant_is_new(room):
