@@ -382,8 +382,30 @@ def _checked_tools(chat: inference_pb2.Chat) -> set[str]:
             raise InvalidRequest(f"there are two tools {quoted(tool.name)}", f"{field}.name")
         names.add(tool.name)
         if tool.parameters:
-            _object(tool.parameters, f"{field}.parameters")
+            _check_parameters(tool.parameters, f"{field}.parameters")
     return names
+
+
+def _check_parameters(text: str, field: str) -> None:
+    """Raises InvalidRequest unless a schema is an object whose keywords have their types."""
+    schema = _object(text, field)
+
+    def check(place: str, value: object, kind: str, *, is_kind: bool) -> None:
+        if value is not None and not is_kind:
+            raise InvalidRequest(f"{field.removeprefix('chat.')}: {place} must be {kind}", field)
+
+    properties, required = schema.get("properties"), schema.get("required")
+    check("/properties", properties, "an object", is_kind=isinstance(properties, dict))
+    check("/required", required, "a list of names", is_kind=_is_texts(required))
+    typed = {"": schema, **{f"/properties/{key}": one for key, one in (properties or {}).items()}}
+    for place, part in typed.items():
+        types = part.get("type") if isinstance(part, dict) else None
+        is_kind = isinstance(types, str) or _is_texts(types)
+        check(quoted(f"{place}/type"), types, "a name or a list of names", is_kind=is_kind)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _tool(tool: inference_pb2.Tool) -> dict[str, Any]:
