@@ -15,7 +15,6 @@ from typing import Any
 from baton.errors import ConfigError, InvalidRequest, quoted
 from baton.generation.json_schema import JSON_OPTIONS, prepare_schema
 from baton.generation.sampling_params import (
-    MAX_STRUCTURED_OUTPUT_CHARS,
     Reasoning,
     SamplingParams,
     StructuredOutput,
@@ -26,7 +25,7 @@ from baton.text.json_repair import repaired
 from baton.text.reasoning import ReasoningFormat, reasoning_format
 from baton.text.scoring import is_pair
 from baton.text.tool_parsers import ToolFormat, ToolSchemas, tool_format
-from baton.text.tool_parsers.format import AllowedCalls, GrammarTerms
+from baton.text.tool_parsers.format import AllowedCalls, GrammarTerms, check_size
 from baton.text.tool_parsers.harmony import HarmonyFormat
 from baton.v1 import inference_pb2
 from router.request import OutputFormat
@@ -227,12 +226,7 @@ class ChatFormats:
             optional=optional,
         )
         grammar = tools.grammar(allowed, GrammarTerms(self.markers or {}, _SCHEMA_OPTIONS))
-        if len(grammar) > (most := MAX_STRUCTURED_OUTPUT_CHARS):
-            raise InvalidRequest(
-                f"as a grammar the tools have {len(grammar)} characters, {most} at most are taken: "
-                "leave tool_choice to the model, or name one",
-                "chat.tools",
-            )
+        check_size(len(grammar))
         return StructuredOutput(grammar=grammar)
 
     def _channel_grammar(self, form: HarmonyFormat, output: StructuredOutput) -> StructuredOutput:

@@ -7,7 +7,8 @@ from typing import Any
 
 STRING = frozenset({"string"})
 _MAX_DEPTH = 16  # of references and combinations in a schema
-_MAX_VISITS = 4096  # of parts of a schema and values of enumerations
+_MAX_VISITS = 1024  # of parts of a schema; a few values of an enumeration count as one
+_VALUES_A_VISIT = 4
 _ANY = frozenset[str]()  # where a schema does not say
 
 
@@ -35,7 +36,7 @@ class _Walk:
         if isinstance(reference := schema.get("$ref"), str):
             return self.types_of(_resolved(reference, self._root), depth + 1)
         if values := _values(schema):
-            self._left -= len(values)
+            self._left -= len(values) // _VALUES_A_VISIT
             return frozenset(map(type_of, values)) if self._left >= 0 else _ANY
         if "properties" in schema:
             return frozenset({"object"})
