@@ -426,7 +426,7 @@ def _message(message: inference_pb2.ChatMessage, index: int) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": _arguments(
+                    "arguments": call_arguments(
                         call.arguments or "{}",
                         f"chat.messages[{index}].tool_calls[{i}].arguments",
                     ),
@@ -459,10 +459,11 @@ def _write_arguments(messages: Sequence[dict[str, Any]]) -> None:
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
 
 
-def _arguments(text: str, field: str) -> dict[str, Any]:
+def call_arguments(text: str, field: str) -> dict[str, Any]:
     """Arguments of an earlier call, repaired if they are not JSON.
 
     They may have been cut, or written by another model; a conversation must survive one bad call.
+    Raises InvalidRequest if they are another value than an object.
     """
     try:
         json.loads(text)
