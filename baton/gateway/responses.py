@@ -318,12 +318,13 @@ def parsed_response(body: ResponsesRequest, context: Context | None = None) -> P
     items = [(earlier, item) for item in before]
     items += [(f"input[{at}]", item) for at, item in enumerate(body.items)]
     messages, item_fields = _messages(items, body.instructions)
-    tools, tool_fields = list[api.Tool | api.CustomTool](), dict[str, str]()
+    tools, tool_fields = list[api.Tool | api.CustomTool](), dict[str, str]()  # by the chat's
     for tool, namespace, place in body.functions():
         if not tool.dropped:
-            for name, own in _TOOL_FIELDS.items():
-                tool_fields[f"tools[{len(tools)}].function.{name}"] = f"{place}.{own}"
-            tools.append(tool.in_chat(namespace, place))
+            in_chat = tool.in_chat(namespace, place)
+            for name, field in in_chat.fields.items():
+                tool_fields[f"tools[{len(tools)}].{field}"] = f"{place}.{_TOOL_FIELDS[name]}"
+            tools.append(in_chat)
     same = {name: getattr(body, name) for name in api.ChatOptions.__struct_fields__}
     chat = api.ChatRequest(
         **{**same, "response_format": _response_format(body.text)},
@@ -340,12 +341,11 @@ def parsed_response(body: ResponsesRequest, context: Context | None = None) -> P
         parsed.base.stream_interval = 1  # tells tokens of texts from those of other items
     restriction = parsed.fields["structured_output"]
     fields = {
-        **parsed.fields,
+        **{name: tool_fields.get(field, field) for name, field in parsed.fields.items()},
         **dict.fromkeys(("input", "chat", "token_ids"), "input"),
         "max_tokens": "max_output_tokens",
         "structured_output": "text.format" if restriction == "response_format" else restriction,
         **item_fields,
-        **tool_fields,
     }
     return replace(parsed, options=body, fields=fields)
 
