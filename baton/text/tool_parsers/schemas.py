@@ -40,6 +40,9 @@ class _Walk:
             return frozenset(map(type_of, values)) if self._left >= 0 else _ANY
         if "properties" in schema:
             return frozenset({"object"})
+        return self._combined(schema, depth)
+
+    def _combined(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
         found = set[str]()
         for keyword in ("anyOf", "oneOf", "allOf"):
             for one in _list(schema.get(keyword)):
