@@ -268,6 +268,10 @@ class Tool(Struct, kw_only=True, tag="function"):
     """A function that the model may call."""
 
     function: FunctionDefinition
+    fields: ClassVar[Mapping[str, str]] = {  # of a body, by the router's
+        "name": "function.name",
+        "parameters": "function.parameters",
+    }
 
     @property
     def name(self) -> str:
@@ -303,6 +307,10 @@ class CustomTool(Struct, kw_only=True, tag="custom"):
     """A tool that the model may call with a text."""
 
     custom: CustomDefinition
+    fields: ClassVar[Mapping[str, str]] = {  # of a body, by the router's
+        "name": "custom.name",
+        "input": "custom.format.grammar.definition",
+    }
 
     @property
     def name(self) -> str:

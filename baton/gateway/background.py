@@ -122,9 +122,6 @@ class BackgroundResponses:
         self._busy.set()
         try:
             await self._send_events(tenant, response_id, after, exchange)
-        except (BatonError, HttpError) as error:  # it was deleted, or the disk fails
-            members = {"code": "server_error", "message": str(error), "param": None}
-            exchange.end(encode_event("error", after + 1, members))
         finally:
             self._num_following -= 1
             self._rest()
@@ -134,7 +131,12 @@ class BackgroundResponses:
     ) -> None:
         while True:
             changed = self._changed
-            found = await self._database.call(ResponseStore.events, tenant, response_id, after)
+            try:
+                found = await self._database.call(ResponseStore.events, tenant, response_id, after)
+            except (BatonError, HttpError) as error:  # it was deleted, or the disk fails
+                members = {"code": "server_error", "message": str(error), "param": None}
+                exchange.end(encode_event("error", after + 1, members))
+                return
             after, response = found.last, found.response
             if not found.events and (response.is_lost or not response.is_running):
                 exchange.end(_last_event(response, after + 1))

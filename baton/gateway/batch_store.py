@@ -238,15 +238,16 @@ class BatchStore(Database):
 
     # Files.
 
-    def check_room(self, tenant: str, more_bytes: int = 0) -> None:
-        """Raises InvalidRequest if the tenant may have no more bytes or files."""
+    def check_room(self, tenant: str, more_bytes: int = 0, more_files: int = 1) -> None:
+        """Raises InvalidRequest if the tenant may not have these bytes and files in addition."""
         if self._used_bytes(tenant) + more_bytes > self._max_bytes:
             raise InvalidRequest(
                 f"files and results may take {self._max_bytes} bytes (--batch-disk): delete some "
                 "first",
                 "file",
             )
-        if self._row("SELECT COUNT(*) FROM files WHERE tenant = ?", tenant)[0] >= MAX_FILES:
+        count = self._row("SELECT COUNT(*) FROM files WHERE tenant = ?", tenant)[0]
+        if count + more_files > MAX_FILES:
             raise InvalidRequest(f"there are {MAX_FILES} files: delete some first", "file")
 
     def add(self, tenant: str, filename: str, content: BinaryIO) -> File:
@@ -257,7 +258,7 @@ class BatchStore(Database):
             self._add_file(file_id, tenant, **columns)
             for number, data in enumerate(iter(partial(content.read, _READ_BYTES), b"")):
                 self._add_chunk(file_id, number, data)
-            self.check_room(tenant)
+            self.check_room(tenant, more_files=0)
         return self.file(tenant, file_id)
 
     def file(self, tenant: str, file_id: str) -> File:

@@ -39,7 +39,6 @@ def parsed_chat(body: api.ChatRequest) -> ParsedRequest:
     if most == 0:
         check_prompt_alone(body, "max_tokens")
     output, restriction = structured_output_of(body)
-    custom = [i for i, tool in enumerate(body.tools or ()) if isinstance(tool, api.CustomTool)]
     request = base_request(body, FILL_CONTEXT if most is None else most, logprobs, output)
     request.chat.CopyFrom(chat_message(body, body.messages))
     _set_tool_choice(request.chat, body)
@@ -66,11 +65,7 @@ def parsed_chat(body: api.ChatRequest) -> ParsedRequest:
                 else "thinking_token_budget"
             ),
             "template_kwargs": "chat_template_kwargs",
-            **{
-                f"tools[{i}].function.{name}": f"tools[{i}].custom.{place}"
-                for i in custom
-                for name, place in (("name", "name"), ("input", "format.grammar.definition"))
-            },
+            **_tool_fields(body),
         },
     )
 
@@ -91,8 +86,8 @@ def chat_message(
             name, arguments = _called(call, f"messages[{at}].tool_calls[{number}]")
             turn.tool_calls.add(id=call.id, name=name, arguments=arguments)
     choice = getattr(body, "tool_choice", None)
-    for tool in _allowed(body.tools or (), choice):
-        chat.tools.append(tool_message(tool))
+    tools = body.tools or ()
+    chat.tools.extend(tool_message(tools[at]) for at in _allowed(tools, choice))
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
@@ -139,16 +134,24 @@ def _called(call: api.ToolCall, place: str) -> tuple[str, str]:
     return name, called.arguments
 
 
-def _allowed(
-    tools: Sequence[api.Tool | api.CustomTool], choice: object
-) -> Sequence[api.Tool | api.CustomTool]:
-    """The tools that a choice allows. Raises InvalidRequest for one that is not there."""
+def _tool_fields(body: api.ChatRequest) -> dict[str, str]:
+    """The body's fields of the tools that the model is told of, by the router's."""
+    tools = body.tools or ()
+    return {
+        f"tools[{number}].function.{name}": f"tools[{at}].{place}"
+        for number, at in enumerate(_allowed(tools, body.tool_choice))
+        for name, place in tools[at].fields.items()
+    }
+
+
+def _allowed(tools: Sequence[api.Tool | api.CustomTool], choice: object) -> Sequence[int]:
+    """Places of the tools that a choice allows. Raises InvalidRequest for one that is not there."""
     if not isinstance(choice, api.AllowedToolChoice):
-        return tools
+        return range(len(tools))
     names = {one.name for one in choice.allowed_tools.tools}
     if unknown := names - {tool.name for tool in tools}:
         raise InvalidRequest(f"there is no tool {quoted(min(unknown))}", "tool_choice")
-    return [tool for tool in tools if tool.name in names]
+    return [at for at, tool in enumerate(tools) if tool.name in names]
 
 
 def chat_tokens(

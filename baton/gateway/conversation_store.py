@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -15,8 +16,8 @@ from baton.errors import InvalidRequest, quoted
 from baton.gateway.responses_store import MAX_HISTORY_BYTES, ResponseStore
 from baton.net.http_errors import HttpError
 
-# Of an item of a response, with the response's id.
-_ITEM_ID = re.compile(r"[a-z]+_(.+?)(?:_input)?_\d+")
+# Of an item of a response, with the response's id, and whether it is one of the input.
+_ITEM_ID = re.compile(r"[a-z]+_(.+?)(_input)?_\d+")
 
 
 class StoredItem(NamedTuple):
@@ -146,19 +147,18 @@ class ConversationStore(ResponseStore):
     # What a request continues.
 
     def context(
-        self, tenant: str, previous: str, conversation: str, references: Mapping[str, str]
+        self, tenant: str, previous: str, conversation: str, references: Mapping[str, Sequence[str]]
     ) -> Context:
         """What a request names: a response or a conversation, or neither; and single items.
 
-        references: the field of each item's id. Raises InvalidRequest naming the field.
+        references: the fields of each item's id. Raises InvalidRequest naming the field.
         """
         before = list[bytes]()
         for response in self.history(tenant, previous):
             before += [response.input, _output(response.body)]
         if conversation:
             before.append(self._all(tenant, conversation))
-        found = {one: self._referenced(tenant, one, field) for one, field in references.items()}
-        return Context(before, found)
+        return Context(before, self._referenced(tenant, references))
 
     def _all(self, tenant: str, conversation_id: str) -> bytes:
         try:
@@ -176,26 +176,47 @@ class ConversationStore(ResponseStore):
         )
         return b"[" + b",".join(row[0] for row in found) + b"]"
 
-    def _referenced(self, tenant: str, item_id: str, field: str) -> bytes:
-        """An item of any of the tenant's conversations and responses."""
-        row = self._row(
-            "SELECT body FROM items JOIN conversations ON conversations.id = conversation "
-            "WHERE items.id = ? AND tenant = ? AND expires_at >= ?",
-            item_id, tenant, time.time(),
-        )  # fmt: skip
-        if row is not None:
-            return bytes(row[0])
-        if match := _ITEM_ID.fullmatch(item_id):
+    def _referenced(self, tenant: str, references: Mapping[str, Sequence[str]]) -> dict[str, bytes]:
+        """Items of any of the tenant's conversations and responses, each of which is read once."""
+        found, size = dict[str, bytes](), 0
+        lists = defaultdict[tuple[str, bool], set[str]](set)  # references by list of a response
+
+        def add(item_id: str, item: bytes) -> None:
+            nonlocal size
+            found[item_id] = item
+            size += len(item) * len(references[item_id])
+            if size > MAX_HISTORY_BYTES:
+                raise InvalidRequest(
+                    f"the items referred to have more than {MAX_HISTORY_BYTES} bytes: refer to "
+                    "fewer",
+                    references[item_id][0],
+                )
+
+        for item_id in references:
+            row = self._row(
+                "SELECT body FROM items JOIN conversations ON conversations.id = conversation "
+                "WHERE items.id = ? AND tenant = ? AND expires_at >= ?",
+                item_id, tenant, time.time(),
+            )  # fmt: skip
+            if row is not None:
+                add(item_id, bytes(row[0]))
+            elif match := _ITEM_ID.fullmatch(item_id):
+                lists[match[1], bool(match[2])].add(item_id)
+        for (response_id, is_input), wanted in lists.items():
             try:
-                response = self.get(tenant, f"resp_{match[1]}")
+                response = self.get(tenant, f"resp_{response_id}")
             except HttpError:
-                pass
-            else:
-                for items in (_output(response.body), response.input):
-                    for one in stored_items(items):
-                        if one.id == item_id:
-                            return one.body
-        raise InvalidRequest(f"there is no item {quoted(item_id)}: send it whole", field)
+                continue
+            items = stored_items(response.input if is_input else _output(response.body))
+            for item_id, item in items:
+                if item_id in wanted:
+                    add(item_id, item)
+        for item_id, fields in references.items():
+            if item_id not in found:
+                raise InvalidRequest(
+                    f"there is no item {quoted(item_id)}: send it whole", fields[0]
+                )
+        return found
 
     def _add(self, conversation_id: str, items: Sequence[StoredItem]) -> None:
         self._db.executemany(

@@ -24,7 +24,7 @@ from baton.gateway.conversation_store import (
 )
 from baton.gateway.endpoint import Endpoint
 from baton.gateway.openapi import ERRORS, Operation, Routes
-from baton.gateway.responses import InputItem, shown_items
+from baton.gateway.responses import InputItem, check_items, shown_items
 from baton.gateway.responses_api import ItemsQuery, ResponseApi
 from baton.net.http_server import HttpExchange
 
@@ -149,6 +149,7 @@ def _ids(exchange: HttpExchange) -> tuple[str, str]:
 
 
 def _new_items(items: list[InputItem], key: str) -> list[StoredItem]:
+    check_items(items)
     return stored_items(_encode(shown_items(items, key)))
 
 

@@ -76,6 +76,8 @@ class Endpoint(Generic[T]):
             if len(body) <= _LARGE_BODY_BYTES:
                 return self.parse(body)
             return await service.run_in_thread(self.parse, body)
+        except RecursionError as error:
+            raise InvalidRequest("the body is nested too deeply") from error
         except InvalidRequest as error:
             kind = exchange.headers.get(b"content-type", b"").decode("latin-1")
             if error.field or "json" in kind.lower():

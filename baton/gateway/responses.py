@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,7 +18,7 @@ from baton.gateway.chat_completions import parsed_chat
 from baton.gateway.conversation_store import Context
 from baton.gateway.custom_tools import arguments_of
 from baton.gateway.parsed_request import ParsedRequest
-from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
+from router.admission.chat import MAX_MESSAGES, MAX_TOOLS, call_arguments
 
 
 class TextContent(Struct, omit_defaults=True):
@@ -273,13 +274,13 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
         return [item for item in self.items if item.kind in _SHOWN_ITEMS | {"item_reference"}]
 
     @property
-    def references(self) -> dict[str, str]:
-        """The ids of items that are referred to, with the field of each."""
-        return {
-            item.id or "": f"input[{at}].id"
-            for at, item in enumerate(self.items)
-            if item.kind == "item_reference"
-        }
+    def references(self) -> dict[str, list[str]]:
+        """The ids of items that are referred to, with the fields of each."""
+        found = defaultdict[str, list[str]](list)
+        for at, item in enumerate(self.items):
+            if item.kind == "item_reference":
+                found[item.id or ""].append(f"input[{at}].id")
+        return found
 
 
 class CountedRequest(ResponsesRequest, kw_only=True):
@@ -310,15 +311,20 @@ def parsed_response(body: ResponsesRequest, context: Context | None = None) -> P
             name: msgspec.json.decode(item, type=InputItem)
             for name, item in context.referenced.items()
         }
-        items = [found.get(item.id or "", item) for item in body.items]
-        body = msgspec.structs.replace(body, input=items)
-    messages, item_fields = _messages(body, before)
-    tools, tool_fields = list[api.Tool | api.CustomTool](), dict[str, str]()
+        body = msgspec.structs.replace(
+            body, input=[found.get(item.id or "", item) for item in body.items]
+        )
+    earlier = "conversation" if body.conversation else "previous_response_id"
+    items = [(earlier, item) for item in before]
+    items += [(f"input[{at}]", item) for at, item in enumerate(body.items)]
+    messages, item_fields = _messages(items, body.instructions)
+    tools, tool_fields = list[api.Tool | api.CustomTool](), dict[str, str]()  # by the chat's
     for tool, namespace, place in body.functions():
         if not tool.dropped:
-            for name, own in _TOOL_FIELDS.items():
-                tool_fields[f"tools[{len(tools)}].function.{name}"] = f"{place}.{own}"
-            tools.append(tool.in_chat(namespace, place))
+            in_chat = tool.in_chat(namespace, place)
+            for name, field in in_chat.fields.items():
+                tool_fields[f"tools[{len(tools)}].{field}"] = f"{place}.{_TOOL_FIELDS[name]}"
+            tools.append(in_chat)
     same = {name: getattr(body, name) for name in api.ChatOptions.__struct_fields__}
     chat = api.ChatRequest(
         **{**same, "response_format": _response_format(body.text)},
@@ -335,12 +341,11 @@ def parsed_response(body: ResponsesRequest, context: Context | None = None) -> P
         parsed.base.stream_interval = 1  # tells tokens of texts from those of other items
     restriction = parsed.fields["structured_output"]
     fields = {
-        **parsed.fields,
+        **{name: tool_fields.get(field, field) for name, field in parsed.fields.items()},
         **dict.fromkeys(("input", "chat", "token_ids"), "input"),
         "max_tokens": "max_output_tokens",
         "structured_output": "text.format" if restriction == "response_format" else restriction,
         **item_fields,
-        **tool_fields,
     }
     return replace(parsed, options=body, fields=fields)
 
@@ -379,6 +384,14 @@ _SHOWN_ITEMS = frozenset(_ID_PREFIXES)
 _KNOWN_ITEMS = _SHOWN_ITEMS | {"item_reference", "additional_tools"}
 
 
+def check_items(items: Sequence[InputItem]) -> None:
+    """Raises InvalidRequest naming the field, as in `items`, for what no chat could have."""
+    _messages([(f"items[{at}]", item) for at, item in enumerate(items)])
+    for at, item in enumerate(items):
+        if item.kind == "function_call" and isinstance(item.arguments, str):
+            call_arguments(item.arguments or "{}", f"items[{at}].arguments")
+
+
 def shown_items(items: Sequence[InputItem], key: str) -> list[dict[str, Any]]:
     """Items with ids made from `key`, as the API lists them. Raises InvalidRequest."""
     found = []
@@ -402,16 +415,18 @@ def shown_items(items: Sequence[InputItem], key: str) -> list[dict[str, Any]]:
 
 
 def _messages(
-    body: ResponsesRequest, history: Sequence[InputItem]
+    items: Iterable[tuple[str, InputItem]], instructions: str | None = None
 ) -> tuple[list[api.Message], dict[str, str]]:
-    """The messages of the chat, and the input's field for each of their fields."""
+    """The messages of items, given with their places, and the place of each message's arguments.
+
+    Raises InvalidRequest naming the place.
+    """
     messages, fields = list[api.Message](), dict[str, str]()
-    if body.instructions:
-        messages.append(api.Message(role="system", content=body.instructions))
-    earlier = "conversation" if body.conversation else "previous_response_id"
+    if instructions:
+        messages.append(api.Message(role="system", content=instructions))
     before = ""  # type of the previous item of an assistant's turn
-    for at, item in enumerate((*history, *body.items), -len(history)):
-        place, kind = f"input[{at}]" if at >= 0 else earlier, item.kind
+    for place, item in items:
+        kind = item.kind
         if kind not in _SHOWN_ITEMS:  # references are not read yet
             continue
         is_call = _ORDER.get(kind) == _ORDER["function_call"]

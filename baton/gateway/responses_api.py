@@ -149,7 +149,8 @@ class ResponseApi:
         assert isinstance(body, ResponsesRequest)
         previous, conversation = body.previous_response_id or "", body.conversation_id
         named = {"previous_response_id": previous, "conversation": conversation}
-        fields = [name for name, given in named.items() if given] + list(body.references.values())
+        fields = [name for name, given in named.items() if given]
+        fields += (places[0] for places in body.references.values())
         if not fields:
             return parsed
         if self._folder is None:

@@ -15,7 +15,6 @@ from typing import Any
 from baton.errors import ConfigError, InvalidRequest, quoted
 from baton.generation.json_schema import JSON_OPTIONS, prepare_schema
 from baton.generation.sampling_params import (
-    MAX_STRUCTURED_OUTPUT_CHARS,
     Reasoning,
     SamplingParams,
     StructuredOutput,
@@ -26,7 +25,7 @@ from baton.text.json_repair import repaired
 from baton.text.reasoning import ReasoningFormat, reasoning_format
 from baton.text.scoring import is_pair
 from baton.text.tool_parsers import ToolFormat, ToolSchemas, tool_format
-from baton.text.tool_parsers.format import AllowedCalls, GrammarTerms
+from baton.text.tool_parsers.format import AllowedCalls, GrammarTerms, check_size
 from baton.text.tool_parsers.harmony import HarmonyFormat
 from baton.v1 import inference_pb2
 from router.request import OutputFormat
@@ -227,12 +226,7 @@ class ChatFormats:
             optional=optional,
         )
         grammar = tools.grammar(allowed, GrammarTerms(self.markers or {}, _SCHEMA_OPTIONS))
-        if len(grammar) > (most := MAX_STRUCTURED_OUTPUT_CHARS):
-            raise InvalidRequest(
-                f"as a grammar the tools have {len(grammar)} characters, {most} at most are taken: "
-                "leave tool_choice to the model, or name one",
-                "chat.tools",
-            )
+        check_size(len(grammar))
         return StructuredOutput(grammar=grammar)
 
     def _channel_grammar(self, form: HarmonyFormat, output: StructuredOutput) -> StructuredOutput:
@@ -382,8 +376,30 @@ def _checked_tools(chat: inference_pb2.Chat) -> set[str]:
             raise InvalidRequest(f"there are two tools {quoted(tool.name)}", f"{field}.name")
         names.add(tool.name)
         if tool.parameters:
-            _object(tool.parameters, f"{field}.parameters")
+            _check_parameters(tool.parameters, f"{field}.parameters")
     return names
+
+
+def _check_parameters(text: str, field: str) -> None:
+    """Raises InvalidRequest unless a schema is an object whose keywords have their types."""
+    schema = _object(text, field)
+
+    def check(place: str, value: object, kind: str, *, is_kind: bool) -> None:
+        if value is not None and not is_kind:
+            raise InvalidRequest(f"{field.removeprefix('chat.')}: {place} must be {kind}", field)
+
+    properties, required = schema.get("properties"), schema.get("required")
+    check("/properties", properties, "an object", is_kind=isinstance(properties, dict))
+    check("/required", required, "a list of names", is_kind=_is_texts(required))
+    typed = {"": schema, **{f"/properties/{key}": one for key, one in (properties or {}).items()}}
+    for place, part in typed.items():
+        types = part.get("type") if isinstance(part, dict) else None
+        is_kind = isinstance(types, str) or _is_texts(types)
+        check(quoted(f"{place}/type"), types, "a name or a list of names", is_kind=is_kind)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _tool(tool: inference_pb2.Tool) -> dict[str, Any]:
@@ -410,7 +426,7 @@ def _message(message: inference_pb2.ChatMessage, index: int) -> dict[str, Any]:
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": _arguments(
+                    "arguments": call_arguments(
                         call.arguments or "{}",
                         f"chat.messages[{index}].tool_calls[{i}].arguments",
                     ),
@@ -443,10 +459,11 @@ def _write_arguments(messages: Sequence[dict[str, Any]]) -> None:
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
 
 
-def _arguments(text: str, field: str) -> dict[str, Any]:
+def call_arguments(text: str, field: str) -> dict[str, Any]:
     """Arguments of an earlier call, repaired if they are not JSON.
 
     They may have been cut, or written by another model; a conversation must survive one bad call.
+    Raises InvalidRequest if they are another value than an object.
     """
     try:
         json.loads(text)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.generation.sampling_params import StructuredOutput
+from baton.generation.sampling_params import MAX_STRUCTURED_OUTPUT_CHARS, StructuredOutput
 from baton.text.tool_parsers.parser import Steps, ToolParser, ToolSchemas
 from baton.text.tool_parsers.text_grammars import text_grammar
 
@@ -20,21 +20,24 @@ ANY_TEXT = "/(?s:.*)/"
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-@dataclass(frozen=True)
+@dataclass
 class GrammarTerms:
     """Writes terms of a Lark grammar.
 
-    `special`: ids of markers that are special tokens. `options`: added to each schema.
+    `special`: ids of markers that are special tokens. `options`: added to each schema. All methods
+    raise InvalidRequest once the terms have more characters than a grammar may have, because each
+    parameter may repeat all definitions of its tool.
     """
 
     special: Mapping[str, int]
     options: Mapping[str, object]
+    num_chars: int = field(default=0, init=False)  # of the terms
 
     def text(self, text: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
         """A sequence for a text with special tokens, and with `words` that stand for terms."""
         terms = {marker: f"<[{token}]>" for marker, token in self.special.items()} | dict(words)
         parts = re.split(f"({'|'.join(map(re.escape, terms))})", text) if terms else [text]
-        return " ".join(terms.get(part) or json.dumps(part) for part in parts if part)
+        return self._added(" ".join(terms.get(part) or json.dumps(part) for part in parts if part))
 
     def first_special(self, text: str) -> int:
         """The place of the first special token in a text; its length if there is none."""
@@ -42,7 +45,22 @@ class GrammarTerms:
 
     def json(self, schema: Mapping[str, object]) -> str:
         """JSON that matches a schema."""
-        return f"%json {json.dumps({**schema, **self.options})}"
+        return self._added(f"%json {json.dumps({**schema, **self.options})}")
+
+    def _added(self, term: str) -> str:
+        self.num_chars += len(term)
+        check_size(self.num_chars)
+        return term
+
+
+def check_size(num_chars: int) -> None:
+    """Raises InvalidRequest for a grammar of tools with too many characters."""
+    if num_chars > (most := MAX_STRUCTURED_OUTPUT_CHARS):
+        raise InvalidRequest(
+            f"as a grammar the tools have more than {most} characters: leave tool_choice to the "
+            "model, or name one",
+            "chat.tools",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +129,7 @@ class ToolFormat:
         return (self.around[0] + self.call[0]).startswith(tuple(special)) if special else False
 
     def grammar(self, allowed: AllowedCalls, terms: GrammarTerms) -> str:
-        """A Lark grammar of an output. Raises InvalidRequest naming a tool's `input`."""
+        """A Lark grammar of an output. Raises InvalidRequest naming the tools or one's `input`."""
         answer = allowed.answer
         first, between, last = self.around
         if answer is not None and (first + self.call[0]).startswith("{"):

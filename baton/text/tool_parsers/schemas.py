@@ -7,28 +7,49 @@ from typing import Any
 
 STRING = frozenset({"string"})
 _MAX_DEPTH = 16  # of references and combinations in a schema
+_MAX_VISITS = 1024  # of parts of a schema; a few values of an enumeration count as one
+_VALUES_A_VISIT = 4
 _ANY = frozenset[str]()  # where a schema does not say
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The types that a schema names, also by references within `root`; empty if it names none."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return _ANY
-    if types := schema.get("type"):
-        return frozenset([types] if isinstance(types, str) else filter(_is_str, types))
-    if isinstance(reference := schema.get("$ref"), str):
-        return types_of(_resolved(reference, root), root, depth + 1)
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if isinstance(values, list) and values:
-        return frozenset(type_of(value) for value in values)
-    if "properties" in schema:
-        return frozenset({"object"})
-    found = [
-        types_of(one, root, depth + 1)
-        for keyword in ("anyOf", "oneOf", "allOf")
-        for one in schema.get(keyword, ())
-    ]
-    return frozenset().union(*found) if all(found) else _ANY
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """The types that a schema names, also by references within `root`; empty if it names none.
+
+    Also empty where a keyword is not of its own type, or the schema has very many parts.
+    """
+    return _Walk(root).types_of(schema, 0)
+
+
+class _Walk:
+    """A walk through a schema; a reference may be met any number of times, so visits count."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._left = _MAX_VISITS
+
+    def types_of(self, schema: Any, depth: int) -> frozenset[str]:
+        self._left -= 1
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or self._left < 0:
+            return _ANY
+        if types := schema.get("type"):
+            return frozenset([types] if isinstance(types, str) else filter(_is_str, _list(types)))
+        if isinstance(reference := schema.get("$ref"), str):
+            return self.types_of(_resolved(reference, self._root), depth + 1)
+        if values := _values(schema):
+            self._left -= len(values) // _VALUES_A_VISIT
+            return frozenset(map(type_of, values)) if self._left >= 0 else _ANY
+        if "properties" in schema:
+            return frozenset({"object"})
+        return self._combined(schema, depth)
+
+    def _combined(self, schema: Mapping[str, Any], depth: int) -> frozenset[str]:
+        found = set[str]()
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            for one in _list(schema.get(keyword)):
+                if not (types := self.types_of(one, depth + 1)):
+                    return _ANY
+                found |= types
+        return frozenset(found)
 
 
 def is_text(schema: Any, root: Mapping[str, Any]) -> bool:
@@ -54,18 +75,29 @@ def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
     return value
 
 
-def property_of(schema: Mapping[str, Any], key: str) -> Any:
-    """The schema of a parameter; None if there is none."""
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schemas of the parameters; none if `properties` is not an object."""
     properties = schema.get("properties")
-    return properties.get(key) if isinstance(properties, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def required_of(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The names of required parameters; none if `required` is not a list."""
+    return frozenset(filter(_is_str, _list(schema.get("required"))))
 
 
 def texts_of(schema: Any) -> list[str]:
     """The texts of an enumeration; none if there is none."""
-    if not isinstance(schema, Mapping):
-        return []
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return [value for value in values if isinstance(value, str)]
+    return [one for one in _values(schema) if _is_str(one)] if isinstance(schema, Mapping) else []
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any]:
+    """The values of an enumeration or a constant; none if there is neither."""
+    return _list(schema.get("enum", [schema["const"]] if "const" in schema else []))
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def with_definitions(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:

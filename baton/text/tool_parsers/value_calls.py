@@ -12,7 +12,12 @@ from baton.text.json_repair import JsonRepair
 from baton.text.tool_parsers.format import INPUT, GrammarTerms, ToolFormat
 from baton.text.tool_parsers.head import NAME, SPACE, Chars, Head
 from baton.text.tool_parsers.parser import Steps, ToolParser
-from baton.text.tool_parsers.schemas import types_of, with_definitions
+from baton.text.tool_parsers.schemas import (
+    properties_of,
+    required_of,
+    types_of,
+    with_definitions,
+)
 from baton.text.tool_parsers.xml_calls import text_rules
 
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
@@ -36,14 +41,15 @@ class NamedValues(ToolFormat):
         self, number: int, schema: Mapping[str, Any] | None, terms: GrammarTerms
     ) -> list[str]:
         schema = schema or {}
-        pairs, name = schema.get("properties", {}), f"arguments_{number}"
+        pairs, required = properties_of(schema), required_of(schema)
+        name = f"arguments_{number}"
         rules = [f"{name}: {name}_first_0"]
         for at, (key, one) in enumerate(pairs.items()):
             # Behind `first` no pair has been written, behind `rest` one has.
             pair, comma = f"{name}_pair_{at}", json.dumps(self.comma)
             first, rest = f"{name}_first_{at}", f"{name}_rest_{at}"
             later = f"{name}_first_{at + 1}", f"{name}_rest_{at + 1}"
-            optional = key not in schema.get("required", ())
+            optional = key not in required
             rules.append(f"{first}: {pair} {later[1]}" + (f" | {later[0]}" if optional else ""))
             rules.append(f"{rest}: ({comma} {pair}){'?' if optional else ''} {later[1]}")
             value = self.value_rule(f"{pair}_v", one, schema, terms)

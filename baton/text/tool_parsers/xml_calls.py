@@ -18,7 +18,8 @@ from baton.text.tool_parsers.parser import Steps, ToolParser
 from baton.text.tool_parsers.schemas import (
     STRING,
     is_text,
-    property_of,
+    properties_of,
+    required_of,
     texts_of,
     type_of,
     types_of,
@@ -81,7 +82,7 @@ class XmlFormat(ToolFormat):
             if marked:
                 types = STRING if marked[0] == "true" else _ANY
             else:
-                types = types_of(property_of(schema, key), schema)
+                types = types_of(properties_of(schema).get(key), schema)
             yield from self._value(parser, types)
             separator = ", "
         closed = yield from parser.goes_on_with(self.close)
@@ -105,8 +106,8 @@ class XmlFormat(ToolFormat):
     ) -> list[str]:
         schema = schema or {}
         rules, sequence = list[str](), list[str]()
-        required = schema.get("required", ())
-        for at, (key, one) in enumerate(schema.get("properties", {}).items()):
+        required = required_of(schema)
+        for at, (key, one) in enumerate(properties_of(schema).items()):
             name = f"arguments_{number}_{at}"
             marked = "true" if is_text(one, schema) else "false"
             before, behind = (

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import io
 import json
 import os
 import sqlite3
@@ -14,7 +15,7 @@ import httpx
 import pytest
 
 from baton.config import ApiConfig, RouterConfig
-from baton.errors import ConfigError, Overloaded, Unauthenticated, Unavailable
+from baton.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated, Unavailable
 from baton.gateway import batch_process, batch_runner, batch_store, batches
 from baton.gateway.routes import frontend
 from baton.net import http_server
@@ -710,3 +711,15 @@ async def test_the_port_for_lines_is_the_runners_alone(gateway, settings):
 async def test_a_form_is_not_taken_compressed(gateway):
     headers = {"content-encoding": "gzip"}
     assert (await upload(gateway, [line(0)], headers)).status_code == 415
+
+
+def test_a_tenant_has_as_many_files_as_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_store, "MAX_FILES", 2)
+    store = batch_store.BatchStore(tmp_path, 1 << 20)
+    for name in ("a", "b"):
+        store.check_room("t")
+        store.add("t", name, io.BytesIO(b"{}"))
+    for refused in (store.check_room, lambda tenant: store.add(tenant, "c", io.BytesIO(b"{}"))):
+        with pytest.raises(InvalidRequest, match="there are 2 files"):
+            refused("t")
+    store.close()

@@ -155,6 +155,10 @@ async def test_the_model_is_told_of_allowed_tools_only(says):
         asked = await gateway.chat(tools=TOOLS, tool_choice=allowed(mode, "g"), ignore_eos=False)
         assert asked.status_code == 200, asked.text
         assert ("call_0" in grammar()) is (mode == "required")
+    wrong = {"type": "function", "function": {"name": "w", "parameters": {"required": 5}}}
+    refused = await gateway.chat(tools=[*TOOLS, wrong], tool_choice=allowed("auto", "w"))
+    param = f"tools[{len(TOOLS)}].function.parameters"
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     of_allowed = grammar()
     await gateway.chat(tools=TOOLS[1:], tool_choice="required", ignore_eos=False)
     assert grammar() == of_allowed

@@ -1,11 +1,13 @@
 """Conversations and references to stored items, asked by OpenAI's client."""
 
 import contextlib
+import json
 
 import openai
 import pytest
 
-from baton.gateway import responses_store
+from baton.errors import InvalidRequest
+from baton.gateway import conversation_store, responses_store
 from baton.gateway.conversation_store import ConversationStore, StoredConversation, StoredItem
 from router.admission.tenants import Tenants
 from tests.waiting import eventually
@@ -94,6 +96,27 @@ async def test_responses_continue_a_conversation(says, config):
             await one.responses.create(input="x", **asked)
         assert refused.value.param == "conversation"
         assert (await one.responses.retrieve(a.id)).output_text == texts[0]
+
+
+async def test_an_item_that_no_response_could_continue_is_refused_with_its_place(says, config):
+    gateway = await says(roles, template=LETTERS, api=config)
+    made = (await gateway.post("/v1/conversations", {})).json()
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    for wrong, field in (
+        ({"type": "message", "content": "x"}, "role"),
+        ({"type": "message", "role": "user"}, "content"),
+        ({"role": "user", "content": [{"type": "input_text"}]}, "content[0].text"),
+        ({**call, "call_id": None}, "call_id"),
+        ({**call, "name": None}, "name"),
+        ({**call, "arguments": "[]"}, "arguments"),
+        ({"type": "function_call_output", "output": "x"}, "call_id"),
+    ):
+        for path in ("/v1/conversations", f"/v1/conversations/{made['id']}/items"):
+            refused = await gateway.post(path, {"items": [message("Hi"), wrong]})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, f"items[1].{field}"), error
+    asked = {"input": "a", "conversation": made["id"]}
+    assert (await gateway.post("/v1/responses", asked)).status_code == 200
 
 
 async def test_items_are_sent_again_by_their_ids(says, config):
@@ -199,3 +222,31 @@ def test_conversations_share_their_tenants_room_with_responses(tmp_path, monkeyp
     counts = [store._row(f"SELECT COUNT(*) FROM {name}")[0] for name in ("conversations", "items")]
     assert counts == [0, 0]
     store.close()
+
+
+def test_items_of_a_response_are_read_once_and_have_a_limit(tmp_path, monkeypatch):
+    store = ConversationStore(tmp_path, 1 << 20, 60.0)
+    outputs, inputs = (
+        [{"id": f"msg_{key}_{at}", "text": "x" * 100} for at in range(3)]
+        for key in ("a", "a_input")
+    )
+    body = json.dumps({"output": outputs}).encode()
+    stored = responses_store.StoredResponse("resp_a", "", json.dumps(inputs).encode(), body)
+    store.add("t", stored)
+    conversation = StoredConversation("c", 1, b"{}")
+    store.create_conversation("t", conversation, [StoredItem("msg_c_0", b"x" * 100)])
+    reads, get = [], store.get
+    monkeypatch.setattr(store, "get", lambda *args: reads.append(args) or get(*args))
+    names = [*(item["id"] for item in (*outputs, *inputs)), "msg_c_0"]
+    found = store.context("t", "", "", {name: [name] for name in names}).referenced
+    assert [json.loads(found[name]) for name in names[:-1]] == [*outputs, *inputs]
+    assert found["msg_c_0"] == b"x" * 100 and len(reads) == 2  # one of each list
+    monkeypatch.setattr(conversation_store, "MAX_HISTORY_BYTES", 300)
+    for references, field in (
+        ({"msg_a_0": ["a"], "msg_a_2": ["b"], "msg_c_0": ["c"]}, "b"),
+        ({"msg_c_0": ["a", "b", "c", "d"]}, "a"),
+    ):
+        with pytest.raises(InvalidRequest, match="more than 300 bytes") as refused:
+            store.context("t", "", "", references)
+        assert refused.value.field == field
+    assert store.context("t", "", "", {"msg_c_0": ["a", "b", "c"]}).referenced

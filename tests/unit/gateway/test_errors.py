@@ -177,6 +177,11 @@ async def test_a_body_is_json_under_any_content_type(gateway):
     bad = b'{"prompt": "a", "suffix": "\xff"}'
     for text in (b"", b"{", b"[]", b'{"prompt": "a", "temperature": NaN}', nested, b"\xff", bad):
         assert error_of(await post(text), 400)["param"] is None
+    for levels in range(900, 1000):  # some of them are too many for a part of the parser
+        parameters = b'{"x": %b%b}' % (b"[" * levels, b"]" * levels)
+        tool = b'{"type": "function", "function": {"name": "f", "parameters": %b}}' % parameters
+        chat = b'{"messages": [{"role": "user", "content": "a"}], "tools": [%b]}' % tool
+        error_of(await gateway.client.post("/v1/chat/completions", content=chat), 400)
     assert error_of(await post(b'{"prompt": "a\xe6 f"}'), 400)["param"] == "prompt"
     error_of(await post(b'{"prompt": "' + b"a" * MAX_BODY_BYTES), 413)
     body = json.dumps({"prompt": "a", "max_tokens": 2})

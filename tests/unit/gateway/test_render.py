@@ -31,6 +31,12 @@ async def test_prompts_are_rendered(says):
         assert len(rendered) == expected
         assert len({one["request_id"] for one in rendered}) == expected
     assert rendered[0]["token_ids"] == [3, 4]
+    limits = []
+    for prompts in ([[3] * 1990, [3]], [[3]]):
+        asked = {"prompt": prompts, "max_tokens": None}
+        rendered = (await gateway.post("/v1/completions/render", asked)).json()
+        limits.append([one["sampling_params"]["max_tokens"] for one in rendered])
+    assert limits == [[10, *limits[1]], limits[1]] and limits[1][0] > 10
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,19 @@ async def test_what_agents_send_beside_texts_is_dropped_and_named(says):
     )
     prompt = gateway.cluster.prefills[0].requests[-1].sequence.token_ids
     assert "'No'" in gateway.tokenizer.decode(list(prompt))
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: x"}
+    wrong = [
+        ({"type": "function", "name": "w", "parameters": {"required": 5}}, "parameters"),
+        ({"type": "custom", "name": "w", "format": grammar}, "format.definition"),
+    ]
+    for tool, field in wrong:
+        choice = {"type": "allowed_tools", "mode": "required", "tools": [tool]}
+        tools = [{"type": "web_search"}, *TOOLS, tool]
+        refused = await gateway.post(
+            "/v1/responses", {"input": "Hi", "tools": tools, "tool_choice": choice}
+        )
+        param = f"tools[{len(tools) - 1}].{field}"
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     missing = [{"role": "user", "content": [{"type": "input_text"}]}]
     refused = await gateway.post("/v1/responses", {"input": missing})
     assert refused.json()["error"]["param"] == "input[0].content[0].text"

@@ -175,6 +175,8 @@ async def test_a_stream_in_the_background_that_is_stopped_says_so(says, config):
                 await getattr(two.responses, stop)(name)
             for found in (await events(stream), await reading):
                 last = found[-1].to_dict()
+                numbers = [event.sequence_number for event in found]
+                assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
                 assert ends in (last["type"], last.get("response", {}).get("status")), last
             await first.idle()
 

@@ -217,6 +217,10 @@ async def test_a_template_of_channels_gets_one_call_a_message_and_one_thought(ad
 GRAMMAR = common_pb2.SamplingParams(structured_output={"grammar": "start: /a/"})
 NOT_KEPT = json.dumps({"minProperties": 3})
 BAD_SCHEMA = json.dumps({"properties": {"a": {"type": "intger"}}})
+WRONG_KEYWORDS = [
+    {"properties": []}, {"required": 5}, {"required": [5]}, {"type": 5},
+    {"properties": {"a": {"type": [5]}}},
+]  # fmt: skip
 CALLED = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[]"}]}
 UNNAMED = {"role": "assistant", "tool_calls": [{"arguments": "{}"}]}
 REGEX = common_pb2.SamplingParams(structured_output={"regex": "a"})
@@ -229,6 +233,8 @@ NOT_JSON = common_pb2.SamplingParams(structured_output={"json_schema": "{"})
         ((), {"tools": [{"name": "a b"}]}, "chat.tools[0].name"),
         ((), {"tools": [{"name": "f"}, {"name": "f"}]}, "chat.tools[1].name"),
         ((), {"tools": [{"name": "f", "parameters": "[]"}]}, "chat.tools[0].parameters"),
+        *(((), {"tools": [{"name": "g"}, {"name": "f", "parameters": json.dumps(wrong)}]},
+           "chat.tools[1].parameters") for wrong in WRONG_KEYWORDS),
         ((), {"tools": [{"name": f"f{i}"} for i in range(129)]}, "chat.tools"),
         ((), {"tools": [{"name": "f", "description": "x" * (1 << 18)}]}, "chat.tools"),
         ((), {"tools": [{"name": "f", "parameters": BAD_SCHEMA}], "tool_choice": REQUIRED},

@@ -12,6 +12,7 @@ from baton.config import TOOL_PARSERS
 from baton.generation.tool_call import ToolCallDelta
 from baton.text.chat_template import ChatTemplate
 from baton.text.tool_parsers import FORMATS, tool_format
+from baton.text.tool_parsers.format import AllowedCalls, GrammarTerms
 from baton.text.tool_parsers.harmony import HARMONY
 from baton.text.tool_parsers.json_calls import (
     DEEPSEEK_V3,
@@ -26,6 +27,7 @@ from baton.text.tool_parsers.json_calls import (
     NEMOTRON,
     PHI4_MINI,
 )
+from baton.text.tool_parsers.schemas import types_of
 from baton.text.tool_parsers.value_calls import FUNCTION_GEMMA, GEMMA4, LFM2, OLMO3, PYTHONIC
 from baton.text.tool_parsers.xml_calls import (
     DEEPSEEK_V32,
@@ -342,3 +344,40 @@ def test_a_message_with_several_calls_is_parted_where_templates_take_one():
     unnamed = [{"role": "tool", "content": content} for content in "123"]
     turns = LLAMA3.history([said, *unnamed], shown=True)
     assert [turn["content"] for turn in turns] == ["See.", "1", "", "2", "3"]
+
+
+class Counted(dict):
+    """A part of a schema that counts how often parts are read."""
+
+    reads = 0
+
+    def get(self, *args):
+        Counted.reads += 1
+        return super().get(*args)
+
+
+def test_the_types_of_a_schema_cost_little_however_often_its_parts_are_referred_to():
+    definitions = {
+        f"d{at}": Counted(anyOf=[Counted({"$ref": f"#/$defs/d{at + 1}"})] * 5) for at in range(7)
+    }
+    root = {"$defs": {**definitions, "d7": {"type": "string"}}}
+    Counted.reads = 0
+    types_of({"$ref": "#/$defs/d0"}, root)
+    assert Counted.reads < 1 << 13
+    # Few references are all followed, the same one more than once.
+    assert types_of({"anyOf": [{"$ref": "#/$defs/d6"}] * 2 + [{"type": "null"}]}, root) == {
+        "string", "null",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [5, "x", {"x": 1}, [5], [[]], None])
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_a_schema_whose_keywords_have_other_types_says_nothing(form, value):
+    keywords = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "properties")
+    schemas = [{"properties": {"x": {keyword: value}}} for keyword in keywords]
+    schemas += [{"properties": value}, {"properties": {"x": value}}, {"required": value}]
+    schemas.append({"properties": {"x": {"type": "string", "enum": value}}})
+    for schema in schemas:
+        _, calls, _ = parsed(form, [written(form, ("f", {"x": "a"}))], {"f": schema})
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == [("f", {"x": "a"})]
+        form.grammar(AllowedCalls(tools={"f": schema}), GrammarTerms({}, {}))

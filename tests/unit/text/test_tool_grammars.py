@@ -17,6 +17,8 @@ from baton.text.tool_parsers.format import AllowedCalls, GrammarTerms
 from baton.text.tool_parsers.harmony import HARMONY
 from baton.text.tool_parsers.json_calls import LLAMA3
 from baton.text.tool_parsers.text_grammars import COMMON, text_grammar
+from baton.text.tool_parsers.value_calls import PYTHONIC
+from baton.text.tool_parsers.xml_calls import QWEN3_CODER
 
 from .tool_outputs import GIVEN, TOOLS, parsed, written
 
@@ -85,6 +87,16 @@ def test_a_grammar_has_calls_of_its_own_format_alone(library, accepts, form):
     assert is_whole(final, single=True, answer=answer)
     if form is LLAMA3:
         assert is_whole("<|python_tag|>" + one, single=True, answer=answer)
+
+
+@pytest.mark.parametrize("form", [QWEN3_CODER, PYTHONIC], ids=lambda form: form.name)
+def test_a_grammar_that_repeats_definitions_too_often_is_refused_before_it_is_made(form):
+    tool = {"$defs": {"x" * 8192: {}}, "properties": {f"p{at}": {} for at in range(1000)}}
+    terms = GrammarTerms({}, {})
+    with pytest.raises(InvalidRequest, match="more than 65536 characters") as refused:
+        form.grammar(AllowedCalls(tools={"f": tool}), terms)
+    assert refused.value.field == "chat.tools"
+    assert terms.num_chars < 65536 + 8192 + 100
 
 
 def test_channels_of_an_answer_that_a_grammar_restricts(library, accepts):
