@@ -70,8 +70,13 @@ class IncomingLink(RankEnds[ReceivingEnd]):
             posted.set()
 
     def checksum(self, slots: Slots) -> asyncio.Future[LinkChecksum]:
-        """Computes the slots' checksum. One-sided links only; raises TransferFailed."""
-        return self._run(self._read_checksum, slots)
+        """Computes the slots' checksum. One-sided links only; raises TransferFailed.
+
+        Need not be awaited.
+        """
+        reading: asyncio.Future[LinkChecksum] = self._run(self._read_checksum, slots)
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return reading
 
     def sender_pidfd(self) -> int | None:
         """A pidfd of the prefill process if it writes by itself; closed with the link."""

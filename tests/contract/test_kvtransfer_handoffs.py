@@ -10,8 +10,10 @@ import pytest
 
 from baton import errors
 from baton.cuda import CudaError
+from baton.kv_groups import KvGroups
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
+from baton.worker.messages import ModelLimits
 from kvtransfer import sender, shared_pool
 from kvtransfer.deadline import Deadline
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
@@ -19,6 +21,7 @@ from tests.waiting import WAIT_S, eventually
 
 from .kvtransfer_driver import StandIn
 from .kvtransfer_parts import (
+    BLOCK_SIZE,
     DESCRIPTOR,
     TOKEN_BYTES,
     TRANSPORTS,
@@ -449,15 +452,19 @@ async def test_a_peer_that_ends_while_its_kv_is_verified_has_sent_all_of_it(join
 
 
 @pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
-async def test_blocks_that_are_not_read_back_end_the_handoff(join, name):
+@pytest.mark.parametrize("state_blocks", [0, 1])
+async def test_blocks_that_are_not_read_back_end_the_handoff(join, name, state_blocks):
+    """With a state they are read back before the sequence decodes."""
     prefill, decode = await join(name)
     await prefill.hand_over(decode.reserve("first", 4, 3), "first", slots(4, 5))
     decode.handoffs._verify_timeout_s = 0.2
+    decode.handoffs._limits = ModelLimits(1000, 64, KvGroups((0,), BLOCK_SIZE, state_blocks))
+    local = slots(4 + state_blocks * BLOCK_SIZE, *(5, 6)[: 1 + state_blocks])
     stuck = threading.Event()
     decode.before["commit"] = lambda _: decode.links._links["p"]._thread.submit(stuck.wait, 10)
     try:
         with pytest.raises(errors.TransferFailed, match="not read back in time"):
-            await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
+            await prefill.hand_over(decode.reserve("h", 4, 1, 2), "h", local)
     finally:
         stuck.set()
     assert "not read back" in decode.reasons["h"]
