@@ -71,6 +71,12 @@ class OutgoingLink(RankEnds[SendingEnd]):
         self.aborts = 0  # not answered yet
         self.sent_bytes, self.sent_s = 0, 0.0
         self._closing = False
+        self._last_put: asyncio.Future[float] | None = None
+
+    @property
+    def puts(self) -> bool:
+        """Whether a put runs, in time or not."""
+        return self._last_put is not None and not self._last_put.done()
 
     @property
     def abandoned(self) -> bool:
@@ -88,7 +94,9 @@ class OutgoingLink(RankEnds[SendingEnd]):
         if self._closing:
             raise TransferFailed(f"the link to decode {self.peer} was closed")
         run = asyncio.get_running_loop().run_in_executor
-        return run(self._thread, self._put, local, remote, checksum, timeout_s)
+        put = run(self._thread, self._put, local, remote, checksum, timeout_s)
+        self._last_put = put
+        return put
 
     def _put(self, local: Slots, remote: Slots, checksum: LinkChecksum, timeout_s: float) -> float:
         bytes_before, start, deadline = checksum.num_bytes, time.perf_counter(), Deadline(timeout_s)
@@ -202,17 +210,21 @@ class OutgoingLinks:
         """A context for uses of `link`, which takes it out of service if it fails.
 
         A missing answer and the peer's internal errors become TransferFailed. If the request's own
-        deadline passed, the peer is not quarantined, but a two-sided link is replaced, because its
-        ends may disagree about the next message.
+        deadline ended a call or a put, which raises DeadlineExceeded, the peer is not quarantined,
+        but a two-sided link is replaced, because its ends may disagree about the next message. A
+        put that goes on after its time is a failure of the link.
         """
         try:
             yield
         except _HANDOFF_ERRORS:
             raise
         except BatonError as error:
-            out_of_time = isinstance(error, DeadlineExceeded) and deadline.passed
+            cut_short = isinstance(error, TransferFailed) and not link.puts
+            out_of_time = deadline.ended_wait and (cut_short or isinstance(error, DeadlineExceeded))
             if not (out_of_time and link.transport.one_sided):
                 self.remove(link, quarantine=not out_of_time)
+            if out_of_time and cut_short:
+                raise DeadlineExceeded(f"the deadline passed: {error}") from error
             if isinstance(error, (Unavailable, DeadlineExceeded)) and not out_of_time:
                 raise TransferFailed(f"decode {link.peer} did not answer: {error}") from error
             if isinstance(error, InternalError):  # its TransferFailed arrives as one, too

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from baton.kv_groups import KvGroups
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.worker.messages import ModelLimits
-from kvtransfer import sender, shared_pool
+from kvtransfer import deadline, sender, shared_pool
 from kvtransfer.deadline import Deadline
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tests.waiting import WAIT_S, eventually
@@ -327,6 +328,43 @@ async def test_receiver_that_never_posts_fails_on_time_and_is_quarantined(join):
         stuck.set()
     with pytest.raises(errors.Unavailable):
         await prefill.hand_over(to, "h2", slots(4, 1))
+
+
+async def test_a_put_that_its_requests_deadline_ends_fails_no_other_request(join):
+    """The link's ends may disagree now: the next request opens another one at once."""
+    prefill, decode = await join("gloo", prefill={"backoff_s": 600.0})
+    await prefill.hand_over(decode.reserve("h1", 4, 1), "h1", slots(4, 1))
+    link, never = decode.links._links["p"], asyncio.Event()
+
+    async def posts_nothing(slots, checksum, posted):
+        posted.set()
+        await never.wait()
+
+    link.receive = posts_nothing
+    with pytest.raises(errors.DeadlineExceeded):
+        await prefill.hand_over(decode.reserve("h2", 4, 2), "h2", slots(4, 1), timeout_s=0.5)
+    assert pairs(prefill) == []
+    await prefill.hand_over(decode.reserve("h3", 4, 3), "h3", slots(4, 1))
+    assert pairs(prefill) == [(2, "OPEN")]
+    never.set()
+
+
+@pytest.mark.parametrize("left_s, state", [(0.0015, "OPEN"), (0.1, "QUARANTINED")])
+async def test_a_timer_that_is_early_at_a_requests_deadline_fails_no_link(
+    join, monkeypatch, left_s, state
+):
+    prefill, decode = await join("shm")
+    link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(WAIT_S))
+    now = time.monotonic()
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now))
+    end = Deadline(left_s)
+    with (
+        pytest.raises((errors.DeadlineExceeded, errors.TransferFailed)),
+        prefill.links.closing_on_failure(link, end),
+    ):
+        raise errors.DeadlineExceeded("no answer within 1 s")
+    assert [pair.state for pair in prefill.links.status()] == [state]
+    prefill.links.release(link)
 
 
 async def test_an_ended_handoff_takes_no_more_chunks_and_a_deadline_ends_one_that_waits(join):
