@@ -7,7 +7,6 @@ import time
 
 from baton.errors import DeadlineExceeded
 
-
 _EARLY_S = 0.002  # that an event loop's timer may fire before its time
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 from baton.cuda import reachable_gpus
 from baton.errors import (
@@ -30,7 +31,7 @@ from baton.errors import (
 )
 from baton.log_format import about
 from baton.net.backoff import Backoff
-from baton.net.tasks import cancelled, in_background
+from baton.net.tasks import cancelled, in_background, made_on
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2
 from kvtransfer import pairing, rank_ends
 from kvtransfer.checksum import Checksum
@@ -310,7 +311,6 @@ class OutgoingLinks:
         peer = decode.incarnation
         control = Control(decode.address)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{peer}")
-        run = asyncio.get_running_loop().run_in_executor
         usable = [one for one in self.transports if (peer, one.kind) not in self._unusable]
         try:
             while True:
@@ -328,7 +328,10 @@ class OutgoingLinks:
                 ranks = self.pools, decode.kv_pools or 1, self.record.kv.num_kv_heads
                 place = offer.endpoint, _CONNECT_S
                 try:
-                    pair_ends = await run(thread, rank_ends.connect, transport, *ranks, *place)
+                    connect = partial(rank_ends.connect, transport, *ranks, *place)
+                    parts, ends = await made_on(
+                        thread, connect, lambda made: rank_ends.close_all(made[1])
+                    )
                     break
                 except TransferFailed as error:
                     usable.remove(transport)
@@ -342,7 +345,7 @@ class OutgoingLinks:
             await control.close()
             raise
         fallback = self._fallback(transport, decode)
-        return OutgoingLink(peer, offer.epoch, transport, *pair_ends, thread, control, fallback)
+        return OutgoingLink(peer, offer.epoch, transport, parts, ends, thread, control, fallback)
 
     def _fallback(self, used: Transport, decode: common_pb2.WorkerRecord) -> str:
         """The faster transport that this pair should use, and why it does not; warns once."""

@@ -367,6 +367,45 @@ async def test_a_timer_that_is_early_at_a_requests_deadline_fails_no_link(
     prefill.links.release(link)
 
 
+@pytest.mark.parametrize(
+    ("method", "thread_name"), [("listen", "kv-receive"), ("connect", "kv-send")]
+)
+async def test_an_end_made_for_a_link_that_nobody_opens_any_more_is_closed(
+    monkeypatch, method, thread_name
+):
+    transport, made, closed = TRANSPORTS["shm"](), [], []
+    make, begun, go_on = getattr(transport, method), threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        made.append(end := make(*arguments))
+        close = end.close
+        end.close = lambda: (close(), closed.append(end))
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return end
+
+    monkeypatch.setattr(transport, method, slow)
+    async with Decode(transport) as decode, Prefill(transport) as prefill:
+        offer, offered = decode.links.offer, asyncio.Event()
+
+        async def noted(request):
+            try:
+                return await offer(request)
+            finally:
+                offered.set()
+
+        decode.links.offer = noted
+        opening = asyncio.create_task(prefill.links.open_ahead("d"))
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        [thread] = [one for one in threading.enumerate() if one.name.startswith(thread_name)]
+        await prefill.links.close()
+        await asyncio.wait_for(offered.wait(), WAIT_S)
+        await opening
+        go_on.set()
+        await asyncio.to_thread(thread.join, WAIT_S)
+        assert closed == made and len(made) == 1
+
+
 async def test_an_ended_handoff_takes_no_more_chunks_and_a_deadline_ends_one_that_waits(join):
     prefill, decode = await join("shm")
     async with prefill.opened(decode, 8, 1, 2) as handoff:
