@@ -154,6 +154,7 @@ class Node(WorkerServiceServicer):
         self._stepped = asyncio.Event()
         self._failed = asyncio.Event()  # nothing that runs can finish any more
         self._failure: Exception | None = None  # the loss of a report
+        self.left_work = False  # a thread may never end: the process must not wait for it
         self._health = Health()
         self._dispatch = DispatchService(self)
         self.adapters: Adapters
@@ -428,6 +429,7 @@ class Node(WorkerServiceServicer):
                     await part.close()
         except TimeoutError:
             log.error("a step or a transfer does not end: leaving without it")
+            self.left_work = True
         finally:
             await self._dispatch.aclose()
             self._drained.set()
@@ -457,13 +459,22 @@ async def _run(config: WorkerConfig, parts: Sequence[type[Part]]) -> int:
     instance = {"service.instance.id": config.incarnation}
     trace = tracing.setup(service, config.otlp, instance, config.trace_sample, config.otlp_logs)
     registry = EtcdRegistry(config.registry)
+    node = Node(config, registry, trace, parts)
+    failure: BaseException | None = None
     try:
-        node = Node(config, registry, trace, parts)
         async with serving(node.metrics.render, config.host, config.metrics_port):
             await node.run(partial(_load, config))
+    except BaseException as error:
+        failure = error
+        raise
     finally:
+        if node.left_work and failure is not None:
+            log.critical("the worker has failed", exc_info=failure)
         await registry.close()
         await asyncio.to_thread(trace.close)
+        if node.left_work:  # the event loop's and the interpreter's end wait for all threads
+            logging.shutdown()
+            os._exit(0 if failure is None else 1)
     return 0
 
 

@@ -238,6 +238,7 @@ async def test_a_step_that_never_ends_does_not_keep_the_worker(directory, store,
         await asyncio.wait_for(worker.node._drained.wait(), PATIENCE_S)
         paced.allow.release(9)
     assert reason == "the decode worker is draining"
+    assert worker.node.left_work
 
 
 async def test_a_router_gets_heartbeats_with_the_age_of_a_step_that_hangs(directory, store):
