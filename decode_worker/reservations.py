@@ -171,8 +171,7 @@ class Reservations:
             elif (
                 self._limits.groups.state_blocks
             ):  # which decoding would change before it is read back
-                async with asyncio.timeout(self._verify_timeout_s):
-                    arrived = await link.checksum(handoff.received_slots)
+                arrived = await self._read_back(link.checksum(handoff.received_slots))
                 self._check_current(handoff, transfer)
                 handoff.check_bytes(request, arrived)
                 is_verified = True
@@ -196,18 +195,21 @@ class Reservations:
         else:
             await self._verify(handoff, request, reading, resumed)
 
+    async def _read_back(self, reading: asyncio.Future[LinkChecksum]) -> LinkChecksum:
+        """The checksum of what has arrived. Raises TransferFailed, also when it takes too long."""
+        await asyncio.wait({reading}, timeout=self._verify_timeout_s)
+        if not reading.done():
+            raise TransferFailed("the blocks were not read back in time")
+        return reading.result()
+
     async def _verify(
         self, handoff: Handoff, request: pb.CommitRequest, arrived: asyncio.Future[LinkChecksum],
         resumed: Future[UnverifiedKv],
     ) -> None:  # fmt: skip
         """Returns once the router may get what was computed. Raises Stale, TransferFailed."""
-        arrived.add_done_callback(lambda done: done.cancelled() or done.exception())
         kv = await asyncio.wrap_future(resumed)
         try:
-            await asyncio.wait({arrived}, timeout=self._verify_timeout_s)
-            if not arrived.done():
-                raise TransferFailed("the blocks were not read back in time")
-            handoff.check_bytes(request, arrived.result())
+            handoff.check_bytes(request, await self._read_back(arrived))
         except Exception as error:
             handoff.warn(request.incarnation, error)
             if handoff.state is State.COMMITTED:

@@ -2,7 +2,8 @@
 
 A call costs two messages; a unary call would also cost an HTTP/2 stream with headers and a status.
 The caller opens the stream with its first call, and again after it has broken. A broken stream
-fails its unanswered calls, as a lost connection does.
+fails its unanswered calls with Unavailable, as a lost connection does: no other error that a call
+raises comes from anything but its answer.
 """
 
 from __future__ import annotations
@@ -106,13 +107,13 @@ class Control:
         return stream
 
     async def _read(self, stream: _Stream) -> None:
-        """Receives answers until the stream ends; its error then fails all waiting calls."""
-        ended: Exception = Unavailable("the decode worker has ended its calls")
+        """Receives answers until the stream ends, whatever its status; then no call waits."""
+        ended = Unavailable("the decode worker has ended its calls")
         try:
             async for response in self._stub.Control(stream.requests()):
                 stream.take(response)
         except grpc.RpcError as error:
-            ended = rpc.error_of(error)
+            ended = Unavailable(str(rpc.error_of(error)))
         finally:
             stream.outgoing.put_nowait(None)  # ends `requests`
             if self._stream is stream:

@@ -7,6 +7,8 @@ import time
 
 from baton.errors import DeadlineExceeded
 
+_EARLY_S = 0.002  # that an event loop's timer may fire before its time
+
 
 class Deadline:
     """A point in time, passed down to every wait that it bounds."""
@@ -17,6 +19,11 @@ class Deadline:
     @property
     def passed(self) -> bool:
         return time.monotonic() >= self._end
+
+    @property
+    def ended_wait(self) -> bool:
+        """Whether a wait with all the time that was left may have ended by it, perhaps early."""
+        return time.monotonic() >= self._end - _EARLY_S
 
     @property
     def remaining_s(self) -> float:

@@ -20,7 +20,7 @@ from baton import kv_descriptor
 from baton.cuda import gpu_uuid, nccl_version
 from baton.errors import KvMismatch, Overloaded, Stale, TransferFailed, Unavailable
 from baton.log_format import RateLimit
-from baton.net.tasks import in_background
+from baton.net.tasks import in_background, made_on
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import copier, pairing, rank_ends
@@ -70,8 +70,13 @@ class IncomingLink(RankEnds[ReceivingEnd]):
             posted.set()
 
     def checksum(self, slots: Slots) -> asyncio.Future[LinkChecksum]:
-        """Computes the slots' checksum. One-sided links only; raises TransferFailed."""
-        return self._run(self._read_checksum, slots)
+        """Computes the slots' checksum. One-sided links only; raises TransferFailed.
+
+        Need not be awaited.
+        """
+        reading: asyncio.Future[LinkChecksum] = self._run(self._read_checksum, slots)
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return reading
 
     def sender_pidfd(self) -> int | None:
         """A pidfd of the prefill process if it writes by itself; closed with the link."""
@@ -230,12 +235,11 @@ class IncomingLinks:
             try:
                 return IncomingLink(peer, epoch, transport, parts, ends, thread, self.timeout_s)
             except BaseException:
-                for end in ends:
-                    end.close()
+                rank_ends.close_all(ends)
                 raise
 
         try:
-            link = await asyncio.get_running_loop().run_in_executor(thread, listen)
+            link = await made_on(thread, listen, IncomingLink.close_ends)
         except BaseException as error:
             thread.shutdown(wait=False)
             if isinstance(error, (OSError, RuntimeError)):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 from baton.cuda import reachable_gpus
 from baton.errors import (
@@ -30,7 +31,7 @@ from baton.errors import (
 )
 from baton.log_format import about
 from baton.net.backoff import Backoff
-from baton.net.tasks import cancelled, in_background
+from baton.net.tasks import cancelled, in_background, made_on
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2
 from kvtransfer import pairing, rank_ends
 from kvtransfer.checksum import Checksum
@@ -71,6 +72,12 @@ class OutgoingLink(RankEnds[SendingEnd]):
         self.aborts = 0  # not answered yet
         self.sent_bytes, self.sent_s = 0, 0.0
         self._closing = False
+        self._last_put: asyncio.Future[float] | None = None
+
+    @property
+    def puts(self) -> bool:
+        """Whether a put runs, in time or not."""
+        return self._last_put is not None and not self._last_put.done()
 
     @property
     def abandoned(self) -> bool:
@@ -88,7 +95,9 @@ class OutgoingLink(RankEnds[SendingEnd]):
         if self._closing:
             raise TransferFailed(f"the link to decode {self.peer} was closed")
         run = asyncio.get_running_loop().run_in_executor
-        return run(self._thread, self._put, local, remote, checksum, timeout_s)
+        put = run(self._thread, self._put, local, remote, checksum, timeout_s)
+        self._last_put = put
+        return put
 
     def _put(self, local: Slots, remote: Slots, checksum: LinkChecksum, timeout_s: float) -> float:
         bytes_before, start, deadline = checksum.num_bytes, time.perf_counter(), Deadline(timeout_s)
@@ -202,17 +211,21 @@ class OutgoingLinks:
         """A context for uses of `link`, which takes it out of service if it fails.
 
         A missing answer and the peer's internal errors become TransferFailed. If the request's own
-        deadline passed, the peer is not quarantined, but a two-sided link is replaced, because its
-        ends may disagree about the next message.
+        deadline ended a call or a put, which raises DeadlineExceeded, the peer is not quarantined,
+        but a two-sided link is replaced, because its ends may disagree about the next message. A
+        put that goes on after its time is a failure of the link.
         """
         try:
             yield
         except _HANDOFF_ERRORS:
             raise
         except BatonError as error:
-            out_of_time = isinstance(error, DeadlineExceeded) and deadline.passed
+            cut_short = isinstance(error, TransferFailed) and not link.puts
+            out_of_time = deadline.ended_wait and (cut_short or isinstance(error, DeadlineExceeded))
             if not (out_of_time and link.transport.one_sided):
                 self.remove(link, quarantine=not out_of_time)
+            if out_of_time and cut_short:
+                raise DeadlineExceeded(f"the deadline passed: {error}") from error
             if isinstance(error, (Unavailable, DeadlineExceeded)) and not out_of_time:
                 raise TransferFailed(f"decode {link.peer} did not answer: {error}") from error
             if isinstance(error, InternalError):  # its TransferFailed arrives as one, too
@@ -298,7 +311,6 @@ class OutgoingLinks:
         peer = decode.incarnation
         control = Control(decode.address)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{peer}")
-        run = asyncio.get_running_loop().run_in_executor
         usable = [one for one in self.transports if (peer, one.kind) not in self._unusable]
         try:
             while True:
@@ -316,7 +328,10 @@ class OutgoingLinks:
                 ranks = self.pools, decode.kv_pools or 1, self.record.kv.num_kv_heads
                 place = offer.endpoint, _CONNECT_S
                 try:
-                    pair_ends = await run(thread, rank_ends.connect, transport, *ranks, *place)
+                    connect = partial(rank_ends.connect, transport, *ranks, *place)
+                    parts, ends = await made_on(
+                        thread, connect, lambda made: rank_ends.close_all(made[1])
+                    )
                     break
                 except TransferFailed as error:
                     usable.remove(transport)
@@ -330,7 +345,7 @@ class OutgoingLinks:
             await control.close()
             raise
         fallback = self._fallback(transport, decode)
-        return OutgoingLink(peer, offer.epoch, transport, *pair_ends, thread, control, fallback)
+        return OutgoingLink(peer, offer.epoch, transport, parts, ends, thread, control, fallback)
 
     def _fallback(self, used: Transport, decode: common_pb2.WorkerRecord) -> str:
         """The faster transport that this pair should use, and why it does not; warns once."""

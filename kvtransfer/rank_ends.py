@@ -8,7 +8,7 @@ link alone. With one pool at both ends the link has a single pair.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -80,8 +80,7 @@ class RankEnds(Generic[E]):
 
     def close_ends(self) -> None:
         """Frees the ends; nothing runs any more."""
-        for end in self.ends:
-            end.close()
+        close_all(self.ends)
         if self._threads is not None:
             self._threads.shutdown()
 
@@ -110,6 +109,12 @@ class RankEnds(Generic[E]):
             raise failures[0]
 
 
+def close_all(ends: Iterable[SendingEnd | ReceivingEnd]) -> None:
+    """Frees ends on which nothing runs."""
+    for end in ends:
+        end.close()
+
+
 def listen(
     transport: Transport, pools: Sequence[RankPool], senders: int, num_kv_heads: int
 ) -> tuple[list[RankPool], list[ReceivingEnd]]:
@@ -127,8 +132,7 @@ def listen(
             else:
                 ends.append(transport.listen(part))
     except BaseException:
-        for end in ends:
-            end.close()
+        close_all(ends)
         raise
     return parts, ends
 
@@ -164,8 +168,7 @@ def connect(
             else:
                 ends.append(transport.connect(part, one, deadline.remaining_s))
     except BaseException:
-        for end in ends:
-            end.close()
+        close_all(ends)
         raise
     return parts, ends
 

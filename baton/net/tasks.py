@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -36,6 +37,22 @@ async def cancelled(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def made_on(thread: Executor, make: Callable[[], T], discard: Callable[[T], object]) -> T:
+    """What `make` returns, called on that thread; if nobody waits for it any more, it goes to
+    `discard` once it is made, mostly on the thread."""
+    making = thread.submit(make)
+
+    def unused(made: Future[T]) -> None:
+        if not made.cancelled() and made.exception() is None:
+            discard(made.result())
+
+    try:
+        return await asyncio.wrap_future(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(unused)
+        raise
 
 
 def in_background(tasks: set[asyncio.Task[T]], work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

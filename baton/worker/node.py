@@ -152,7 +152,9 @@ class Node(WorkerServiceServicer):
         self._stop = asyncio.Event()
         self._drained = asyncio.Event()
         self._stepped = asyncio.Event()
-        self._failure: Exception | None = None  # that no request here can survive
+        self._failed = asyncio.Event()  # nothing that runs can finish any more
+        self._failure: Exception | None = None  # the loss of a report
+        self.left_work = False  # a thread may never end: the process must not wait for it
         self._health = Health()
         self._dispatch = DispatchService(self)
         self.adapters: Adapters
@@ -176,7 +178,9 @@ class Node(WorkerServiceServicer):
             self._registry.register(self.record) as self._registration,
             self._registry.watch() as self.members,
         ):
-            others = await self._unless_stopped(rank_hosts.connected(self.config, self._registry))
+            others = await self._unless(
+                self._stop, rank_hosts.connected(self.config, self._registry)
+            )
             if others is not None:
                 addresses, connections = others
                 remote_ranks = RemoteRanks()
@@ -187,7 +191,7 @@ class Node(WorkerServiceServicer):
                 log.info("stopped while loading")
                 return
             self.engine = loaded.engine(lambda report: self._call(loop, self._on_step, report))
-            self.engine.ended.add_done_callback(lambda _: self._call(loop, self._stop.set))
+            self.engine.ended.add_done_callback(lambda _: self._call(loop, self._fail))
             self.metrics.observe_engine(
                 self.load, loaded.runner, loaded.draft, loaded.layout.groups
             )
@@ -310,15 +314,15 @@ class Node(WorkerServiceServicer):
         registered = await self._register()
         return worker_pb2.SetRoleResponse(previous=previous, registered=registered)
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """What it returns; None, and it is cancelled, when the worker is to stop before."""
-        running, stopped = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
-        await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if running.done():
-            return running.result()
-        running.cancel()
-        return None
+    async def _unless(self, event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+        """What it returns; None, and it is cancelled, when the event is set before."""
+        running, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
+        try:
+            await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            return running.result() if running.done() else None
+        finally:
+            running.cancel()
+            waiting.cancel()
 
     async def _describe(
         self, loaded: Loaded, usable: list[Transport], pools: Sequence[RankPool]
@@ -355,7 +359,12 @@ class Node(WorkerServiceServicer):
             if self._failure is None:
                 log.critical("a step's report was lost", exc_info=error)
                 self._failure = error
-                self._stop.set()
+                self._fail()
+
+    def _fail(self) -> None:
+        """Ends the worker, also while it drains."""
+        self._failed.set()
+        self._stop.set()
 
     async def _serve(self, server: grpc.aio.Server) -> None:
         add_WorkerServiceServicer_to_server(self, server)
@@ -377,19 +386,18 @@ class Node(WorkerServiceServicer):
         finally:
             loading.cancel()
             watching.cancel()
-        # After a failure nothing that runs can finish.
-        failed = self._failure is not None or self.engine.ended.done()
-        drain_s = 0.0 if failed else self.config.drain_s
-        log.info("draining for at most %.0f s", drain_s)
+        drain_s = self.config.drain_s
+        if not self._failed.is_set():
+            log.info("draining for at most %.0f s", drain_s)
         await self._enter(common_pb2.WORKER_STATE_DRAINING)
         try:
             async with asyncio.timeout(drain_s):
-                await self.idle()
+                await self._unless(self._failed, self.idle())
         except TimeoutError:
             log.warning("not idle after %.0f s: giving the rest back", drain_s)
         if self._failure is not None:
             raise InternalError(f"a step's report was lost: {self._failure}") from self._failure
-        if failed:
+        if self.engine.ended.done():
             self.engine.ended.result()
 
     async def _publish_adapters(self, adapters: list[common_pb2.Adapter]) -> None:
@@ -421,6 +429,7 @@ class Node(WorkerServiceServicer):
                     await part.close()
         except TimeoutError:
             log.error("a step or a transfer does not end: leaving without it")
+            self.left_work = True
         finally:
             await self._dispatch.aclose()
             self._drained.set()
@@ -450,13 +459,22 @@ async def _run(config: WorkerConfig, parts: Sequence[type[Part]]) -> int:
     instance = {"service.instance.id": config.incarnation}
     trace = tracing.setup(service, config.otlp, instance, config.trace_sample, config.otlp_logs)
     registry = EtcdRegistry(config.registry)
+    node = Node(config, registry, trace, parts)
+    failure: BaseException | None = None
     try:
-        node = Node(config, registry, trace, parts)
         async with serving(node.metrics.render, config.host, config.metrics_port):
             await node.run(partial(_load, config))
+    except BaseException as error:
+        failure = error
+        raise
     finally:
+        if node.left_work and failure is not None:
+            log.critical("the worker has failed", exc_info=failure)
         await registry.close()
         await asyncio.to_thread(trace.close)
+        if node.left_work:  # the event loop's and the interpreter's end wait for all threads
+            logging.shutdown()
+            os._exit(0 if failure is None else 1)
     return 0
 
 

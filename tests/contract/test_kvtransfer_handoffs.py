@@ -5,20 +5,24 @@ import contextlib
 import gc
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from baton import errors
 from baton.cuda import CudaError
+from baton.kv_groups import KvGroups
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
-from kvtransfer import sender, shared_pool
+from baton.worker.messages import ModelLimits
+from kvtransfer import deadline, sender, shared_pool
 from kvtransfer.deadline import Deadline
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tests.waiting import WAIT_S, eventually
 
 from .kvtransfer_driver import StandIn
 from .kvtransfer_parts import (
+    BLOCK_SIZE,
     DESCRIPTOR,
     TOKEN_BYTES,
     TRANSPORTS,
@@ -326,6 +330,82 @@ async def test_receiver_that_never_posts_fails_on_time_and_is_quarantined(join):
         await prefill.hand_over(to, "h2", slots(4, 1))
 
 
+async def test_a_put_that_its_requests_deadline_ends_fails_no_other_request(join):
+    """The link's ends may disagree now: the next request opens another one at once."""
+    prefill, decode = await join("gloo", prefill={"backoff_s": 600.0})
+    await prefill.hand_over(decode.reserve("h1", 4, 1), "h1", slots(4, 1))
+    link, never = decode.links._links["p"], asyncio.Event()
+
+    async def posts_nothing(slots, checksum, posted):
+        posted.set()
+        await never.wait()
+
+    link.receive = posts_nothing
+    with pytest.raises(errors.DeadlineExceeded):
+        await prefill.hand_over(decode.reserve("h2", 4, 2), "h2", slots(4, 1), timeout_s=0.5)
+    assert pairs(prefill) == []
+    await prefill.hand_over(decode.reserve("h3", 4, 3), "h3", slots(4, 1))
+    assert pairs(prefill) == [(2, "OPEN")]
+    never.set()
+
+
+@pytest.mark.parametrize("left_s, state", [(0.0015, "OPEN"), (0.1, "QUARANTINED")])
+async def test_a_timer_that_is_early_at_a_requests_deadline_fails_no_link(
+    join, monkeypatch, left_s, state
+):
+    prefill, decode = await join("shm")
+    link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(WAIT_S))
+    now = time.monotonic()
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: now))
+    end = Deadline(left_s)
+    with (
+        pytest.raises((errors.DeadlineExceeded, errors.TransferFailed)),
+        prefill.links.closing_on_failure(link, end),
+    ):
+        raise errors.DeadlineExceeded("no answer within 1 s")
+    assert [pair.state for pair in prefill.links.status()] == [state]
+    prefill.links.release(link)
+
+
+@pytest.mark.parametrize(
+    ("method", "thread_name"), [("listen", "kv-receive"), ("connect", "kv-send")]
+)
+async def test_an_end_made_for_a_link_that_nobody_opens_any_more_is_closed(
+    monkeypatch, method, thread_name
+):
+    transport, made, closed = TRANSPORTS["shm"](), [], []
+    make, begun, go_on = getattr(transport, method), threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        made.append(end := make(*arguments))
+        close = end.close
+        end.close = lambda: (close(), closed.append(end))
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return end
+
+    monkeypatch.setattr(transport, method, slow)
+    async with Decode(transport) as decode, Prefill(transport) as prefill:
+        offer, offered = decode.links.offer, asyncio.Event()
+
+        async def noted(request):
+            try:
+                return await offer(request)
+            finally:
+                offered.set()
+
+        decode.links.offer = noted
+        opening = asyncio.create_task(prefill.links.open_ahead("d"))
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        [thread] = [one for one in threading.enumerate() if one.name.startswith(thread_name)]
+        await prefill.links.close()
+        await asyncio.wait_for(offered.wait(), WAIT_S)
+        await opening
+        go_on.set()
+        await asyncio.to_thread(thread.join, WAIT_S)
+        assert closed == made and len(made) == 1
+
+
 async def test_an_ended_handoff_takes_no_more_chunks_and_a_deadline_ends_one_that_waits(join):
     prefill, decode = await join("shm")
     async with prefill.opened(decode, 8, 1, 2) as handoff:
@@ -449,15 +529,19 @@ async def test_a_peer_that_ends_while_its_kv_is_verified_has_sent_all_of_it(join
 
 
 @pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
-async def test_blocks_that_are_not_read_back_end_the_handoff(join, name):
+@pytest.mark.parametrize("state_blocks", [0, 1])
+async def test_blocks_that_are_not_read_back_end_the_handoff(join, name, state_blocks):
+    """With a state they are read back before the sequence decodes."""
     prefill, decode = await join(name)
     await prefill.hand_over(decode.reserve("first", 4, 3), "first", slots(4, 5))
     decode.handoffs._verify_timeout_s = 0.2
+    decode.handoffs._limits = ModelLimits(1000, 64, KvGroups((0,), BLOCK_SIZE, state_blocks))
+    local = slots(4 + state_blocks * BLOCK_SIZE, *(5, 6)[: 1 + state_blocks])
     stuck = threading.Event()
     decode.before["commit"] = lambda _: decode.links._links["p"]._thread.submit(stuck.wait, 10)
     try:
         with pytest.raises(errors.TransferFailed, match="not read back in time"):
-            await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
+            await prefill.hand_over(decode.reserve("h", 4, 1, 2), "h", local)
     finally:
         stuck.set()
     assert "not read back" in decode.reasons["h"]

@@ -6,7 +6,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from baton.errors import DeadlineExceeded, InvalidRequest, KvCorrupted, Overloaded, Unavailable
+from baton.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    KvCorrupted,
+    Overloaded,
+    Stale,
+    Unavailable,
+)
 from baton.net import rpc
 from baton.v1 import handoff_pb2 as pb
 from baton.v1.handoff_pb2_grpc import HandoffServiceStub, add_HandoffServiceServicer_to_server
@@ -112,6 +120,19 @@ async def test_a_stream_that_breaks_fails_what_waits_and_the_next_call_opens_ano
         await gone.call(COMMIT, WAIT_S)
     assert time.monotonic() - begun_at < WAIT_S, "it is refused, and not waited for"
     await gone.close()
+
+
+@pytest.mark.parametrize("status", [InternalError("reset"), Overloaded("full", 1.0), Stale("old")])
+async def test_a_stream_that_ends_with_any_status_is_no_answer_to_what_waits(status):
+    async def broken(requests, answers):
+        await anext(requests)
+        answers.put_nowait(None)
+        raise status
+
+    async with served() as (control, servicer, _):
+        servicer._take = broken
+        with pytest.raises(Unavailable, match=str(status)):
+            await control.call(ABORT, WAIT_S)
 
 
 async def test_a_call_of_no_kind_is_refused_and_one_of_a_used_number_ends_the_stream():

@@ -18,7 +18,7 @@ from baton.errors import ConfigError, InternalError, Unavailable
 from baton.net import rpc
 from baton.v1 import common_pb2, worker_pb2
 from baton.worker import node
-from tests.unit.worker.running import PATIENCE_S, Paced, Router, Worker, prompt, spec
+from tests.unit.worker.running import PATIENCE_S, Paced, Router, Worker, prompt, spec, until
 
 SERVING, NOT_SERVING = (
     health_pb2.HealthCheckResponse.SERVING,
@@ -203,6 +203,29 @@ async def test_a_failure_of_engine_steps_or_serving_ends_the_worker(directory, s
     assert last == draining
 
 
+@pytest.mark.parametrize(
+    ("break_it", "failure"),
+    [(break_engine, "broken"), (lose_reports, "report was lost: broken")],
+)
+async def test_a_failure_while_the_worker_drains_ends_the_drain(
+    directory, store, break_it, failure
+):
+    worker = Worker("decode", directory, store, drain_s=10 * PATIENCE_S)
+    with pytest.raises((InternalError, RuntimeError), match=failure):
+        async with worker, Router(worker) as router:
+            paced = Paced(worker)
+            await router.reserve(spec("a", prompt(20)), local=20)
+            await paced.waits()
+            worker.stop()
+            await until(lambda: worker.node.record.state == common_pb2.WORKER_STATE_DRAINING)
+            break_it(worker)
+            paced.allow.release(99)
+            while not (reason := (await router.event("a")).abort_reason):
+                pass
+            assert reason == "the decode worker is draining"
+            await asyncio.wait_for(asyncio.shield(worker.life), PATIENCE_S)
+
+
 async def test_a_step_that_never_ends_does_not_keep_the_worker(directory, store, monkeypatch):
     monkeypatch.setattr(node, "CLOSE_GRACE_S", 0.2)
     worker = Worker("decode", directory, store, drain_s=0.1, transfer_timeout_s=0.1)
@@ -215,6 +238,7 @@ async def test_a_step_that_never_ends_does_not_keep_the_worker(directory, store,
         await asyncio.wait_for(worker.node._drained.wait(), PATIENCE_S)
         paced.allow.release(9)
     assert reason == "the decode worker is draining"
+    assert worker.node.left_work
 
 
 async def test_a_router_gets_heartbeats_with_the_age_of_a_step_that_hangs(directory, store):

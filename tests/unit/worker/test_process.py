@@ -1,5 +1,8 @@
-"""Before a worker serves: what is loaded and compiled, and where its KV pool lies."""
+"""Before a worker serves: what is loaded and compiled, and where its KV pool lies; and its end."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,7 @@ from baton.shared_memory import SharedMemoryArea
 from baton.worker import node
 from baton.worker.node import shareable_memory
 from kvtransfer import copier
+from tests.waiting import WAIT_S
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -69,3 +73,35 @@ def test_a_gpus_memory_is_shared_where_that_is_wanted_and_can_be(
         return
     assert shareable_memory(GPU, 64, transport) == ("area" if shared else None)
     assert ("cannot write into this GPU's KV: no driver" in caplog.text) == (not driver)
+
+
+HANGING = """
+import asyncio, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from baton.config import WorkerConfig
+from baton.errors import InternalError
+from baton.worker import node
+
+async def run(self, load):
+    ThreadPoolExecutor(1).submit(threading.Event().wait)
+    asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+    self.left_work = True
+    if sys.argv[1] == "1":
+        raise InternalError("broken")
+
+node.Node.run = run
+flushed = SimpleNamespace(tracer=None, close=lambda: print("flushed", flush=True))
+node.tracing.setup = lambda *_: flushed
+node.run(WorkerConfig("decode"), ())
+"""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_worker_that_leaves_without_a_thread_does_not_wait_for_it(status):
+    command = [sys.executable, "-c", HANGING, str(status)]
+    ended = subprocess.run(
+        command, env=os.environ, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (status, "flushed\n"), ended.stderr
+    assert ("InternalError: broken" in ended.stderr) == bool(status)
