@@ -477,9 +477,9 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.discard(sequence)
-        self.free(sequence)
-        sequence.preemptions += 1
+        sequence.preemptions += 1  # first: other threads read it after the blocks
         self.preemptions += 1
+        self.free(sequence)
         self.waiting.add(sequence)
 
 
