@@ -256,17 +256,21 @@ async def test_a_prompt_preempted_after_blocks_were_queued_fails_and_can_be_repe
         if queued:  # otherwise decode lacks the last four tokens alone
             wanted.cache_salt = "decode has none of it"
         paced = Paced(pair.prefill)
-        await pair.prompts.reserve(spec("grows", prompt(143, start=9)), local=512)
+        grows = spec("grows", prompt(143, start=9), virtual_finish_ms=1_000)
+        await pair.prompts.reserve(grows, local=512)
+        added = asked(pair.prefill, "add")
         call = await pair.start(wanted)
-        await until(lambda: "a" in pair.prefill.node.engine._sequences)
+        await asyncio.wait_for(added.wait(), PATIENCE_S)
+        paced.allow.release(5)  # up to its first chunk
+        responses = [await call.read()]
         paced.allow.release(99)
         if queued:
             with pytest.raises(Unavailable, match="lost its KV blocks"):
                 await messages(call)
             await pair.router.cancel("a")
             wanted.handoff_id = "again"
-            call = await pair.start(wanted)
-        responses = await messages(call)
+            call, responses = await pair.start(wanted), []
+        responses += await messages(call)
         made = [responses[1].first_token.token_id, *await pair.router.tokens(wanted.handoff_id)]
         assert made == expected
         assert len(await pair.prompts.tokens("grows")) == 4
