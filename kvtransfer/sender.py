@@ -58,7 +58,8 @@ class TransferStats:
 class HandoffSender:
     """The transfer of one sequence's KV: an async context that aborts unless it was committed.
 
-    The blocks must be held until it is left. `num_tokens`: token slots of the handoff
+    The blocks of queued chunks must be held until it is left; where they were given up, it must be
+    left without `conclude`, and what was sent is not used. `num_tokens`: token slots of the handoff
     (`KvGroups.handoff_end`), including cached ones · `timeout_s`: the request's remaining time ·
     `step_timeout_s`: limit of every single wait · `parent`: the parent of the span `kv.transfer` ·
     `token_digest`: of the tokens whose KV is sent; Commit fails if other tokens were reserved ·

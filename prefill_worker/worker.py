@@ -67,6 +67,7 @@ class Prompt:
     sent: int  # token slots whose blocks were sent, or are not needed by the decode worker
     arrived_ns: int = field(default_factory=time.time_ns)
     computed: int | None = None  # tokens; None before the first chunk
+    queued: bool = False  # whether any block was queued for sending
     pooled: Vector | None = None  # the sum of hidden states so far, or logits of label tokens
     steps: asyncio.Queue[tuple[StepReport, SequenceProgress] | None] = field(
         default_factory=asyncio.Queue
@@ -295,23 +296,35 @@ class PrefillPart(Part):
                 return progress
 
     def _send_blocks(self, prompt: Prompt, handoff: HandoffSender) -> None:
-        """Queues newly complete blocks for sending: full ones, and at the end the partial one."""
+        """Queues newly complete blocks for sending: full ones, and at the end the partial one.
+
+        A prompt that was preempted before is sent when all of it is computed: then it has left the
+        batch and keeps its blocks, while a report of a chunk may be older than the preemption.
+
+        Raises Unavailable if it was preempted since blocks were queued: they are sent, or sent
+        again, from where other KV may be by now.
+        """
         groups, end = self.limits.groups, prompt.computed or 0
         size = groups.block_size
         if end < prompt.num_tokens:
             end -= end % size
         else:
             end = groups.handoff_end(end)
+        # Read before the count of preemptions, which changes before the blocks do.
+        block_ids = prompt.sequence.handoff_blocks(prompt.num_tokens, size)
+        if prompt.sequence.preemptions:
+            if prompt.queued:
+                raise Unavailable("the prompt lost its KV blocks while they were handed over")
+            if prompt.computed != prompt.num_tokens:
+                return
         if end <= prompt.sent:
             return
-        # Block ids of a prompt do not change while it runs, so reading them here is safe.
-        block_ids = prompt.sequence.handoff_blocks(prompt.num_tokens, size)
         if not block_ids:  # the prompt has ended; the report of that is already queued
             return
         slots = handoff_slots(groups, block_ids, prompt.sent, end, prompt.num_tokens)
         with self.metrics.transferring():
             handoff.send(slots, end - prompt.sent)
-        prompt.sent = end
+        prompt.sent, prompt.queued = end, True
 
     def _started(self, prompt: Prompt, report: StepReport) -> prefill_pb2.PrefillStarted:
         waited = prompt.trace, prompt.arrived_ns, report.started_ns

@@ -83,7 +83,7 @@ class Engine(EngineLoop):
         most = SEQUENCES_PER_PLACE * self._scheduler.max_batch
         if len(self._sequences) >= most:
             raise Overloaded(f"all {most} places for sequences are taken", RETRY_S)
-        if self._scheduler.waiting:  # preempted ones; newcomers must not take the blocks they need
+        if self._scheduler.lacks_blocks:
             raise Overloaded("sequences that run here wait for KV blocks", RETRY_S)
         self._register(sequence)
         self._scheduler.use_cache(sequence)

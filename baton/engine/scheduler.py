@@ -109,6 +109,7 @@ class Scheduler:
         self.holding = SequenceQueue()  # with blocks, and several tokens to compute
         self.waiting = SequenceQueue()  # without blocks
         self.preemptions = 0
+        self._found_no_blocks = False  # the first waiting sequence, when last asked
         self.virtual_lag_s = 0.0  # seconds by which virtual time is behind the clock
         self._proposer = proposer
         # Rows of a decoding sequence, without proposals: a state keeps none of those, so accepted
@@ -127,6 +128,14 @@ class Scheduler:
     def queue_tokens(self) -> int:
         queued = self.waiting.tokens + self.holding.tokens + self.ready.tokens
         return queued + sum([len(one.tokens) - one.num_computed for one in self.running])
+
+    @property
+    def lacks_blocks(self) -> bool:
+        """Whether waiting sequences need blocks that newcomers must not take: one was preempted, or
+        the last step found no blocks for the first. One that waits for its turn alone needs none.
+        """
+        waiting = self.waiting
+        return bool(waiting) and (self._found_no_blocks or any(one.preemptions for one in waiting))
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence, with the blocks that it may hold.
@@ -359,12 +368,15 @@ class Scheduler:
             if len(sequence.tokens) - sequence.num_computed > self._decode_rows:
                 behind.add(sequence)
         groups, scored = [behind, self.ready, self.holding, self.waiting], SCORED_ROWS
+        self._found_no_blocks = False
         while groups := [group for group in groups if group]:
             group = min(groups, key=lambda group: group.first.order)
             sequence = group.first
             room = 1 if group is self.ready else min(budget, scored if sequence.scores else budget)
             full = group is not behind and len(self.running) >= self.max_batch
-            if room <= 0 or full or (group is self.waiting and not self.reserve(sequence)):
+            if room > 0 and not full and group is self.waiting:
+                self._found_no_blocks = not self.reserve(sequence)
+            if room <= 0 or full or (group is self.waiting and self._found_no_blocks):
                 groups.remove(group)
                 continue
             group.discard(sequence)
@@ -477,9 +489,9 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.discard(sequence)
-        self.free(sequence)
-        sequence.preemptions += 1
+        sequence.preemptions += 1  # first: other threads read it after the blocks
         self.preemptions += 1
+        self.free(sequence)
         self.waiting.add(sequence)
 
 

@@ -277,11 +277,13 @@ class EtcdClient:
         errors: list[Unavailable] = []
         addresses = self._addresses.current
         for _ in addresses:
+            tried = self._current
             try:
                 return await self._attempt(pick, request)
             except Unavailable as error:
                 errors.append(error)
-                self._current = (self._current + 1) % len(addresses)
+                if self._current == tried:  # another call may have left this endpoint already
+                    self._current = (tried + 1) % len(addresses)
         raise errors[0]
 
     async def _attempt(self, pick: Pick, request: Any, *, again: bool = True) -> Any:

@@ -147,6 +147,7 @@ class SimulatedWorker:
         self._joined: dict[SimulatedSequence, None] = {}
         self._pushes = itertools.count()
         self._num_sequences = 0  # also reserved ones
+        self._no_blocks = False  # for the first prompt without, when last asked
         self._lag_s = 0.0  # of virtual time behind the clock, as of the engine's scheduler
         self._step_ms = 0.0
         self._prompt_share = BusyShare()
@@ -175,8 +176,10 @@ class SimulatedWorker:
 
         def run() -> None:
             full = self._num_sequences >= SEQUENCES_PER_PLACE * self.spec.max_batch
-            waits = any(not one.block_ids for _, _, one in self._prompts)
-            if full or waits or not self._reserve(sequence, 1):
+            without = [one for _, _, one in self._prompts if not one.block_ids]
+            # As `Scheduler.lacks_blocks`; those that have a token were preempted.
+            lacks = bool(without) and (self._no_blocks or any(one.has_token for one in without))
+            if full or lacks or not self._reserve(sequence, 1):
                 answer(None)
                 return
             self._register(sequence)
@@ -271,14 +274,14 @@ class SimulatedWorker:
     def _chunks(self) -> list[tuple[SimulatedSequence, int]]:
         """The prompts of the next step, by order, and how many of their tokens are computed."""
         budget = self.chunk.tokens if self._decoding else self.chunk.alone_tokens
-        chunks, running, no_blocks = [], self._num_running, False
+        chunks, running, self._no_blocks = [], self._num_running, False
         for _, _, one in self._prompts:
             if budget <= 0:
                 break
             if not one.in_batch and running >= self.spec.max_batch:
                 continue
-            if not one.block_ids and (no_blocks or not self._reserve(one)):
-                no_blocks = True  # others that need some do not overtake it
+            if not one.block_ids and (self._no_blocks or not self._reserve(one)):
+                self._no_blocks = True  # others that need some do not overtake it
                 continue
             running += not one.in_batch
             one.in_batch = True

@@ -20,6 +20,7 @@ from baton.errors import (
     Unavailable,
     quoted,
 )
+from baton.net.tasks import uninterrupted
 from baton.v1.common_pb2 import WORKER_STATE_READY, Adapter, WorkerRecord
 
 log = logging.getLogger(__name__)
@@ -65,25 +66,29 @@ class Adapters:
         if not directory.is_absolute():
             raise InvalidRequest("the directory's whole path is needed", "directory")
         async with self._changing:
-            adapter = await asyncio.to_thread(self._read, directory)
-            if (held := self._named.get(name)) is not None:
-                if held.identity == adapter.identity:
-                    return held
-                raise InvalidRequest(
-                    f"another adapter is loaded as {name}: unload it first, or take another name",
-                    "name",
-                )
-            if not self._names_of(adapter.identity):
-                await asyncio.wrap_future(self._engine.load_adapter(adapter))
-            self._named[name] = made = Adapter(
-                name=name,
-                identity=adapter.identity,
-                rank=adapter.rank,
-                directory=str(directory),
+            # To the end even if the caller hangs up: the engine goes on with its part anyway.
+            return await uninterrupted(self._place(name, directory))
+
+    async def _place(self, name: str, directory: Path) -> Adapter:
+        adapter = await asyncio.to_thread(self._read, directory)
+        if (held := self._named.get(name)) is not None:
+            if held.identity == adapter.identity:
+                return held
+            raise InvalidRequest(
+                f"another adapter is loaded as {name}: unload it first, or take another name",
+                "name",
             )
-            log.info("loaded adapter %s from %s, rank %d", name, directory, adapter.rank)
-            await self._publish(list(self._named.values()))
-            return made
+        if not self._names_of(adapter.identity):
+            await asyncio.wrap_future(self._engine.load_adapter(adapter))
+        self._named[name] = made = Adapter(
+            name=name,
+            identity=adapter.identity,
+            rank=adapter.rank,
+            directory=str(directory),
+        )
+        log.info("loaded adapter %s from %s, rank %d", name, directory, adapter.rank)
+        await self._publish(list(self._named.values()))
+        return made
 
     async def load_as(self, records: Iterable[WorkerRecord]) -> None:
         """Loads the adapters that other workers of the same model have, as far as it can.
@@ -111,14 +116,17 @@ class Adapters:
         Raises ModelNotFound, and Unavailable if sequences use it for too long: then it stays.
         """
         async with self._changing:
-            if (adapter := self._named.get(name)) is None:
-                raise ModelNotFound(f"no adapter {quoted(name)} is loaded here")
-            if len(self._names_of(adapter.identity)) == 1:
-                await self._remove(adapter, wait_s)
-            else:
-                await self._publish_without(name)
-            del self._named[name]
-            log.info("unloaded adapter %s", name)
+            await uninterrupted(self._take_away(name, wait_s))
+
+    async def _take_away(self, name: str, wait_s: float) -> None:
+        if (adapter := self._named.get(name)) is None:
+            raise ModelNotFound(f"no adapter {quoted(name)} is loaded here")
+        if len(self._names_of(adapter.identity)) == 1:
+            await self._remove(adapter, wait_s)
+        else:
+            await self._publish_without(name)
+        del self._named[name]
+        log.info("unloaded adapter %s", name)
 
     async def _remove(self, adapter: Adapter, wait_s: float) -> None:
         engine, identity = self._engine, adapter.identity
@@ -128,7 +136,7 @@ class Adapters:
             await self._publish_without(adapter.name)
             await asyncio.wait({unused}, timeout=wait_s)
         finally:
-            if not unused.done():  # also when the caller has left
+            if not unused.done():
                 users = engine.keep_adapter(identity)
                 await self._publish(list(self._named.values()))
         if not unused.done():

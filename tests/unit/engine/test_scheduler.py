@@ -199,6 +199,21 @@ def test_a_reservation_has_room_for_the_first_token():
     scheduler.blocks.check()
 
 
+def test_waiting_ones_need_blocks_if_preempted_or_if_there_were_none_for_the_first():
+    scheduler = make_scheduler(num_blocks=4)
+    first, second = make_sequence("a", 8), make_sequence("b", 16, first=50)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert rounds(scheduler, 1) == [("a", 0, 8)]
+    assert scheduler.waiting and not scheduler.lacks_blocks  # only the chunk had no room
+    assert rounds(scheduler, 1) == [("a", 8, 1)]
+    assert scheduler.waiting and scheduler.lacks_blocks
+    finish(scheduler, second)
+    assert not scheduler.lacks_blocks
+    scheduler._preempt(first)
+    assert scheduler.lacks_blocks
+
+
 def test_one_that_holds_its_blocks_does_not_wait_behind_one_that_needs_them():
     scheduler = make_scheduler(num_blocks=4)
     reserved = make_sequence("reserved", 11)

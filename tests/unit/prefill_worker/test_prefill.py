@@ -244,6 +244,39 @@ async def test_what_ends_while_its_grammar_is_compiled_runs_no_chunk(pair, end):
     assert len(await pair.router.tokens("b")) == 3 and not submitted
 
 
+@pytest.mark.parametrize("queued", [True, False])
+async def test_a_prompt_preempted_after_blocks_were_queued_fails_and_can_be_repeated(
+    directory, queued
+):
+    """The worker decodes, too; without queued blocks the prompt is computed again and sent."""
+    async with pair_of(directory) as pair:
+        wanted = spec("a", prompt(100), virtual_finish_ms=600_000)
+        await pair.router.reserve(spec("alone", prompt(100)), local=512)
+        expected = await pair.router.tokens("alone")
+        if queued:  # otherwise decode lacks the last four tokens alone
+            wanted.cache_salt = "decode has none of it"
+        paced = Paced(pair.prefill)
+        grows = spec("grows", prompt(143, start=9), virtual_finish_ms=1_000)
+        await pair.prompts.reserve(grows, local=512)
+        added = asked(pair.prefill, "add")
+        call = await pair.start(wanted)
+        await asyncio.wait_for(added.wait(), PATIENCE_S)
+        paced.allow.release(5)  # up to its first chunk
+        responses = [await call.read()]
+        paced.allow.release(99)
+        if queued:
+            with pytest.raises(Unavailable, match="lost its KV blocks"):
+                await messages(call)
+            await pair.router.cancel("a")
+            wanted.handoff_id = "again"
+            call, responses = await pair.start(wanted), []
+        responses += await messages(call)
+        made = [responses[1].first_token.token_id, *await pair.router.tokens(wanted.handoff_id)]
+        assert made == expected
+        assert len(await pair.prompts.tokens("grows")) == 4
+        assert (await pair.prefill.blocks()).preemptions == 1
+
+
 @pytest.mark.parametrize("steps", [1, 4])
 async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair, steps):
     paced, wanted = Paced(pair.prefill), spec("a", prompt(100))

@@ -1,6 +1,7 @@
 """A worker's adapters: loaded, listed, unloaded when no sequence uses them, never in its tokens."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,36 @@ async def test_a_sequence_keeps_its_adapter_until_it_ends(directory):
         await unloading
         with pytest.raises(Unavailable, match="does not have the adapter"):
             engine.reserve(worker.sequence("6", made.identity)).result(WAIT_S)
+
+
+@pytest.mark.parametrize("command", ["load_adapter", "retire_adapter", "remove_adapter"])
+async def test_a_caller_that_leaves_does_not_stop_a_change_half_way(directory, command):
+    """The engine and the table of names agree afterwards: it can be changed again."""
+    async with Fixture(directory, max_loras=1) as worker:
+        engine, called = worker.bench.engine, asyncio.Event()
+        command_of_engine, gate = getattr(engine, command), threading.Event()
+
+        def held(*args):
+            engine.submit(gate.wait)
+            called.set()
+            return command_of_engine(*args)
+
+        if command != "load_adapter":
+            await worker.load("a")
+        setattr(engine, command, held)
+        adapters = worker.adapters
+        change = worker.load("a") if command == "load_adapter" else adapters.unload("a", WAIT_S)
+        changing = asyncio.create_task(change)
+        await asyncio.wait_for(called.wait(), WAIT_S)
+        changing.cancel()
+        await asyncio.sleep(0)
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await changing
+        setattr(engine, command, command_of_engine)
+        if command == "load_adapter":
+            await worker.adapters.unload("a", WAIT_S)
+        await worker.load("b")
 
 
 async def test_cached_blocks_are_those_of_one_adapter(directory):
