@@ -26,6 +26,7 @@ from baton.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
+    Overloaded,
     Unavailable,
 )
 from baton.telemetry import propagation, tracing
@@ -301,7 +302,7 @@ class PrefillPart(Part):
         A prompt that was preempted before is sent when all of it is computed: then it has left the
         batch and keeps its blocks, while a report of a chunk may be older than the preemption.
 
-        Raises Unavailable if it was preempted since blocks were queued: they are sent, or sent
+        Raises Overloaded if it was preempted since blocks were queued: they are sent, or sent
         again, from where other KV may be by now.
         """
         groups, end = self.limits.groups, prompt.computed or 0
@@ -314,7 +315,7 @@ class PrefillPart(Part):
         block_ids = prompt.sequence.handoff_blocks(prompt.num_tokens, size)
         if prompt.sequence.preemptions:
             if prompt.queued:
-                raise Unavailable("the prompt lost its KV blocks while they were handed over")
+                raise Overloaded("the prompt lost its KV blocks while they were handed over")
             if prompt.computed != prompt.num_tokens:
                 return
         if end <= prompt.sent:

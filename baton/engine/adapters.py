@@ -91,6 +91,7 @@ class AdapterTable:
 
     def remove(self, identity: str) -> None:
         """Frees the slot of an adapter that no sequence uses."""
-        resident = self._residents.pop(identity)
+        resident = self._residents[identity]
         assert not resident.users, "running sequences keep their adapter"
+        del self._residents[identity]
         self._free.append(resident.slot)

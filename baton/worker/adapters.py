@@ -132,14 +132,16 @@ class Adapters:
         engine, identity = self._engine, adapter.identity
         retired: asyncio.Future[Future[None]] = asyncio.wrap_future(engine.retire_adapter(identity))
         unused = asyncio.wrap_future(await retired)
+        kept = True
         try:
             await self._publish_without(adapter.name)
             await asyncio.wait({unused}, timeout=wait_s)
+            kept = not unused.done()
         finally:
-            if not unused.done():
+            if kept:
                 users = engine.keep_adapter(identity)
                 await self._publish(list(self._named.values()))
-        if not unused.done():
+        if kept:
             count = await asyncio.wrap_future(users)
             raise Unavailable(
                 f"{count} sequences still use adapter {adapter.name} after {wait_s:.0f} s: it "

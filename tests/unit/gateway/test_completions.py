@@ -27,6 +27,7 @@ from router.generation_service import Caller
 from router.queueing.fair_queue import FairQueue
 from router.request import RequestState
 from tests.unit.router.scripted_workers import LENGTH, first_token, seen, started
+from tests.waiting import WAIT_S
 
 from .conftest import PROMPT
 
@@ -442,7 +443,7 @@ async def test_prompts_that_come_together_share_what_is_the_same(gateway, more):
         kept.append(await admission.admit(request, 10.0, 32, "id", tenant, choices, number))
         sink.start(inference_pb2.Started())
 
-    service = SimpleNamespace(limits=admission.limits, generate=generate)
+    service = SimpleNamespace(time_left_s=lambda caller: WAIT_S, generate=generate)
     sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
     before = resident_bytes()
     with contextlib.suppress(BatonError):
@@ -476,7 +477,7 @@ async def test_others_have_a_turn_of_the_loop_between_two_choices(gateway):
         sink.start(inference_pb2.Started())
 
     parsed = parse_completion(json.dumps({"prompt": ["a"] * 20, "max_tokens": 1}).encode())
-    service = SimpleNamespace(limits=gateway.service.limits, generate=generate)
+    service = SimpleNamespace(time_left_s=lambda caller: WAIT_S, generate=generate)
     sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
     with turns_of_the_loop() as turn:
         await run_choices(service, parsed, Caller(), [sink] * 20, None)
@@ -512,7 +513,7 @@ async def test_few_choices_of_a_request_run_at_a_time(gateway, monkeypatch, n):
         running -= 1
 
     body = {"prompt": ["a"] * (20 // n), "n": n, "max_tokens": 1}
-    service = SimpleNamespace(limits=gateway.service.limits, generate=generate)
+    service = SimpleNamespace(time_left_s=lambda caller: WAIT_S, generate=generate)
     sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
     parsed = parse_completion(json.dumps(body).encode())
     await run_choices(service, parsed, Caller(), [sink] * 20, None)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from baton.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from baton.v1 import common_pb2, prefill_pb2
 from prefill_worker.worker import MAX_OPENED_AHEAD, peers_to_open
 from tests.unit.worker.running import (
@@ -265,7 +265,7 @@ async def test_a_prompt_preempted_after_blocks_were_queued_fails_and_can_be_repe
         responses = [await call.read()]
         paced.allow.release(99)
         if queued:
-            with pytest.raises(Unavailable, match="lost its KV blocks"):
+            with pytest.raises(Overloaded, match="lost its KV blocks"):
                 await messages(call)
             await pair.router.cancel("a")
             wanted.handoff_id = "again"

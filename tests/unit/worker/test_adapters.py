@@ -147,6 +147,7 @@ async def test_a_caller_that_leaves_does_not_stop_a_change_half_way(directory, c
         if command == "load_adapter":
             await worker.adapters.unload("a", WAIT_S)
         await worker.load("b")
+        assert worker.published[-1] == ["b"]
 
 
 async def test_cached_blocks_are_those_of_one_adapter(directory):
