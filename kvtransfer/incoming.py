@@ -20,7 +20,7 @@ from baton import kv_descriptor
 from baton.cuda import gpu_uuid, nccl_version
 from baton.errors import KvMismatch, Overloaded, Stale, TransferFailed, Unavailable
 from baton.log_format import RateLimit
-from baton.net.tasks import in_background, made_on
+from baton.net.tasks import in_background, run_on
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import copier, pairing, rank_ends
@@ -239,7 +239,7 @@ class IncomingLinks:
                 raise
 
         try:
-            link = await made_on(thread, listen, IncomingLink.close_ends)
+            link = await run_on(thread, listen, IncomingLink.close_ends)
         except BaseException as error:
             thread.shutdown(wait=False)
             if isinstance(error, (OSError, RuntimeError)):

@@ -31,7 +31,7 @@ from baton.errors import (
 )
 from baton.log_format import about
 from baton.net.backoff import Backoff
-from baton.net.tasks import cancelled, in_background, made_on
+from baton.net.tasks import cancelled, in_background, run_on
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2
 from kvtransfer import pairing, rank_ends
 from kvtransfer.checksum import Checksum
@@ -329,7 +329,7 @@ class OutgoingLinks:
                 place = offer.endpoint, _CONNECT_S
                 try:
                     connect = partial(rank_ends.connect, transport, *ranks, *place)
-                    parts, ends = await made_on(
+                    parts, ends = await run_on(
                         thread, connect, lambda made: rank_ends.close_all(made[1])
                     )
                     break

@@ -141,14 +141,14 @@ class Models:
             self._get(source.name, source.version or "")
 
     def _check_aliases(self) -> None:
-        for name in self._aliases:
-            passed = list[str]()
+        for alias in self._aliases:
+            name, passed = alias, list[str]()
             while name in self._aliases and name not in self.names:
                 if name in passed:
                     named = " and ".join(f"{one}={self._aliases[one]}" for one in passed)
                     raise ConfigError(f"--model-alias: {named} lead to no model")
                 passed.append(name)
-                name = self._aliases[name]  # noqa: PLW2901
+                name = self._aliases[name]
 
     async def follow(self, membership: Membership) -> None:
         """Keeps the versions and their workers up to date until the registry's watch ends."""

@@ -135,7 +135,7 @@ def _called(call: api.ToolCall, place: str) -> tuple[str, str]:
 
 
 def _tool_fields(body: api.ChatRequest) -> dict[str, str]:
-    """The body's fields of the tools that the model is told of, by the router's."""
+    """Fields of the body, by the router's names, for the tools that are in the prompt."""
     tools = body.tools or ()
     return {
         f"tools[{number}].function.{name}": f"tools[{at}].{place}"

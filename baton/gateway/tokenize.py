@@ -81,14 +81,14 @@ async def render(parsed: ParsedRequest, call: Call) -> None:
             check_prompt(token_ids, (), vocab_size, limit, 0)
             most = limit - len(token_ids)
             if not parsed.max_tokens_given and most < request.sampling.max_tokens:
-                own = {**params, "max_tokens": max(0, most)}
+                sampling = {**params, "max_tokens": max(0, most)}
             else:
-                own = dict(params)
+                sampling = dict(params)
             rendered.append(
                 RenderedRequest(
                     f"{'' if parsed.prompts else 'chat'}cmpl-{key}-{index}",
                     token_ids,
-                    own,
+                    sampling,
                     base.model or target.version.name,
                     stream=bool(parsed.options.stream),
                     cache_salt=base.cache_salt or None,

@@ -39,9 +39,9 @@ async def cancelled(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def made_on(thread: Executor, make: Callable[[], T], discard: Callable[[T], object]) -> T:
-    """What `make` returns, called on that thread; if nobody waits for it any more, it goes to
-    `discard` once it is made, mostly on the thread."""
+async def run_on(thread: Executor, make: Callable[[], T], discard: Callable[[T], object]) -> T:
+    """Calls `make` on an executor. If this is cancelled, the result goes to `discard`, usually on a
+    thread of the executor, so that its resources are freed."""
     making = thread.submit(make)
 
     def unused(made: Future[T]) -> None:

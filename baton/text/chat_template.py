@@ -101,12 +101,13 @@ class ChatTemplate:
         """
         if not messages:
             raise InvalidRequest("chat needs at least one message", "chat")
-        given = {**(variables or {}), "messages": self._turns(messages)}
+        given = dict(variables or {})
         if continue_final_message:
             final = str(messages[-1].get("content") or "").rstrip()
             marked = {**messages[-1], "content": final and final + _CONTINUED}
-            given["messages"] = self._turns([*messages[:-1], marked])
+            messages = [*messages[:-1], marked]
             given["add_generation_prompt"] = False
+        given["messages"] = self._turns(messages)
         try:
             text = self._render(given, MAX_AT_ONCE if at_once else MAX_RENDERING)
         except InvalidRequest:

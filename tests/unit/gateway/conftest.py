@@ -14,6 +14,7 @@ from baton.generation.structured_output import GrammarCompiler
 from baton.net.http_server import listen
 from baton.net.server import EventLoop
 from baton.v1 import common_pb2
+from router.admission.tenants import Tenants
 from tests.unit.router import scripted_workers
 from tests.unit.router.scripted_workers import TIMEOUT_S, UNFINISHED, Cluster, seen
 from tests.unit.router.small_tokenizers import admission, byte_tokenizer
@@ -173,3 +174,13 @@ async def says(gateway_of, tmp_path, monkeypatch):
         return await gateway_of(tokenizer=tokenizer, cluster=cluster, **settings)
 
     return start
+
+
+@pytest.fixture
+def ann_and_bob(tmp_path):
+    """Two tenants, whose keys are their names."""
+    file = tmp_path / "tenants.toml"
+    for name in ("ann", "bob"):
+        (tmp_path / name).write_text(name)
+    file.write_text('[tenants.a]\nkey_files = ["ann"]\n[tenants.b]\nkey_files = ["bob"]\n')
+    return Tenants(file)

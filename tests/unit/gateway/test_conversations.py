@@ -9,7 +9,6 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.gateway import conversation_store, responses_store
 from baton.gateway.conversation_store import ConversationStore, StoredConversation, StoredItem
-from router.admission.tenants import Tenants
 from tests.waiting import eventually
 
 from .conftest import CALLS
@@ -157,12 +156,8 @@ async def test_items_are_sent_again_by_their_ids(says, config):
             assert refused.value.param == "input[1].id"
 
 
-async def test_conversations_and_items_are_their_tenants(says, config, tmp_path):
-    file = tmp_path / "tenants.toml"
-    for name in ("ann", "bob"):
-        (tmp_path / name).write_text(name)
-    file.write_text('[tenants.a]\nkey_files = ["ann"]\n[tenants.b]\nkey_files = ["bob"]\n')
-    gateway = await says("abc", api=config, tenants=Tenants(file))
+async def test_conversations_and_items_are_their_tenants(says, config, ann_and_bob):
+    gateway = await says("abc", api=config, tenants=ann_and_bob)
     async with client_of(gateway, "ann") as ann, client_of(gateway, "bob") as bob:
         made = await ann.conversations.create(items=[message("Hi")])
         (item,) = (await ann.conversations.items.list(made.id)).data

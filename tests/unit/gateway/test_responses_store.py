@@ -8,7 +8,6 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.gateway import background, responses_store
 from baton.gateway.responses_store import ALIVE_S, ResponseStore, StoredResponse
-from router.admission.tenants import Tenants
 from tests.waiting import eventually
 
 from .conftest import CALLS
@@ -89,12 +88,8 @@ async def test_what_is_not_stored_is_not_found(says, config):
             await client.responses.retrieve(answer.id)
 
 
-async def test_responses_are_their_tenants(says, config, tmp_path):
-    file = tmp_path / "tenants.toml"
-    for name in ("ann", "bob"):
-        (tmp_path / name).write_text(name)
-    file.write_text('[tenants.a]\nkey_files = ["ann"]\n[tenants.b]\nkey_files = ["bob"]\n')
-    gateway = await says("abc", api=config, tenants=Tenants(file))
+async def test_responses_are_their_tenants(says, config, ann_and_bob):
+    gateway = await says("abc", api=config, tenants=ann_and_bob)
     async with client_of(gateway, "ann") as ann, client_of(gateway, "bob") as bob:
         answer = await ann.responses.create(model="tiny", input="Hi")
         assert (await ann.responses.retrieve(answer.id)).id == answer.id

@@ -159,7 +159,7 @@ async def test_entries_that_no_worker_could_serve_keep_nobody_from_room(room, cl
 async def test_all_entries_that_no_worker_could_serve_learn_that_workers_are_back_though_full(
     room, clock, passable
 ):
-    """Also while others wait for room that nobody may take; later they try as those do."""
+    """Also behind an entry that may not be passed; afterwards they try as other entries do."""
     back, tried = [], []
 
     def waiting(name):
