@@ -361,19 +361,25 @@ class Scheduler:
         """Schedules `budget` tokens of all other sequences by priority, admitting new ones.
 
         Ready sequences are one token behind, and use none of the budget. The first waiting sequence
-        that finds no blocks is not overtaken by others that need some, which could starve it.
+        that finds no blocks is not overtaken by others that need some, which could starve it. One
+        that lacks only rows to score is, since it has the rows of a later step.
         """
         behind = SequenceQueue()  # running sequences with several tokens to compute
         for sequence in self.running:
             if len(sequence.tokens) - sequence.num_computed > self._decode_rows:
                 behind.add(sequence)
         groups, scored = [behind, self.ready, self.holding, self.waiting], SCORED_ROWS
+        passed = list[tuple[SequenceQueue, Sequence]]()  # for lack of rows to score
         self._found_no_blocks = False
         while groups := [group for group in groups if group]:
             group = min(groups, key=lambda group: group.first.order)
             sequence = group.first
             room = 1 if group is self.ready else min(budget, scored if sequence.scores else budget)
             full = group is not behind and len(self.running) >= self.max_batch
+            if room <= 0 < budget and not full:
+                passed.append((group, sequence))
+                group.discard(sequence)
+                continue
             if room > 0 and not full and group is self.waiting:
                 self._found_no_blocks = not self.reserve(sequence)
             if room <= 0 or full or (group is self.waiting and self._found_no_blocks):
@@ -387,6 +393,8 @@ class Scheduler:
             count = _append(step, sequence, room)
             budget -= 0 if group is self.ready else count
             scored -= count if sequence.scores else 0
+        for group, sequence in passed:
+            group.add(sequence)
 
     def _propose(self, step: ScheduledStep, budget: int, proposer: Proposer) -> None:
         """Adds proposed tokens to decoding sequences, as far as budget and blocks allow."""

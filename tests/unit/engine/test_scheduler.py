@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from baton import block_hash
 from baton.engine.block_manager import BlockManager
 from baton.engine.chunk_budget import ChunkBudget
-from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler import SCORED_ROWS, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
 from baton.generation.sampling_params import SamplingParams
@@ -63,6 +63,18 @@ def test_a_long_prompt_catches_up_in_chunks_then_decodes():
     scheduler.add(make_sequence("a", 18))
     expected = [("a", 0, 8), ("a", 8, 8), ("a", 16, 2), ("a", 18, 1), ("a", 19, 1)]
     assert rounds(scheduler, 5) == expected
+
+
+def test_prompts_pass_one_that_lacks_rows_to_score():
+    chunk = ChunkBudget(2 * SCORED_ROWS, min_tokens=2 * SCORED_ROWS)
+    scheduler = Scheduler(BlockManager(256, SIZE), chunk, max_batch=4)
+    for name in ("first", "second"):
+        scheduler.add(make_sequence(name, SCORED_ROWS + 1))
+        scheduler.waiting.last.num_scored = 0
+    scheduler.add(make_sequence("other", 8))
+    assert rounds(scheduler, 1) == [("first", 0, SCORED_ROWS), ("other", 0, 8)]
+    assert len(scheduler.waiting) == 1
+    assert ("second", 0, SCORED_ROWS) in shape(scheduler.schedule())
 
 
 def test_a_chunk_takes_its_time_at_the_rate_of_the_last_steps():
