@@ -159,6 +159,7 @@ class Demand:
 
     token_ids: Sequence[int]  # the prompt, then what earlier attempts delivered
     pending: PendingPrompt
+    adapter: str = ""  # it needs workers that hold it
     cache_salt: str = ""  # of its adapter, too
     max_new_tokens: int = 0  # 0: not known
     local_prefill_max_tokens: int = 0
@@ -167,6 +168,11 @@ class Demand:
     uses_cache: bool = True  # False: the whole prompt is computed, whatever is cached
     first_token_by: float = math.inf  # time.monotonic(): its TTFT target
     _chains: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def needed_workers(self) -> tuple[bool, str]:
+        """Which workers it needs: of both roles or prefill alone, and with which adapter."""
+        return self.decodes, self.adapter
 
     @property
     def num_tokens(self) -> int:
@@ -260,6 +266,7 @@ class RequestState:
             demand = self._demand = Demand(
                 token_ids=(*request.prompt, *self.delivered) if self.delivered else request.prompt,
                 pending=request.pending,
+                adapter=request.adapter,
                 cache_salt=request.kv_salt,
                 max_new_tokens=request.params.max_tokens - len(self.delivered),
                 local_prefill_max_tokens=local_prefill_max_tokens * self.decodes,

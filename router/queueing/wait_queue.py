@@ -15,7 +15,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeVar
@@ -275,10 +275,10 @@ class WaitQueue:
         """
         refused, trying, smallest = list[_Waiter](), 0, math.inf
         overdue = blocked = False  # blocked: others may not pass an entry that found no room
-        no_worker: Counter[bool] = Counter()  # tries, by `Demand.decodes`
+        no_worker: Counter[Hashable] = Counter()  # tries, by the workers that are needed
         for waiter in (waiters := tuple(self._in_order())):
-            decodes = waiter.demand.decodes
-            if waiter.left or (waiter.no_worker and no_worker[decodes] >= MAX_REFUSED):
+            workers = waiter.demand.needed_workers
+            if waiter.left or (waiter.no_worker and no_worker[workers] >= MAX_REFUSED):
                 continue
             if not waiter.no_worker:  # such an entry tries in any case: workers may be back
                 if len(refused) >= MAX_REFUSED:
@@ -297,7 +297,7 @@ class WaitQueue:
                     return
                 continue
             if waiter.no_worker:
-                no_worker[decodes] += 1
+                no_worker[workers] += 1
                 continue
             refused.append(waiter)
             smallest = min(smallest, waiter.num_tokens)

@@ -155,6 +155,26 @@ async def test_entries_that_no_worker_could_serve_keep_nobody_from_room(room, cl
     assert await room.add(room.place(6.0, tokens=0)) and room.placed[-1] == 6.0
 
 
+async def test_entries_of_an_adapter_that_no_worker_holds_leave_others_their_tries(room):
+    lacking, tried = {"a", "b"}, []
+
+    def needing(adapter):
+        async def attempt():
+            tried.append(adapter)
+            if adapter in lacking:
+                raise NoWorker(f"no worker holds {adapter}")
+
+        return attempt
+
+    for adapter in ("a",) * MAX_REFUSED + ("b",):
+        entry = queued(pending(0.0), 1, adapter=adapter)
+        await room.add(room.queue.place(entry, needing(adapter)))
+    lacking.remove("b")
+    tried.clear()
+    await room.give(0)
+    assert tried.count("b") == 1 and room.queue.depth == MAX_REFUSED
+
+
 @pytest.mark.parametrize("passable", [True, False])
 async def test_all_entries_that_no_worker_could_serve_learn_that_workers_are_back_though_full(
     room, clock, passable
