@@ -26,7 +26,7 @@ from baton.net.server import Health, bind, measure_lag, run_service, settle
 from baton.net.tasks import wait_at_most
 from baton.registry import EtcdRegistry, Membership, RouteTable
 from baton.telemetry import tracing
-from baton.telemetry.metrics.recorder import Recorder
+from baton.telemetry.metrics.prometheus import Recorder
 from baton.telemetry.tracing import Telemetry
 from baton.text import load_tokenizer
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc, route_pb2_grpc

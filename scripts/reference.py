@@ -33,7 +33,7 @@ from baton.engine.backends.cpu.native_model import lacking
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY, refused
 from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS, Architecture, ExpertNames
 from baton.engine.models.model_config import ModelConfig
-from baton.gateway import api, messages, responses
+from baton.gateway import messages, openai, responses
 from baton.telemetry.metrics import instruments
 from baton.text.reasoning import REASONING_FORMATS
 from baton.text.tool_parsers import FORMATS
@@ -275,10 +275,10 @@ def tool_formats() -> Iterator[str]:
 
 
 PUBLISHED: dict[str, tuple[Any, type]] = {
-    "/v1/chat/completions": (chat.completion_create_params, api.ChatRequest),
-    "/v1/completions": (types.completion_create_params, api.CompletionRequest),
+    "/v1/chat/completions": (chat.completion_create_params, openai.ChatRequest),
+    "/v1/completions": (types.completion_create_params, openai.CompletionRequest),
     "/v1/responses": (types.responses.response_create_params, responses.ResponsesRequest),
-    "/v1/embeddings": (types.embedding_create_params, api.EmbeddingRequest),
+    "/v1/embeddings": (types.embedding_create_params, openai.EmbeddingRequest),
     "/v1/messages": (message_create_params, messages.MessagesRequest),
 }
 """The requests of a path, as its maker's client and as the gateway have them."""
@@ -294,7 +294,7 @@ def compatibility() -> Iterator[str]:
             if isinstance(kind, type) and re.match(r"\w+CreateParams", kind.__name__)
             for name in kind.__annotations__
         }
-        refused = api.unsupported_in(own).keys()
+        refused = openai.unsupported_in(own).keys()
         fields = {one.name for one in msgspec.structs.fields(own) if one.type is not NoneType}
         taken = (fields | {"stream"} & names) - refused
         yield (

@@ -6,7 +6,7 @@ options and the environment.
 
 from baton.config.api import ApiConfig, host_names, origins
 from baton.config.cluster import HTTP_PORT, ClusterConfig
-from baton.config.engine import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed, kv_heads_of
+from baton.config.engine import CPU_KV_CACHE_BYTES, EngineConfig, kv_heads_of
 from baton.config.model import (
     CANARY_DEFAULTS,
     DEMO_MODEL,
@@ -33,6 +33,7 @@ from baton.config.router import (
     RouterLimits,
 )
 from baton.config.service import SHARED_FOLDER, ServiceConfig, TlsConfig, host_id, new_incarnation
+from baton.config.simulated_speed import SimulatedSpeed
 from baton.config.worker import WorkerConfig
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import ClassVar
 from msgspec import Struct
 
 from baton.errors import DeadlineExceeded, Unavailable
-from baton.gateway import api
+from baton.gateway import openai
 from baton.gateway.endpoint import Call, Endpoint
 from baton.gateway.openapi import ERRORS, Operation, Routes
 from baton.v1 import fleet_pb2
@@ -18,19 +18,19 @@ from router import adapters
 class LoadLoraAdapter(Struct, kw_only=True):
     """An adapter's name for requests, and its directory on each worker's host."""
 
-    unsupported: ClassVar[api.Unsupported] = {}
+    unsupported: ClassVar[openai.Unsupported] = {}
 
-    lora_name: api.ModelName
+    lora_name: openai.ModelName
     lora_path: str
-    base_model_name: api.ModelName | None = None
+    base_model_name: openai.ModelName | None = None
 
 
 class UnloadLoraAdapter(Struct, kw_only=True):
     """The name of an adapter."""
 
-    unsupported: ClassVar[api.Unsupported] = {}
+    unsupported: ClassVar[openai.Unsupported] = {}
 
-    lora_name: api.ModelName
+    lora_name: openai.ModelName
 
 
 class AdapterChanged(Struct):
@@ -70,11 +70,11 @@ def _answer(call: Call, began: float, change: str, results: list[fleet_pb2.Adapt
 
 ROUTES: Routes = {
     "/v1/load_lora_adapter": {"POST": Operation(
-        Endpoint(lambda body: api.decode(LoadLoraAdapter, body), _load),
+        Endpoint(lambda body: openai.decode(LoadLoraAdapter, body), _load),
         "Load a LoRA adapter on all workers.", AdapterChanged, ERRORS, LoadLoraAdapter,
     )},
     "/v1/unload_lora_adapter": {"POST": Operation(
-        Endpoint(lambda body: api.decode(UnloadLoraAdapter, body), _unload),
+        Endpoint(lambda body: openai.decode(UnloadLoraAdapter, body), _unload),
         "Unload a LoRA adapter.", AdapterChanged, ERRORS, UnloadLoraAdapter,
     )},
 }  # fmt: skip

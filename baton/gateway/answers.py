@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from baton.gateway.api import (
+from baton.gateway.openai import (
     CalledCustomTool,
     CalledFunction,
     Count,

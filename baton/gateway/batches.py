@@ -21,7 +21,7 @@ from python_multipart.multipart import MultipartParser, MultipartState, parse_op
 
 from baton.config import ApiConfig
 from baton.errors import InvalidRequest, Overloaded
-from baton.gateway import api, batch_process
+from baton.gateway import batch_process, openai
 from baton.gateway.batch_store import (
     MAX_FILE_BYTES,
     Batch,
@@ -129,7 +129,7 @@ class BatchApi:
     async def create_batch(self, exchange: HttpExchange) -> None:
         """Stores a batch, which is run later."""
         self.tenant_of(exchange)  # before its body is looked at
-        endpoint = Endpoint(partial(api.decode, BatchRequest), self._create_batch)
+        endpoint = Endpoint(partial(openai.decode, BatchRequest), self._create_batch)
         await endpoint(self.service, exchange)
 
     async def _create_batch(self, request: BatchRequest, call: Call) -> None:

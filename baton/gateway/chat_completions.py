@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import UNSET
 
 from baton.errors import InvalidRequest, quoted
-from baton.gateway import answers, api
+from baton.gateway import answers, openai
 from baton.gateway.answers import ChatDelta, ChatLogprobs, ChatToken
 from baton.gateway.custom_tools import ChatCalls, arguments_of, tool_message, whole_calls
 from baton.gateway.output import MIN_LOGPROB, ChoiceOutput
@@ -27,10 +27,10 @@ from router.output.output_parser import ParsedOutput
 
 def parse_chat(text: bytes) -> ParsedRequest:
     """Parses a body of /v1/chat/completions. Raises InvalidRequest naming the field."""
-    return parsed_chat(api.decode(api.ChatRequest, text))
+    return parsed_chat(openai.decode(openai.ChatRequest, text))
 
 
-def parsed_chat(body: api.ChatRequest) -> ParsedRequest:
+def parsed_chat(body: openai.ChatRequest) -> ParsedRequest:
     """Translates a chat; without a limit its output may fill the context."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -71,7 +71,7 @@ def parsed_chat(body: api.ChatRequest) -> ParsedRequest:
 
 
 def chat_message(
-    body: api.ChatRequest | api.TokenizeRequest, messages: Sequence[api.Message]
+    body: openai.ChatRequest | openai.TokenizeRequest, messages: Sequence[openai.Message]
 ) -> inference_pb2.Chat:
     """Builds the protocol's chat from a body and its messages."""
     chat = inference_pb2.Chat(continue_final_message=bool(body.continue_final_message))
@@ -91,7 +91,7 @@ def chat_message(
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
-    if isinstance(body, api.ChatRequest) and body.reasoning_effort:
+    if isinstance(body, openai.ChatRequest) and body.reasoning_effort:
         variables["reasoning_effort"] = body.reasoning_effort
     if variables:
         chat.template_kwargs = json.dumps(variables)
@@ -100,9 +100,9 @@ def chat_message(
     return chat
 
 
-def _set_tool_choice(chat: inference_pb2.Chat, body: api.ChatRequest) -> None:
+def _set_tool_choice(chat: inference_pb2.Chat, body: openai.ChatRequest) -> None:
     choice = body.tool_choice
-    if isinstance(choice, api.NamedTool | api.NamedCustomTool):
+    if isinstance(choice, openai.NamedTool | openai.NamedCustomTool):
         chat.tool_name = choice.name
     elif choice == "required" or _mode(choice) == "required":
         chat.tool_choice = inference_pb2.TOOL_CHOICE_REQUIRED
@@ -120,21 +120,21 @@ def _set_tool_choice(chat: inference_pb2.Chat, body: api.ChatRequest) -> None:
 
 
 def _mode(choice: object) -> str | None:
-    return choice.allowed_tools.mode if isinstance(choice, api.AllowedToolChoice) else None
+    return choice.allowed_tools.mode if isinstance(choice, openai.AllowedToolChoice) else None
 
 
-def _called(call: api.ToolCall, place: str) -> tuple[str, str]:
+def _called(call: openai.ToolCall, place: str) -> tuple[str, str]:
     """The name and arguments of an earlier call. Raises InvalidRequest if they are missing."""
     called = call.custom if call.type == "custom" else call.function
     if called is UNSET:
         raise InvalidRequest(f"{place}.{call.type} is missing", f"{place}.{call.type}")
     name = "" if called.name is UNSET else called.name
-    if isinstance(called, api.CalledCustomTool):
+    if isinstance(called, openai.CalledCustomTool):
         return name, arguments_of(called.input)
     return name, called.arguments
 
 
-def _tool_fields(body: api.ChatRequest) -> dict[str, str]:
+def _tool_fields(body: openai.ChatRequest) -> dict[str, str]:
     """Fields of the body, by the router's names, for the tools that are in the prompt."""
     tools = body.tools or ()
     return {
@@ -144,9 +144,9 @@ def _tool_fields(body: api.ChatRequest) -> dict[str, str]:
     }
 
 
-def _allowed(tools: Sequence[api.Tool | api.CustomTool], choice: object) -> Sequence[int]:
+def _allowed(tools: Sequence[openai.Tool | openai.CustomTool], choice: object) -> Sequence[int]:
     """Places of the tools that a choice allows. Raises InvalidRequest for one that is not there."""
-    if not isinstance(choice, api.AllowedToolChoice):
+    if not isinstance(choice, openai.AllowedToolChoice):
         return range(len(tools))
     names = {one.name for one in choice.allowed_tools.tools}
     if unknown := names - {tool.name for tool in tools}:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.errors import InvalidRequest
-from baton.gateway import answers, api
+from baton.gateway import answers, openai
 from baton.gateway.answers import CompletionLogprobs
 from baton.gateway.output import MIN_LOGPROB, ChoiceOutput
 from baton.gateway.parsed_request import (
@@ -27,7 +27,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 def parse_completion(text: bytes) -> ParsedRequest:
     """Parses a body of /v1/completions. Raises InvalidRequest naming the field."""
-    body = api.decode(api.CompletionRequest, text)
+    body = openai.decode(openai.CompletionRequest, text)
     kept, echoed = body.n or 1, body.logprobs if body.echo else None
     n = kept if body.best_of is None else body.best_of
     _check_best_of(body, kept, n)
@@ -35,7 +35,7 @@ def parse_completion(text: bytes) -> ParsedRequest:
         raise InvalidRequest(
             "echo does not work with suffix or truncate_prompt_tokens: leave one out", "echo"
         )
-    prompts = api.prompts_of(body.prompt)
+    prompts = openai.prompts_of(body.prompt)
     output, restriction = structured_output_of(body)
     most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if not most and not body.echo:
@@ -70,7 +70,7 @@ def parse_completion(text: bytes) -> ParsedRequest:
     )
 
 
-def _check_best_of(body: api.CompletionRequest, kept: int, n: int) -> None:
+def _check_best_of(body: openai.CompletionRequest, kept: int, n: int) -> None:
     if n < kept:
         raise InvalidRequest(f"best_of must be at least n ({kept}), not {n}", "best_of")
     if n > kept and body.stream:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from baton.gateway import api
+from baton.gateway import openai
 from baton.gateway.batch_store import Metadata, Page, page_of
 from baton.gateway.batches import query_of
 from baton.gateway.conversation_store import (
@@ -56,7 +56,7 @@ class Conversation(Struct):
     """A conversation without its items."""
 
     id: str
-    created_at: api.Count
+    created_at: openai.Count
     metadata: dict[str, str]
     object: Literal["conversation"] = "conversation"
 
@@ -135,10 +135,10 @@ class ConversationApi:
 
     @staticmethod
     def _endpoint(
-        kind: type[api.T], answer: Callable[[api.T, HttpExchange], Awaitable[None]]
-    ) -> Endpoint[api.T]:
+        kind: type[openai.T], answer: Callable[[openai.T, HttpExchange], Awaitable[None]]
+    ) -> Endpoint[openai.T]:
         return Endpoint(
-            lambda text: api.decode(kind, text), lambda body, call: answer(body, call.exchange)
+            lambda text: openai.decode(kind, text), lambda body, call: answer(body, call.exchange)
         )
 
 

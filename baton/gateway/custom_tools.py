@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from msgspec import UNSET
 
-from baton.gateway import answers, api
+from baton.gateway import answers, openai
 from baton.generation.tool_call import ToolCallDelta
 from baton.text.tool_parsers.format import INPUT
 from baton.v1 import inference_pb2
@@ -55,15 +55,15 @@ class CustomInput:
         return "" if self._begun or self._held.strip() == "{}" else self._held
 
 
-def tool_message(tool: api.Tool | api.CustomTool) -> inference_pb2.Tool:
+def tool_message(tool: openai.Tool | openai.CustomTool) -> inference_pb2.Tool:
     """The protocol's message for a tool."""
-    if isinstance(tool, api.CustomTool):
+    if isinstance(tool, openai.CustomTool):
         message = inference_pb2.Tool(
             name=tool.name,
             description=tool.custom.description or "",
             parameters=json.dumps(CUSTOM_SCHEMA),
         )
-        if isinstance(form := tool.custom.format, api.GrammarFormat):
+        if isinstance(form := tool.custom.format, openai.GrammarFormat):
             is_regex = form.grammar.syntax == "regex"
             setattr(message.input, "regex" if is_regex else "grammar", form.grammar.definition)
         return message
@@ -99,14 +99,14 @@ class ChatCalls:
                 self._index = call.index
             if call.id and call.name in self._custom_tools:
                 self._input = CustomInput()
-                custom = api.CalledCustomTool(self._input.push(call.arguments), call.name)
+                custom = openai.CalledCustomTool(self._input.push(call.arguments), call.name)
                 delta = answers.ChatToolCallDelta(index=call.index, custom=custom)
                 delta.id, delta.type = call.id, "custom"
                 deltas.append(delta)
             elif self._input is not None:
                 deltas += self._custom(self._input.push(call.arguments))
             else:
-                function = api.CalledFunction(call.arguments, call.name or UNSET)
+                function = openai.CalledFunction(call.arguments, call.name or UNSET)
                 delta = answers.ChatToolCallDelta(index=call.index, function=function)
                 if call.id:
                     delta.id, delta.type = call.id, "function"
@@ -114,7 +114,7 @@ class ChatCalls:
         return deltas + self._close() if last else deltas
 
     def _custom(self, text: str) -> list[answers.ChatToolCallDelta]:
-        custom = api.CalledCustomTool(text)
+        custom = openai.CalledCustomTool(text)
         return [answers.ChatToolCallDelta(index=self._index, custom=custom)] if text else []
 
     def _close(self) -> list[answers.ChatToolCallDelta]:
@@ -123,12 +123,12 @@ class ChatCalls:
         return self._custom(text)
 
 
-def whole_calls(deltas: Sequence[answers.ChatToolCallDelta]) -> list[api.ToolCall]:
+def whole_calls(deltas: Sequence[answers.ChatToolCallDelta]) -> list[openai.ToolCall]:
     """Calls from their pieces."""
-    calls: list[api.ToolCall] = []
+    calls: list[openai.ToolCall] = []
     for delta in deltas:
         if delta.id is not UNSET:
-            calls.append(api.ToolCall(id=delta.id, function=delta.function, custom=delta.custom))
+            calls.append(openai.ToolCall(id=delta.id, function=delta.function, custom=delta.custom))
             if delta.custom is not UNSET:
                 calls[-1].type = "custom"
         elif delta.custom is not UNSET and calls[-1].custom is not UNSET:

@@ -13,18 +13,18 @@ from typing import ClassVar, Literal
 from msgspec import Struct
 
 from baton.errors import InvalidRequest
-from baton.gateway import answers, api
+from baton.gateway import answers, openai
 from baton.gateway.endpoint import Call, Endpoint
 from baton.gateway.openapi import ERRORS, Operation, Routes
 from baton.gateway.pooling import InputRequests, parse_inputs, run_inputs
 from baton.v1 import inference_pb2
 
 
-class PoolingRequest(api.EmbeddingRequest, kw_only=True):
+class PoolingRequest(openai.EmbeddingRequest, kw_only=True):
     """Inputs to embed or to classify, by default what the model is for."""
 
-    unsupported: ClassVar[api.Unsupported] = {
-        **api.EmbeddingRequest.unsupported,
+    unsupported: ClassVar[openai.Unsupported] = {
+        **openai.EmbeddingRequest.unsupported,
         "normalize": (True,),
         "softmax": (True,),
         "data": (),
@@ -39,7 +39,7 @@ class Pooled(Struct):
     """An input's embedding, or the scores of its labels: numbers, or base64 as embeddings."""
 
     data: list[float] | str
-    index: api.Count
+    index: openai.Count
     object: Literal["pooling"] = "pooling"
 
 
@@ -65,19 +65,19 @@ class ParsedEmbeddings:
 
 def parse_embeddings(text: bytes) -> ParsedEmbeddings:
     """Parses a body of /v1/embeddings. Raises InvalidRequest naming the field."""
-    body = api.decode(api.EmbeddingRequest, text)
-    inputs = parse_inputs(body, api.inputs_of(body.input, "input"), "input")
+    body = openai.decode(openai.EmbeddingRequest, text)
+    inputs = parse_inputs(body, openai.inputs_of(body.input, "input"), "input")
     return ParsedEmbeddings(inputs, body.encoding_format == "base64", body.dimensions)
 
 
 def parse_pooling(text: bytes) -> ParsedEmbeddings:
     """Parses a body of /pooling. Raises InvalidRequest naming the field."""
-    body = api.decode(PoolingRequest, text)
+    body = openai.decode(PoolingRequest, text)
     if body.task == "classify" and body.dimensions is not None:
         raise InvalidRequest("dimensions are those of an embedding: leave them out", "dimensions")
     activated = (body.activation, body.use_activation)
     inputs = parse_inputs(
-        body, api.inputs_of(body.input, "input"), "input", use_activation=False not in activated
+        body, openai.inputs_of(body.input, "input"), "input", use_activation=False not in activated
     )
     return ParsedEmbeddings(inputs, body.encoding_format == "base64", body.dimensions, body.task)
 
@@ -149,7 +149,7 @@ def _encoded(values: array.array[float], parsed: ParsedEmbeddings) -> list[float
 ROUTES: Routes = {
     "/v1/embeddings": {"POST": Operation(
         Endpoint(parse_embeddings, embed),
-        "Embed texts.", answers.Embeddings, ERRORS, api.EmbeddingRequest,
+        "Embed texts.", answers.Embeddings, ERRORS, openai.EmbeddingRequest,
     )},
     "/pooling": {"POST": Operation(
         Endpoint(parse_pooling, pool),

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import UNSET
 
 from baton.errors import BatonError, Cancelled, InvalidRequest, without_frames
-from baton.gateway import answers, api, sse
+from baton.gateway import answers, openai, sse
 from baton.gateway.endpoint import Call
 from baton.gateway.errors import failure_at
 from baton.gateway.headers import id_headers, session_of
@@ -175,7 +175,7 @@ class CompletionGeneration(Generation):
     def __post_init__(self) -> None:
         super().__post_init__()
         parsed, options = self.parsed, self.parsed.options
-        stream_options = options.stream_options or api.StreamOptions()
+        stream_options = options.stream_options or openai.StreamOptions()
         self._no_usage: dict[str, Any] = {"usage": None} if stream_options.include_usage else {}
         self._with_usage = bool(stream_options.continuous_usage_stats)
         self._prompt_tokens = [0] * parsed.num_prompts

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from baton.errors import InvalidRequest, quoted
-from baton.gateway import api
+from baton.gateway import openai
 from baton.gateway.chat_completions import parsed_chat
 from baton.gateway.parsed_request import ParsedRequest
 from baton.text.stop_strings import MAX_STOPS
@@ -59,7 +59,7 @@ class MessageTool(Struct, kw_only=True):
     name: str = ""
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    type: api.ToolType | None = None  # null or "custom"
+    type: openai.ToolType | None = None  # null or "custom"
 
     @property
     def is_dropped(self) -> bool:
@@ -79,7 +79,7 @@ class Thinking(Struct, kw_only=True):
     """Whether the model reasons, for templates that support it."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: api.Count | None = None
+    budget_tokens: openai.Count | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -100,14 +100,14 @@ class OutputConfig(Struct, kw_only=True):
 class RequestMetadata(Struct):
     """Who asks; the session of the request."""
 
-    user_id: api.Session | None = None
+    user_id: openai.Session | None = None
 
 
-class CountTokensRequest(api.ChatOptions, kw_only=True):
+class CountTokensRequest(openai.ChatOptions, kw_only=True):
     """A conversation whose tokens are counted."""
 
-    unsupported: ClassVar[api.Unsupported] = {
-        **api.ChatOptions.unsupported,
+    unsupported: ClassVar[openai.Unsupported] = {
+        **openai.ChatOptions.unsupported,
         "container": (),
         "mcp_servers": ([],),
         "output_format": (),
@@ -141,14 +141,14 @@ class CountTokensRequest(api.ChatOptions, kw_only=True):
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """A request for the next message; `messages` is the whole conversation."""
 
-    max_tokens: api.Positive
-    stop_sequences: Annotated[list[api.StopText], Meta(max_length=MAX_STOPS)] | None = None
+    max_tokens: openai.Positive
+    stop_sequences: Annotated[list[openai.StopText], Meta(max_length=MAX_STOPS)] | None = None
     metadata: RequestMetadata | None = None
 
 
 def parse_message(text: bytes) -> ParsedRequest:
     """Parses a body of /v1/messages. Raises InvalidRequest naming the field."""
-    body = api.decode(MessagesRequest, text)
+    body = openai.decode(MessagesRequest, text)
     user = body.metadata.user_id if body.metadata else None
     parsed = _parsed(
         body,
@@ -162,7 +162,7 @@ def parse_message(text: bytes) -> ParsedRequest:
 
 def parse_count_tokens(text: bytes) -> ParsedRequest:
     """Parses a body of /v1/messages/count_tokens. Raises InvalidRequest naming the field."""
-    return _parsed(api.decode(CountTokensRequest, text))
+    return _parsed(openai.decode(CountTokensRequest, text))
 
 
 def _parsed(body: CountTokensRequest, **members: Any) -> ParsedRequest:
@@ -171,7 +171,7 @@ def _parsed(body: CountTokensRequest, **members: Any) -> ParsedRequest:
     last = messages[-1] if messages else None
     if last and last.tool_calls:
         raise InvalidRequest("messages end with calls: add their results", "messages")
-    chat = {name: getattr(body, name) for name in api.ChatOptions.__struct_fields__}
+    chat = {name: getattr(body, name) for name in openai.ChatOptions.__struct_fields__}
     chat |= _options(body) | members
     chat |= {
         "max_tokens": None,
@@ -179,7 +179,7 @@ def _parsed(body: CountTokensRequest, **members: Any) -> ParsedRequest:
         "tools": tools,
         "continue_final_message": bool(last and last.role == "assistant"),
     }
-    parsed = parsed_chat(api.ChatRequest(**chat))
+    parsed = parsed_chat(openai.ChatRequest(**chat))
     restriction = parsed.fields["structured_output"]
     fields |= {
         "max_tokens": "max_tokens",
@@ -206,8 +206,8 @@ def _options(body: CountTokensRequest) -> dict[str, Any]:
     if thinking and thinking.type == "enabled":
         options["max_thinking_tokens"] = thinking.budget_tokens
     if config.format:
-        schema = api.JsonSchemaFormat(schema=config.format.schema)
-        options["response_format"] = api.ResponseFormat(type="json_schema", json_schema=schema)
+        schema = openai.JsonSchemaFormat(schema=config.format.schema)
+        options["response_format"] = openai.ResponseFormat(type="json_schema", json_schema=schema)
     return options
 
 
@@ -219,9 +219,9 @@ def _template_kwargs(body: CountTokensRequest) -> dict[str, Any] | None:
     return {"enable_thinking": thinks, "thinking": thinks, **(body.chat_template_kwargs or {})}
 
 
-def _tools(body: CountTokensRequest) -> tuple[list[api.Tool], dict[str, str]]:
+def _tools(body: CountTokensRequest) -> tuple[list[openai.Tool], dict[str, str]]:
     """The functions, and the body's field for each of their fields."""
-    tools, fields = list[api.Tool](), dict[str, str]()
+    tools, fields = list[openai.Tool](), dict[str, str]()
     for at, tool in enumerate(body.tools or ()):
         place = f"tools[{at}]"
         if tool.is_dropped:
@@ -229,61 +229,61 @@ def _tools(body: CountTokensRequest) -> tuple[list[api.Tool], dict[str, str]]:
         name = f"tools[{len(tools)}].function"
         fields[f"{name}.name"] = f"{place}.name"
         fields[f"{name}.parameters"] = f"{place}.input_schema"
-        function = api.FunctionDefinition(
+        function = openai.FunctionDefinition(
             name=_required(tool.name, f"{place}.name"),
             description=tool.description,
             parameters=_required(tool.input_schema, f"{place}.input_schema"),
         )
-        tools.append(api.Tool(function=function))
+        tools.append(openai.Tool(function=function))
     return tools, fields
 
 
 def _tool_choice(choice: MessageToolChoice) -> Any:
     if choice.type == "tool":
         name = _required(choice.name, "tool_choice.name")
-        return api.NamedTool(api.NamedFunction(name))
+        return openai.NamedTool(openai.NamedFunction(name))
     return "required" if choice.type == "any" else choice.type
 
 
-def _messages(body: CountTokensRequest) -> list[api.Message]:
-    turns = list[api.Message]()
+def _messages(body: CountTokensRequest) -> list[openai.Message]:
+    turns = list[openai.Message]()
     system = body.system or ()
     texts = [system] if isinstance(system, str) else [block.text for block in system]
     if texts := [text for text in texts if not text.startswith(_BILLING_HEADER)]:
-        parts: api.Parts = [api.TextPart(text) for text in texts]
-        turns.append(api.Message(role="system", content=parts))
+        parts: openai.Parts = [openai.TextPart(text) for text in texts]
+        turns.append(openai.Message(role="system", content=parts))
     for at, message in enumerate(body.messages):
         place = f"messages[{at}].content"
         if isinstance(message.content, str):
-            _text_of(turns, message.role).append(api.TextPart(message.content))
+            _text_of(turns, message.role).append(openai.TextPart(message.content))
         else:
             for i, block in enumerate(message.content):
                 _add(turns, message.role, block, f"{place}[{i}]")
     return turns
 
 
-def _turn(turns: list[api.Message], role: str) -> api.Message:
+def _turn(turns: list[openai.Message], role: str) -> openai.Message:
     """The last turn, if it is one of the role, else a new one."""
     if not turns or turns[-1].role != role:
-        turns.append(api.Message(role=role, content=[], tool_calls=[]))
+        turns.append(openai.Message(role=role, content=[], tool_calls=[]))
     return turns[-1]
 
 
-def _text_of(turns: list[api.Message], role: str) -> api.Parts:
+def _text_of(turns: list[openai.Message], role: str) -> openai.Parts:
     content = _turn(turns, role).content
     assert isinstance(content, list)
     return content
 
 
-def _add(turns: list[api.Message], role: str, block: Block, place: str) -> None:
+def _add(turns: list[openai.Message], role: str, block: Block, place: str) -> None:
     """Adds a block of a message. Raises InvalidRequest if its type has no place there."""
     kind = block.type
     if kind in _TEXTS:
-        _text_of(turns, role).append(api.TextPart(_text(block, place)))
+        _text_of(turns, role).append(openai.TextPart(_text(block, place)))
     elif kind == "tool_result" and role == "user":
         call_id = _required(block.tool_use_id, f"{place}.tool_use_id")
         content = _result(block, place)
-        turns.append(api.Message(role="tool", content=content, tool_call_id=call_id))
+        turns.append(openai.Message(role="tool", content=content, tool_call_id=call_id))
     elif role == "assistant" and kind == "thinking":
         turn = _turn(turns, role)
         thinking = _required(block.thinking, f"{place}.thinking")
@@ -292,11 +292,11 @@ def _add(turns: list[api.Message], role: str, block: Block, place: str) -> None:
         calls = _turn(turns, role).tool_calls
         assert calls is not None
         arguments = json.dumps(_required(block.input, f"{place}.input"), ensure_ascii=False)
-        function = api.CalledFunction(
+        function = openai.CalledFunction(
             arguments, _required(block.name, f"{place}.name", empty=False)
         )
         calls.append(
-            api.ToolCall(id=_required(block.id, f"{place}.id", empty=False), function=function)
+            openai.ToolCall(id=_required(block.id, f"{place}.id", empty=False), function=function)
         )
     elif role != "assistant" or not (kind in _DROPPED_BLOCKS or kind.endswith("_tool_result")):
         raise _unsupported(kind, f"{place}.type")

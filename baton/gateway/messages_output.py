@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from baton.errors import InvalidRequest, quoted
-from baton.gateway import answers, api, sse
+from baton.gateway import answers, openai, sse
 from baton.gateway.endpoint import Call, Endpoint
 from baton.gateway.errors import MESSAGES_PATH, MessageError
 from baton.gateway.generation import Generation, generate
@@ -70,16 +70,16 @@ Content = ThinkingContent | TextContent | ToolUse
 class ThinkingUsage(Struct):
     """Reasoning tokens of the output."""
 
-    thinking_tokens: api.Count
+    thinking_tokens: openai.Count
 
 
 class MessageUsage(Struct, omit_defaults=True):
     """Token counts; the prompt's are `input_tokens` and those that were cached."""
 
-    input_tokens: api.Count
-    output_tokens: api.Count
-    cache_read_input_tokens: api.Count
-    cache_creation_input_tokens: api.Count | UnsetType = UNSET
+    input_tokens: openai.Count
+    output_tokens: openai.Count
+    cache_read_input_tokens: openai.Count
+    cache_creation_input_tokens: openai.Count | UnsetType = UNSET
     output_tokens_details: ThinkingUsage | UnsetType = UNSET  # if there was reasoning
     baton: list[answers.ServedBy] | UnsetType = UNSET  # for requests with x-baton-route
 
@@ -99,7 +99,7 @@ class MessageAnswer(Struct, tag="message", kw_only=True):
 class TokenCount(Struct):
     """The answer of /v1/messages/count_tokens."""
 
-    input_tokens: api.Count
+    input_tokens: openai.Count
 
 
 # The type of a block's deltas, and their member with text.

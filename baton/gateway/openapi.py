@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from baton.gateway import answers, api
+from baton.gateway import answers, openai
 from baton.gateway.errors import OVERLOADED
 from baton.gateway.headers import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
 
@@ -165,7 +165,7 @@ def _schemas(bodies: Sequence[type], sent: Sequence[type]) -> Part:
         properties = schemas[request.__name__]["properties"]
         for name in _DESCRIPTIONS.keys() & properties.keys():
             properties[name]["description"] = _DESCRIPTIONS[name]
-        for name, neutral in api.unsupported_in(request).items():
+        for name, neutral in openai.unsupported_in(request).items():
             properties[name] = {"enum": [None, *neutral], "description": "Not supported."}
     return schemas
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from baton.client.request import WHOLE_INTERVAL, structured_outputs
 from baton.errors import InvalidRequest
-from baton.gateway import api
+from baton.gateway import openai
 from baton.generation.enum_names import PRIORITIES
 from baton.v1 import common_pb2, inference_pb2
 
@@ -36,7 +36,7 @@ class ParsedRequest:
 
     base: inference_pb2.GenerateRequest  # without the prompt, unless it is a chat
     prompts: Sequence[str | Sequence[int] | inference_pb2.Chat]  # empty for one chat
-    options: api.GenerateOptions
+    options: openai.GenerateOptions
     n: int  # choices run for each prompt
     kept: int  # choices returned for each prompt: the likeliest
     logprobs: int | None  # number of alternatives returned; None: no log-probabilities
@@ -81,7 +81,7 @@ class ParsedRequest:
 
 
 def base_request(
-    body: api.GenerateOptions,
+    body: openai.GenerateOptions,
     max_tokens: int,
     logprobs: int | None,
     output: common_pb2.StructuredOutput | None,
@@ -125,10 +125,10 @@ def base_request(
 
 
 def structured_output_of(
-    body: api.GenerateOptions,
+    body: openai.GenerateOptions,
 ) -> tuple[common_pb2.StructuredOutput | None, str]:
     """The restriction of the output, and the body's field that asks for it."""
-    vllm, name = body.structured_outputs or api.StructuredOutputs(), "structured_outputs"
+    vllm, name = body.structured_outputs or openai.StructuredOutputs(), "structured_outputs"
     asked = [
         ("response_format", *_openai_form(body.response_format)),
         *((f"guided_{form}", form, getattr(body, f"guided_{form}")) for form in _GUIDED),
@@ -145,7 +145,7 @@ def structured_output_of(
     return None, name
 
 
-def _openai_form(asked: api.ResponseFormat | None) -> tuple[str, Any]:
+def _openai_form(asked: openai.ResponseFormat | None) -> tuple[str, Any]:
     """`response_format` as one of vLLM's forms and its value."""
     if asked is None or asked.type == "text":
         return "json", None
@@ -156,19 +156,19 @@ def _openai_form(asked: api.ResponseFormat | None) -> tuple[str, Any]:
     return "json", asked.json_schema.schema
 
 
-def computed_prompt_logprobs(body: api.GenerateOptions, echoed: int | None) -> int | None:
+def computed_prompt_logprobs(body: openai.GenerateOptions, echoed: int | None) -> int | None:
     """Number of alternatives to compute for each prompt token; None: no log-probabilities."""
     wanted = [top for top in (body.prompt_logprobs, echoed) if top is not None]
     return max(wanted, default=None)
 
 
-def check_prompt_alone(body: api.GenerateOptions, field: str) -> None:
+def check_prompt_alone(body: openai.GenerateOptions, field: str) -> None:
     """Raises InvalidRequest for a request without output that would return nothing."""
     if body.prompt_logprobs is None:
         raise InvalidRequest(f"{field} must be at least 1 without echo or prompt_logprobs", field)
 
 
-def check_choices(body: api.GenerateOptions, n: int, prompts: int, size: int) -> None:
+def check_choices(body: openai.GenerateOptions, n: int, prompts: int, size: int) -> None:
     """Checks limits of choices, and options of streams.
 
     `size`: characters or token ids of all prompts.

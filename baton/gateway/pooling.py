@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest
-from baton.gateway import answers, api
+from baton.gateway import answers, openai
 from baton.gateway.endpoint import Call
 from baton.gateway.generation import run_choices
 from baton.gateway.headers import id_headers
@@ -42,7 +42,7 @@ class Answered:
 
 
 def parse_inputs(
-    body: api.PoolingOptions,
+    body: openai.PoolingOptions,
     prompts: Sequence[str | Sequence[int] | inference_pb2.Chat],
     field: str,
     *,
@@ -64,7 +64,7 @@ def parse_inputs(
     requests = ParsedRequest(
         base,
         prompts,
-        api.GenerateOptions(model=body.model),
+        openai.GenerateOptions(model=body.model),
         n=1,
         kept=1,
         logprobs=None,

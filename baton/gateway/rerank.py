@@ -17,7 +17,7 @@ import numpy.typing as npt
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from baton.errors import InvalidRequest
-from baton.gateway import answers, api
+from baton.gateway import answers, openai
 from baton.gateway.endpoint import Call, Endpoint
 from baton.gateway.openapi import ERRORS, Operation, Routes
 from baton.gateway.pooling import Answered, InputRequests, parse_inputs, run_inputs
@@ -25,10 +25,13 @@ from baton.text.scoring import DOCUMENT, QUERY
 from baton.v1 import inference_pb2
 
 
-class ClassifyRequest(api.InputRequest, kw_only=True):
+class ClassifyRequest(openai.InputRequest, kw_only=True):
     """Texts or token ids to classify; `activation` is an older name."""
 
-    unsupported: ClassVar[api.Unsupported] = {**api.PoolingOptions.unsupported, "softmax": (True,)}
+    unsupported: ClassVar[openai.Unsupported] = {
+        **openai.PoolingOptions.unsupported,
+        "softmax": (True,),
+    }
 
     use_activation: bool | None = None
     activation: bool | None = None
@@ -41,11 +44,11 @@ class TextDocument(Struct):
 
 
 Document = str | TextDocument
-Documents = Annotated[list[Document], Meta(min_length=1, max_length=api.MAX_INPUTS)]
-Texts = str | Annotated[list[str], Meta(min_length=1, max_length=api.MAX_INPUTS)]
+Documents = Annotated[list[Document], Meta(min_length=1, max_length=openai.MAX_INPUTS)]
+Texts = str | Annotated[list[str], Meta(min_length=1, max_length=openai.MAX_INPUTS)]
 
 
-class PairOptions(api.PoolingOptions, kw_only=True):
+class PairOptions(openai.PoolingOptions, kw_only=True):
     """Fields of requests with pairs."""
 
     use_activation: bool | None = None
@@ -68,8 +71,8 @@ class ScoreRequest(PairOptions, kw_only=True):
 class RerankRequest(PairOptions, kw_only=True):
     """Documents to order by their relevance for a query."""
 
-    unsupported: ClassVar[api.Unsupported] = {
-        **api.PoolingOptions.unsupported,
+    unsupported: ClassVar[openai.Unsupported] = {
+        **openai.PoolingOptions.unsupported,
         "max_tokens_per_doc": (),
         "max_chunks_per_doc": (),
         "rank_fields": ([], ["text"]),
@@ -84,10 +87,10 @@ class RerankRequest(PairOptions, kw_only=True):
 class Classification(Struct):
     """The likeliest label of an input, and the score of each label."""
 
-    index: api.Count
+    index: openai.Count
     label: str
     probs: list[float]
-    num_classes: api.Count
+    num_classes: openai.Count
 
 
 class Classifications(Struct):
@@ -104,7 +107,7 @@ class Classifications(Struct):
 class Score(Struct):
     """The score of a pair."""
 
-    index: api.Count
+    index: openai.Count
     score: float
     object: Literal["score"] = "score"
 
@@ -123,7 +126,7 @@ class Scores(Struct):
 class RankedDocument(Struct):
     """A document, by its index in the request."""
 
-    index: api.Count
+    index: openai.Count
     relevance_score: float
     document: TextDocument | UnsetType = UNSET
 
@@ -148,13 +151,13 @@ class ParsedRanking:
 
 def parse_classify(text: bytes) -> InputRequests:
     """Parses a body of /classify. Raises InvalidRequest naming the field."""
-    body = api.decode(ClassifyRequest, text)
-    return _classified(body, api.inputs_of(body.input, "input"), "input")
+    body = openai.decode(ClassifyRequest, text)
+    return _classified(body, openai.inputs_of(body.input, "input"), "input")
 
 
 def parse_score(text: bytes) -> InputRequests:
     """Parses a body of /score. Raises InvalidRequest naming the field."""
-    body = api.decode(ScoreRequest, text)
+    body = openai.decode(ScoreRequest, text)
     names = ("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")
     given = [pair for pair in names if any(getattr(body, name) is not None for name in pair)]
     if len(given) != 1:
@@ -178,7 +181,7 @@ def parse_score(text: bytes) -> InputRequests:
 
 def parse_rerank(text: bytes) -> ParsedRanking:
     """Parses a body of /rerank. Raises InvalidRequest naming the field."""
-    body = api.decode(RerankRequest, text)
+    body = openai.decode(RerankRequest, text)
     documents = [one if isinstance(one, str) else one.text for one in body.documents]
     pairs = [_pair(body.query, one, body.instruction) for one in documents]
     shown = [] if body.return_documents is False else documents

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from baton.errors import InvalidRequest
-from baton.gateway import api
+from baton.gateway import openai
 from baton.gateway.batch_store import Metadata
 from baton.gateway.chat_completions import parsed_chat
 from baton.gateway.conversation_store import Context
@@ -40,7 +40,7 @@ Content = str | list[TextContent]
 class InputItem(Struct, kw_only=True):
     """A message, or an item of an earlier output; which fields it has depends on its type."""
 
-    type: api.ToolType | None = None
+    type: openai.ToolType | None = None
     id: str | None = None  # of a stored item that is referred to; others get new ones
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Content | None = None  # of a message, or of reasoning
@@ -61,15 +61,15 @@ class InputItem(Struct, kw_only=True):
 class ToolFormat(Struct, kw_only=True, omit_defaults=True):
     """What the input of a custom tool is: text, or one that matches a grammar."""
 
-    type: api.ToolType
-    definition: api.Text | None = None
+    type: openai.ToolType
+    definition: openai.Text | None = None
     syntax: Literal["lark", "regex"] | None = None
 
 
 class Tool(Struct, kw_only=True):
     """A function, or a custom tool whose input is a text; tools of other types are dropped."""
 
-    type: api.ToolType
+    type: openai.ToolType
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -93,24 +93,24 @@ class Tool(Struct, kw_only=True):
             return "" if kind in ("text", "grammar") else f"custom.{kind}"
         return "" if self.type == "function" else self.type
 
-    def in_chat(self, namespace: str, place: str) -> api.Tool | api.CustomTool:
+    def in_chat(self, namespace: str, place: str) -> openai.Tool | openai.CustomTool:
         """The tool of a chat. Raises InvalidRequest for a missing field of the tool at `place`."""
         name = full_name(namespace, _required(self.name, f"{place}.name"))
         if self.type == "function":
-            return api.Tool(
-                function=api.FunctionDefinition(
+            return openai.Tool(
+                function=openai.FunctionDefinition(
                     name=name, description=self.description, parameters=self.parameters
                 )
             )
-        custom = api.CustomDefinition(name=name, description=self.description)
+        custom = openai.CustomDefinition(name=name, description=self.description)
         if self.format and self.format.type == "grammar":
             definition, syntax = self.format.definition, self.format.syntax
             if definition is None or syntax is None:
                 missing = f"{place}.format.{'syntax' if definition else 'definition'}"
                 raise InvalidRequest(f"{missing} is missing", missing)
-            grammar = api.Grammar(definition=definition, syntax=syntax)
-            custom.format = api.GrammarFormat(grammar)
-        return api.CustomTool(custom=custom)
+            grammar = openai.Grammar(definition=definition, syntax=syntax)
+            custom.format = openai.GrammarFormat(grammar)
+        return openai.CustomTool(custom=custom)
 
 
 def full_name(namespace: str | None, name: str) -> str:
@@ -118,18 +118,18 @@ def full_name(namespace: str | None, name: str) -> str:
     return f"{namespace}.{name}" if namespace else name
 
 
-class FunctionChoice(api.NamedFunction, tag="function"):
+class FunctionChoice(openai.NamedFunction, tag="function"):
     """The function that must be called."""
 
 
-class CustomChoice(api.NamedFunction, tag="custom"):
+class CustomChoice(openai.NamedFunction, tag="custom"):
     """The custom tool that must be called."""
 
 
 class AllowedTool(Struct):
     """A tool that may be called; those of types that are dropped are ignored."""
 
-    type: api.ToolType
+    type: openai.ToolType
     name: str = ""
 
 
@@ -151,7 +151,7 @@ class JsonObject(Struct, tag="json_object"):
     """A JSON object."""
 
 
-class JsonText(api.JsonSchemaFormat, tag="json_schema", kw_only=True):
+class JsonText(openai.JsonSchemaFormat, tag="json_schema", kw_only=True):
     """JSON that matches a schema."""
 
 
@@ -173,11 +173,11 @@ class ConversationId(Struct):
     id: str
 
 
-class ResponsesRequest(api.ChatOptions, kw_only=True):
+class ResponsesRequest(openai.ChatOptions, kw_only=True):
     """A request for the next response; `input` continues what it names, or is all."""
 
-    unsupported: ClassVar[api.Unsupported] = {
-        **api.ChatOptions.unsupported,
+    unsupported: ClassVar[openai.Unsupported] = {
+        **openai.ChatOptions.unsupported,
         "prompt": (),
         "moderation": (),
         "context_management": ([],),
@@ -186,7 +186,7 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
-    max_output_tokens: api.Positive | None = None
+    max_output_tokens: openai.Positive | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     text: TextOptions | None = None
@@ -194,7 +194,7 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
     metadata: Metadata | None = None
     # Reasoning is returned as text, so nothing is encrypted.
     include: list[Include] | None = None  # those of tools that are dropped add nothing
-    top_logprobs: api.TopLogprobs | None = None  # alternatives of each token
+    top_logprobs: openai.TopLogprobs | None = None  # alternatives of each token
     truncation: Literal["auto", "disabled"] | None = None
     previous_response_id: str | None = None
     conversation: str | ConversationId | None = None
@@ -293,12 +293,12 @@ class CountedRequest(ResponsesRequest, kw_only=True):
 
 def parse_response(text: bytes) -> ParsedRequest:
     """Parses a body of /v1/responses. Raises InvalidRequest naming the field."""
-    return parsed_response(api.decode(ResponsesRequest, text))
+    return parsed_response(openai.decode(ResponsesRequest, text))
 
 
 def parse_counted(text: bytes) -> ParsedRequest:
     """Parses a body of /v1/responses/input_tokens. Raises InvalidRequest naming the field."""
-    return parsed_response(api.decode(CountedRequest, text))
+    return parsed_response(openai.decode(CountedRequest, text))
 
 
 def parsed_response(body: ResponsesRequest, context: Context | None = None) -> ParsedRequest:
@@ -318,15 +318,15 @@ def parsed_response(body: ResponsesRequest, context: Context | None = None) -> P
     items = [(earlier, item) for item in before]
     items += [(f"input[{at}]", item) for at, item in enumerate(body.items)]
     messages, item_fields = _messages(items, body.instructions)
-    tools, tool_fields = list[api.Tool | api.CustomTool](), dict[str, str]()  # by the chat's
+    tools, tool_fields = list[openai.Tool | openai.CustomTool](), dict[str, str]()  # by the chat's
     for tool, namespace, place in body.functions():
         if not tool.dropped:
             in_chat = tool.in_chat(namespace, place)
             for name, field in in_chat.fields.items():
                 tool_fields[f"tools[{len(tools)}].{field}"] = f"{place}.{_TOOL_FIELDS[name]}"
             tools.append(in_chat)
-    same = {name: getattr(body, name) for name in api.ChatOptions.__struct_fields__}
-    chat = api.ChatRequest(
+    same = {name: getattr(body, name) for name in openai.ChatOptions.__struct_fields__}
+    chat = openai.ChatRequest(
         **{**same, "response_format": _response_format(body.text)},
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
@@ -353,22 +353,22 @@ def parsed_response(body: ResponsesRequest, context: Context | None = None) -> P
 def _tool_choice(choice: ToolChoice | None) -> Any:
     match choice:
         case FunctionChoice() | CustomChoice():
-            return api.NamedTool(api.NamedFunction(choice.name))
+            return openai.NamedTool(openai.NamedFunction(choice.name))
         case AllowedTools():
             tools: list[Any] = [
-                api.NamedTool(api.NamedFunction(one.name))
+                openai.NamedTool(openai.NamedFunction(one.name))
                 for one in choice.tools
                 if one.type in ("function", "custom")
             ]
-            return api.AllowedToolChoice(api.AllowedTools(mode=choice.mode, tools=tools))
+            return openai.AllowedToolChoice(openai.AllowedTools(mode=choice.mode, tools=tools))
     return choice
 
 
-def _response_format(text: TextOptions | None) -> api.ResponseFormat | None:
+def _response_format(text: TextOptions | None) -> openai.ResponseFormat | None:
     asked = text.format if text else None
     if isinstance(asked, JsonText):
-        return api.ResponseFormat(type="json_schema", json_schema=asked)
-    return api.ResponseFormat(type="json_object") if isinstance(asked, JsonObject) else None
+        return openai.ResponseFormat(type="json_schema", json_schema=asked)
+    return openai.ResponseFormat(type="json_object") if isinstance(asked, JsonObject) else None
 
 
 _TOOL_FIELDS = {"name": "name", "parameters": "parameters", "input": "format.definition"}
@@ -416,14 +416,14 @@ def shown_items(items: Sequence[InputItem], key: str) -> list[dict[str, Any]]:
 
 def _messages(
     items: Iterable[tuple[str, InputItem]], instructions: str | None = None
-) -> tuple[list[api.Message], dict[str, str]]:
+) -> tuple[list[openai.Message], dict[str, str]]:
     """The messages of items, given with their places, and the place of each message's arguments.
 
     Raises InvalidRequest naming the place.
     """
-    messages, fields = list[api.Message](), dict[str, str]()
+    messages, fields = list[openai.Message](), dict[str, str]()
     if instructions:
-        messages.append(api.Message(role="system", content=instructions))
+        messages.append(openai.Message(role="system", content=instructions))
     before = ""  # type of the previous item of an assistant's turn
     for place, item in items:
         kind = item.kind
@@ -432,7 +432,7 @@ def _messages(
         is_call = _ORDER.get(kind) == _ORDER["function_call"]
         if kind in _ORDER and (kind != "message" or item.role == "assistant"):
             if not before or not (is_call or _ORDER[kind] > _ORDER[before]):
-                messages.append(api.Message(role="assistant", tool_calls=[]))
+                messages.append(openai.Message(role="assistant", tool_calls=[]))
             before = kind
             _add(messages[-1], item, place)
             if is_call:
@@ -442,15 +442,15 @@ def _messages(
         before = ""
         if kind == "message":
             role = _required(item.role, f"{place}.role")
-            messages.append(api.Message(role=role, content=_parts(item.content, place)))
+            messages.append(openai.Message(role=role, content=_parts(item.content, place)))
         else:
             call_id = _required(item.call_id, f"{place}.call_id")
             output = _parts(item.output, place, "output")
-            messages.append(api.Message(role="tool", content=output, tool_call_id=call_id))
+            messages.append(openai.Message(role="tool", content=output, tool_call_id=call_id))
     return messages, fields
 
 
-def _add(turn: api.Message, item: InputItem, place: str) -> None:
+def _add(turn: openai.Message, item: InputItem, place: str) -> None:
     if item.kind == "message":
         turn.content = _parts(item.content, place)
     elif item.kind == "reasoning":
@@ -463,23 +463,23 @@ def _add(turn: api.Message, item: InputItem, place: str) -> None:
             arguments = json.dumps(arguments, ensure_ascii=False)
         if item.kind == "custom_tool_call":
             arguments = arguments_of(item.input or "")
-        function = api.CalledFunction(arguments, name)
-        call = api.ToolCall(id=_required(item.call_id, f"{place}.call_id"), function=function)
+        function = openai.CalledFunction(arguments, name)
+        call = openai.ToolCall(id=_required(item.call_id, f"{place}.call_id"), function=function)
         assert turn.tool_calls is not None
         turn.tool_calls.append(call)
 
 
-def _parts(content: Content | None, place: str, name: str = "content") -> str | api.Parts:
+def _parts(content: Content | None, place: str, name: str = "content") -> str | openai.Parts:
     if content is None:
         raise InvalidRequest(f"{place}.{name} is missing", f"{place}.{name}")
     if isinstance(content, str):
         return content
-    parts: api.Parts = []
+    parts: openai.Parts = []
     for at, part in enumerate(content):
         if part.shown is None:
             field = f"{place}.{name}[{at}].{'refusal' if part.type == 'refusal' else 'text'}"
             raise InvalidRequest(f"{field} is missing", field)
-        parts.append(api.TextPart(part.shown))
+        parts.append(openai.TextPart(part.shown))
     return parts
 
 

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from baton.config import ApiConfig
 from baton.errors import InvalidRequest
-from baton.gateway import api
+from baton.gateway import openai
 from baton.gateway.background import BackgroundResponses, shown
 from baton.gateway.batch_store import Page, page_of
 from baton.gateway.batches import query_of
@@ -50,7 +50,7 @@ _PREFIX = "/v1/responses/"
 class InputTokens(Struct):
     """The number of a conversation's tokens."""
 
-    input_tokens: api.Count
+    input_tokens: openai.Count
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 

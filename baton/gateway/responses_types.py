@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from baton.gateway import answers, api
+from baton.gateway import answers, openai
 from baton.gateway.responses import (
     ConversationId,
     ReasoningOptions,
@@ -82,24 +82,24 @@ Item = ReasoningItem | MessageItem | FunctionCallItem | CustomToolCallItem
 class InputTokensDetails(Struct):
     """Cached tokens of the input; tokens written to the cache are not counted."""
 
-    cached_tokens: api.Count
-    cache_write_tokens: api.Count = 0
+    cached_tokens: openai.Count
+    cache_write_tokens: openai.Count = 0
 
 
 class OutputTokensDetails(Struct):
     """Reasoning tokens of the output."""
 
-    reasoning_tokens: api.Count
+    reasoning_tokens: openai.Count
 
 
 class ResponseUsage(Struct):
     """Token counts of a response."""
 
-    input_tokens: api.Count
+    input_tokens: openai.Count
     input_tokens_details: InputTokensDetails
-    output_tokens: api.Count
+    output_tokens: openai.Count
     output_tokens_details: OutputTokensDetails
-    total_tokens: api.Count
+    total_tokens: openai.Count
     baton: list[answers.ServedBy] | UnsetType = UNSET  # for requests with x-baton-route
 
 
@@ -123,8 +123,8 @@ class Response(Struct, kw_only=True):
 
     id: str
     object: Literal["response"] = "response"
-    created_at: api.Count
-    completed_at: api.Count | None = None
+    created_at: openai.Count
+    completed_at: openai.Count | None = None
     status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"] = "in_progress"
     model: str
     output: list[Item] = []
@@ -144,7 +144,7 @@ class Response(Struct, kw_only=True):
     background: bool
     previous_response_id: str | None
     conversation: ConversationId | None
-    service_tier: api.ServiceTier
+    service_tier: openai.ServiceTier
     store: bool
     top_logprobs: int
     truncation: Literal["auto", "disabled"]

@@ -9,7 +9,7 @@ from google.protobuf.json_format import MessageToDict
 from msgspec import Struct
 
 from baton.errors import InvalidRequest
-from baton.gateway import answers, api
+from baton.gateway import answers, openai
 from baton.gateway.chat_completions import chat_message
 from baton.gateway.endpoint import Call
 from baton.gateway.headers import session_of
@@ -22,7 +22,7 @@ from router.models import Target
 
 def parse_tokenize(text: bytes) -> tuple[inference_pb2.TokenizeRequest, bool]:
     """Parses a body of /tokenize; True if it asks for the tokens' texts."""
-    body = api.decode(api.TokenizeRequest, text)
+    body = openai.decode(openai.TokenizeRequest, text)
     if (body.prompt is None) is (body.messages is None):
         raise InvalidRequest("give either prompt or messages", "prompt")
     request = inference_pb2.TokenizeRequest(model=body.model or "")
@@ -55,7 +55,7 @@ class RenderedRequest(Struct):
     """The tokens and sampling parameters that one prompt of a request stands for."""
 
     request_id: str
-    token_ids: list[api.Count]
+    token_ids: list[openai.Count]
     sampling_params: dict[str, Any]  # of gRPC's SamplingParams
     model: str
     features: None = None
@@ -129,12 +129,12 @@ async def count_chat(parsed: ParsedRequest, call: Call) -> int:
         raise parsed.renamed(error) from error
 
 
-def parse_detokenize(text: bytes) -> api.DetokenizeRequest:
+def parse_detokenize(text: bytes) -> openai.DetokenizeRequest:
     """Parses a body of /detokenize."""
-    return api.decode(api.DetokenizeRequest, text)
+    return openai.decode(openai.DetokenizeRequest, text)
 
 
-async def detokenize(body: api.DetokenizeRequest, call: Call) -> None:
+async def detokenize(body: openai.DetokenizeRequest, call: Call) -> None:
     """Answers with the text of token ids."""
     text = await call.service.detokenize(body.model or "", body.tokens, call.caller)
     call.answer(answers.Detokenized(text))

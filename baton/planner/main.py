@@ -22,16 +22,16 @@ from baton.net import rpc
 from baton.net.metrics_server import serving
 from baton.net.server import Health, bind
 from baton.net.tasks import cancelled
-from baton.planner import decision
-from baton.planner.decision import Decision, Flip, Observation, Policy, State
+from baton.planner import scaling_policy
 from baton.planner.keda_scaler import PublishedPlan, ScalerServicer
 from baton.planner.observer import Observer, Statuses, Version, versions_of
 from baton.planner.routers import Routers
+from baton.planner.scaling_policy import Decision, Flip, Observation, Policy, State
 from baton.registry import Election, EtcdRegistry, LedKey, plan_of
 from baton.registry.membership import ROLES, encode
 from baton.telemetry import tracing
 from baton.telemetry.metrics.instruments import MODEL
-from baton.telemetry.metrics.recorder import Recorder
+from baton.telemetry.metrics.prometheus import Recorder
 from baton.v1 import externalscaler_pb2_grpc, planner_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class Planner:
             value = await self._key.read()
             self._states = _states_of(plan_of(value)) if value else {}
         decided = {
-            version: decision.plan(
+            version: scaling_policy.plan(
                 _now(), observation, self._states.get(version, State()), self._policy
             )
             for version, observation in seen.items()

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from baton.kv_descriptor import pool_tokens
-from baton.planner.decision import DECODE, MIXED, PREFILL, Observation, Worker
+from baton.planner.scaling_policy import DECODE, MIXED, PREFILL, Observation, Worker
 from baton.registry.membership import ROLES
 from baton.v1 import fleet_pb2
 from router.placement.cost_model import STEP_BASE_SEQUENCES

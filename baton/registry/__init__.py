@@ -2,14 +2,14 @@
 
 from baton.registry.election import Election, LedKey
 from baton.registry.etcd_registry import EtcdRegistry, plan_of
-from baton.registry.lease import EtcdRegistration
+from baton.registry.lease import LeasedKey
 from baton.registry.membership import Membership
 from baton.registry.routes import RouteTable
 
 __all__ = [
     "Election",
-    "EtcdRegistration",
     "EtcdRegistry",
+    "LeasedKey",
     "LedKey",
     "Membership",
     "RouteTable",

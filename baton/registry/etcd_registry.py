@@ -17,7 +17,7 @@ from baton.net.backoff import Backoff
 from baton.net.tasks import running
 from baton.registry.election import Election, LedKey
 from baton.registry.etcd_client import EtcdClient
-from baton.registry.lease import EtcdRegistration
+from baton.registry.lease import LeasedKey
 from baton.registry.membership import (
     Membership,
     MemberTable,
@@ -44,13 +44,13 @@ class EtcdRegistry:
         self._client = EtcdClient(config)
 
     @asynccontextmanager
-    async def register(self, record: WorkerRecord) -> AsyncIterator[EtcdRegistration]:
+    async def register(self, record: WorkerRecord) -> AsyncIterator[LeasedKey]:
         """Enters `record` under a lease that is kept alive until exit; exit removes it at once.
 
         Entering raises Unavailable when etcd cannot be reached, ConfigError when it refuses.
         """
         key = key_of(self._config.workers_prefix, record)
-        registration = EtcdRegistration(self._client, self._config.lease_ttl_s, key, record)
+        registration = LeasedKey(self._client, self._config.lease_ttl_s, key, record)
         async with self._kept(registration):
             yield registration
 
@@ -58,7 +58,7 @@ class EtcdRegistry:
     async def announce(self, host: RankHost) -> AsyncIterator[None]:
         """Enters the ranks of a host, as `register` enters a worker."""
         key = f"{self._config.ranks_prefix}{host.worker}/{host.node_rank}"
-        async with self._kept(EtcdRegistration(self._client, self._config.lease_ttl_s, key, host)):
+        async with self._kept(LeasedKey(self._client, self._config.lease_ttl_s, key, host)):
             yield
 
     async def rank_hosts(self, worker: str) -> dict[int, RankHost]:
@@ -78,7 +78,7 @@ class EtcdRegistry:
         return hosts
 
     @asynccontextmanager
-    async def _kept(self, registration: EtcdRegistration) -> AsyncIterator[None]:
+    async def _kept(self, registration: LeasedKey) -> AsyncIterator[None]:
         await self._client.connect(registration.key)
         try:
             await registration.write()

@@ -18,7 +18,7 @@ from baton.v1.common_pb2 import WorkerRecord, WorkerState
 log = logging.getLogger(__name__)
 
 
-class EtcdRegistration:
+class LeasedKey:
     """One process's key in etcd, kept true until it leaves.
 
     One task does all the writing, in rounds: see that the lease lives (or take a new one), then see

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton.config.slo import Slo
-from baton.planner.decision import Policy, State, plan
 from baton.planner.observer import Observer
+from baton.planner.scaling_policy import Policy, State, plan
 from baton.simulator.router import SimulatedRequest, SimulatedRouter
 from baton.v1 import fleet_pb2
 

@@ -21,7 +21,7 @@ from baton.engine.runner import StepRunner
 from baton.engine.step_report import StepReport
 from baton.errors import BatonError
 from baton.kv_groups import KvGroups
-from baton.telemetry.metrics.recorder import Attributes, Recorder
+from baton.telemetry.metrics.prometheus import Attributes, Recorder
 from baton.v1 import worker_pb2
 from baton.worker.adapters import FAILED, LOADED
 from kvtransfer.pairing import transport_name

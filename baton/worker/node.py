@@ -43,7 +43,7 @@ from baton.net import rpc
 from baton.net.message_stream import MAX_MESSAGE_BYTES
 from baton.net.metrics_server import serving
 from baton.net.server import Health, bind, run_service, settle
-from baton.registry import EtcdRegistration, EtcdRegistry, Membership
+from baton.registry import EtcdRegistry, LeasedKey, Membership
 from baton.registry.membership import ROLES
 from baton.shared_memory import SharedMemoryArea
 from baton.telemetry import tracing
@@ -148,7 +148,7 @@ class Node(WorkerServiceServicer):
         self.parts: list[Part] = []  # of `_part_types`, once the model is loaded
         self._part_types = parts
         self._registry = registry
-        self._registration: EtcdRegistration
+        self._registration: LeasedKey
         self._stop = asyncio.Event()
         self._drained = asyncio.Event()
         self._stepped = asyncio.Event()

@@ -35,7 +35,7 @@ from baton.net.metrics_server import serving
 from baton.net.server import EventLoop, bind, measure_lag, settle
 from baton.registry import EtcdRegistry
 from baton.telemetry.metrics import instruments
-from baton.telemetry.metrics.recorder import Gaps
+from baton.telemetry.metrics.prometheus import Gaps
 from baton.text import text_fingerprint
 from baton.v1 import common_pb2, prefill_pb2, worker_pb2
 from baton.v1.decode_pb2 import ReserveRequest

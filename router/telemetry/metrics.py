@@ -22,7 +22,7 @@ from baton.errors import (
 )
 from baton.registry.membership import ROLES
 from baton.telemetry import tracing
-from baton.telemetry.metrics.recorder import Attributes, Recorder
+from baton.telemetry.metrics.prometheus import Attributes, Recorder
 from baton.v1.route_pb2 import CANARY_STATE_RUNNING, ModelRoute
 from router.fleet.circuit_breaker import Key
 from router.fleet.fleet import Fleet

@@ -17,7 +17,7 @@ from baton.planner.main import Planner
 from baton.registry import EtcdRegistry
 from baton.registry.election import Election, LedKey
 from baton.registry.etcd_client import EtcdClient
-from baton.telemetry.metrics.recorder import Recorder
+from baton.telemetry.metrics.prometheus import Recorder
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2, worker_pb2_grpc
 from tests.waiting import WAIT_S, eventually
 

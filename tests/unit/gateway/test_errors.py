@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from baton import errors
-from baton.gateway import api
+from baton.gateway import openai
 from baton.gateway.chat_completions import parse_chat
 from baton.gateway.completions import parse_completion
 from baton.gateway.endpoint import MAX_BODY_BYTES
@@ -312,13 +312,13 @@ async def test_a_large_body_is_parsed_on_a_thread(gateway, monkeypatch):
         2 << 20,
         4 << 20,
     )
-    threads, decode = [], api.decode
+    threads, decode = [], openai.decode
 
     def watched(*args):
         threads.append(threading.current_thread())
         return decode(*args)
 
-    monkeypatch.setattr(api, "decode", watched)
+    monkeypatch.setattr(openai, "decode", watched)
     for size in (10, 100_000):
         await gateway.complete(user="x" * size)
     assert [thread is threading.main_thread() for thread in threads] == [True, False]

@@ -21,7 +21,7 @@ from baton.errors import (
 )
 from baton.telemetry import tracing
 from baton.telemetry.metrics import instruments
-from baton.telemetry.metrics.recorder import Recorder
+from baton.telemetry.metrics.prometheus import Recorder
 from baton.v1 import fleet_pb2
 from baton.v1.route_pb2 import CANARY_STATE_RUNNING, Canary, ModelRoute, RouteTarget
 from router.fleet.snapshot import Snapshot

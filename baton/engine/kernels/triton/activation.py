@@ -12,8 +12,8 @@ from torch import Tensor
 from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.kernels.torch import row_quantization
 from baton.engine.kernels.torch.activation import act_mul as reference_act_mul
-from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.pdl import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.row_quantization import (
     LARGEST_WHOLE,
     TUNED_ROWS,

@@ -26,7 +26,7 @@ from baton.engine.kernels.triton.decode_attention import (
     decode_attention,
     plan_decode,
 )
-from baton.engine.kernels.triton.launch import tile_rows
+from baton.engine.kernels.triton.launch_configs import tile_rows
 from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
 from baton.engine.kernels.triton.rope_kv import Rotation, rotated_heads
 from baton.engine.kernels.triton.specs import (

@@ -32,8 +32,8 @@ from baton.engine.kernels.triton.attention_common import (
     stored_elements,
     window_at,
 )
-from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.pdl import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.rope_kv import (
     NO_ROTATION,
     Rotation,

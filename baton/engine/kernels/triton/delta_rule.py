@@ -22,7 +22,7 @@ from baton.engine.kernels.torch.delta_rule import (
     States,
     layout_of,
 )
-from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
+from baton.engine.kernels.triton.pdl import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 
 COLUMNS = 32  # of a matrix, in one program; more, or fewer warps for them, need more registers

@@ -31,9 +31,9 @@ from baton.engine.kernels.triton.group_scaled_packing import (
     planes,
     step_numbers,
 )
-from baton.engine.kernels.triton.launch import LEAST_TILE_ROWS, launch, tile_rows, wait_for_inputs
-from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.launch_configs import LEAST_TILE_ROWS, choose, tile_rows
 from baton.engine.kernels.triton.moe_routing import FEW_ROWS, ExpertSlots, route
+from baton.engine.kernels.triton.pdl import launch, wait_for_inputs
 from baton.engine.kernels.triton.row_quantization import quantize_rows
 from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.quantization.config import NVFP4_GROUP

@@ -23,8 +23,8 @@ from baton.engine.kernels.triton.group_scaled_packing import (
     scaled_plane,
     step_numbers,
 )
-from baton.engine.kernels.triton.launch import launch, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.pdl import launch, wait_for_inputs
 from baton.engine.kernels.triton.skinny_matmul import padded_rows, prefetch
 from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of, product_of
 

@@ -139,3 +139,24 @@ def forget() -> None:
     """Clears caches: files are read again at the next launch."""
     _chosen.cache_clear()
     read.cache_clear()
+
+
+# Query rows of a tile: the fewest that tensor cores take, and the most that registers hold.
+LEAST_TILE_ROWS, MOST_TILE_ROWS = 16, 128
+WIDE_HEAD = 256
+
+
+def most_tile_rows(head_size: int) -> int:
+    """Most query rows of a tile of attention; their sums are in registers."""
+    return MOST_TILE_ROWS if head_size <= WIDE_HEAD else MOST_TILE_ROWS // 4
+
+
+def tile_rows(num_rows: int, sequences: int, group: int, head_size: int = 0) -> int:
+    """Rows of a tile for chunks of `num_rows` rows in all: the average chunk, padded.
+
+    group: rows that each of these becomes, such as the query heads that share a KV head ·
+    head_size: of attention.
+    """
+    average = -(-num_rows // max(sequences, 1)) * group
+    rows = max(LEAST_TILE_ROWS, int(triton.next_power_of_2(average)))
+    return min(rows, most_tile_rows(head_size))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.kernels.torch.lora import add_lora as reference_add_lora
-from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
+from baton.engine.kernels.triton.pdl import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of
 
 _LEAST_RANK = 16  # of a tensor core product

@@ -27,7 +27,7 @@ from baton.engine.kernels.triton.decode_attention import (
     processors,
     tiles_of_row,
 )
-from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
+from baton.engine.kernels.triton.pdl import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 
 CONFIG: Config = {"num_warps": 8, "num_stages": 2, "TILE": 32}

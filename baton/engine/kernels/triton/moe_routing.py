@@ -19,7 +19,8 @@ from torch.nn.functional import linear
 from baton.engine.kernels.moe_routing import Routing
 from baton.engine.kernels.torch import moe_routing as reference
 from baton.engine.kernels.triton.attention_common import LOWEST
-from baton.engine.kernels.triton.launch import launch, tile_rows, wait_for_inputs
+from baton.engine.kernels.triton.launch_configs import tile_rows
+from baton.engine.kernels.triton.pdl import launch, wait_for_inputs
 from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of
 
 _SCORES = 2048  # maximum number in a program

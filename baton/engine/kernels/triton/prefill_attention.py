@@ -28,8 +28,7 @@ from baton.engine.kernels.triton.attention_common import (
     stored_elements,
     window_at,
 )
-from baton.engine.kernels.triton.launch import most_tile_rows, tile_rows
-from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.launch_configs import choose, most_tile_rows, tile_rows
 from baton.engine.kernels.triton.specs import Config
 
 

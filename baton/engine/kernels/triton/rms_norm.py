@@ -9,8 +9,8 @@ from torch import Tensor
 
 from baton.engine.kernels.torch import row_quantization
 from baton.engine.kernels.torch.rms_norm import rms_norm
-from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.pdl import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.row_quantization import (
     TUNED_ROWS,
     Rows,

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.torch import row_quantization
-from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.pdl import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Trial, dtype_of, product_of
 
 # Elements of a row that `quantize_rows` keeps in registers between its two passes; a longer row is

@@ -23,8 +23,8 @@ from baton.engine.kernels.torch import row_quantization
 from baton.engine.kernels.torch.activation import act_mul as reference_act_mul
 from baton.engine.kernels.torch.rms_norm import rms_norm
 from baton.engine.kernels.triton.activation import act_mul, gated
-from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
+from baton.engine.kernels.triton.pdl import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.rms_norm import add_rms_norm
 from baton.engine.kernels.triton.specs import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 

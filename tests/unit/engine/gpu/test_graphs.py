@@ -35,7 +35,7 @@ from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK
 from baton.engine.kernels.torch.attention import place
 from baton.engine.kernels.triton import sampling
-from baton.engine.kernels.triton.launch import tile_rows
+from baton.engine.kernels.triton.launch_configs import tile_rows
 from baton.engine.kernels.triton.slot_mapping import map_slots
 from baton.engine.runner import sample_rows
 from baton.engine.scheduler import ScheduledSequence

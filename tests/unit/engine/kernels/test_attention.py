@@ -17,7 +17,7 @@ from baton.engine.kernels.triton import prefill_attention as prefill
 from baton.engine.kernels.triton.attention_common import FP8_TO_BF16, INT8_TO_BF16
 from baton.engine.kernels.triton.attention_specs import decode_trial, draw, prefill_trial
 from baton.engine.kernels.triton.decode_attention import decode_attention, plan_decode
-from baton.engine.kernels.triton.launch import LEAST_TILE_ROWS, MOST_TILE_ROWS
+from baton.engine.kernels.triton.launch_configs import LEAST_TILE_ROWS, MOST_TILE_ROWS
 from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
 from baton.engine.kernels.triton.specs import Key, Trial, relative_error
 from tests.unit.engine.kernels.ptx import run_ptx

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from baton.planner.decision import (
+from baton.planner.scaling_policy import (
     DECODE,
     MIXED,
     PREFILL,

@@ -17,7 +17,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from baton.cuda import compute_capability
+
 _LEAST_CAPABILITY = 90
+_capability = lru_cache(maxsize=64)(compute_capability)
 
 
 @triton.jit
@@ -47,30 +50,3 @@ def _has_pdl(device: torch.device) -> bool:
     if device.type == "meta" and not triton.knobs.runtime.interpret:
         return bool(triton.runtime.driver.active.get_current_target().arch >= _LEAST_CAPABILITY)
     return device.type == "cuda" and _capability(device) >= _LEAST_CAPABILITY
-
-
-@lru_cache(maxsize=64)
-def _capability(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-# Query rows of a tile: the fewest that tensor cores take, and the most that registers hold.
-LEAST_TILE_ROWS, MOST_TILE_ROWS = 16, 128
-WIDE_HEAD = 256
-
-
-def most_tile_rows(head_size: int) -> int:
-    """Most query rows of a tile of attention; their sums are in registers."""
-    return MOST_TILE_ROWS if head_size <= WIDE_HEAD else MOST_TILE_ROWS // 4
-
-
-def tile_rows(num_rows: int, sequences: int, group: int, head_size: int = 0) -> int:
-    """Rows of a tile for chunks of `num_rows` rows in all: the average chunk, padded.
-
-    group: rows that each of these becomes, such as the query heads that share a KV head ·
-    head_size: of attention.
-    """
-    average = -(-num_rows // max(sequences, 1)) * group
-    rows = max(LEAST_TILE_ROWS, int(triton.next_power_of_2(average)))
-    return min(rows, most_tile_rows(head_size))

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics import parser as open_parser
 from baton.telemetry import tracing
 from baton.telemetry.metrics import instruments
 from baton.telemetry.metrics.instruments import INSTRUMENTS
-from baton.telemetry.metrics.recorder import Recorder
+from baton.telemetry.metrics.prometheus import Recorder
 
 OPEN = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
 TTFT = "gen_ai.server.time_to_first_token"
