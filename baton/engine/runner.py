@@ -12,8 +12,8 @@ import torch
 from baton.engine.adapters import LoraAdapter
 from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.pooling import Vector, pooled
-from baton.engine.sampling.prompt_logprobs import PromptLogprobs, split_prompt_logprobs
-from baton.engine.sampling.sampler import NO_TOKEN, Sampled, Sampler, SampleRow, TokenLogprobs
+from baton.engine.sampling.logprobs import PromptLogprobs, TokenLogprobs, split_prompt_logprobs
+from baton.engine.sampling.sampler import NO_TOKEN, Sampled, Sampler, SampleRow
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.speculative.verify import verify
 from baton.errors import InternalError

@@ -31,9 +31,9 @@ from baton.engine.runner import (
     sample_rows,
     tokens_by_sequence,
 )
-from baton.engine.sampling.prompt_logprobs import PromptLogprobs, compute_logprobs
+from baton.engine.sampling.logprobs import PromptLogprobs, TokenLogprobs, compute_logprobs
 from baton.engine.sampling.randomness import splitmix64
-from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
+from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError

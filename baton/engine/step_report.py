@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from baton.engine.block_manager import CacheChanges
 from baton.engine.pooling import Vector
-from baton.engine.sampling.prompt_logprobs import PromptLogprobs
-from baton.engine.sampling.sampler import TokenLogprobs
+from baton.engine.sampling.logprobs import PromptLogprobs, TokenLogprobs
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from baton.block_hash import adapted_salt, hash_chain
 from baton.config import PROVING_TOKENS
 from baton.engine.build import Loaded
-from baton.engine.sampling.prompt_logprobs import PromptLogprobs
-from baton.engine.sampling.sampler import TokenLogprobs
+from baton.engine.sampling.logprobs import PromptLogprobs, TokenLogprobs
 from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest
 from baton.generation.sampling_params import SamplingParams

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.sampling import randomness, top_k_top_p
+from baton.engine.sampling.logprobs import TokenLogprobs, token_logprobs
 from baton.engine.token_counts import TokenCounts
 from baton.generation.sampling_params import SamplingParams
 from baton.generation.structured_output import GrammarMatcher
@@ -86,18 +87,6 @@ class Adjustments(NamedTuple):
     ids: npt.NDArray[np.int64]
     biases: npt.NDArray[np.float32]
     times: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Natural log-probabilities at one position, of the tokens that the row's grammar allows.
-
-    No other sampling setting changes them.
-    """
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
 
 
 @dataclass(frozen=True)
@@ -301,28 +290,15 @@ def _logprobs(
 ) -> list[TokenLogprobs | None]:
     """Log-probabilities of the rows that want them."""
     result: list[TokenLogprobs | None] = [None] * len(rows)
-    which = [
-        i
+    wanted = {
+        i: row.params.logprobs
         for i, row in enumerate(rows)
         if row.params.logprobs is not None and token_ids[i] != NO_TOKEN
-    ]
-    if not which:
-        return result
-    logprobs = _take(logits, which).log_softmax(1)
-    chosen_ids = torch.tensor([token_ids[i] for i in which])
-    chosen = logprobs.gather(1, chosen_ids[:, None])[:, 0].tolist()
-    width = min(max(rows[i].params.logprobs or 0 for i in which), logits.shape[1])
-    best = logprobs.topk(width)
-    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    for i, logprob, top in zip(which, chosen, tops, strict=True):
-        result[i] = token_logprobs(token_ids[i], logprob, *top, rows[i].params.logprobs or 0)
+    }
+    if wanted:
+        logprobs = _take(logits, [*wanted]).log_softmax(1)
+        chosen = [token_ids[i] for i in wanted]
+        found = token_logprobs(logprobs, chosen, [*wanted.values()])
+        for i, one in zip(wanted, found, strict=True):
+            result[i] = one
     return result
-
-
-def token_logprobs(
-    token_id: int, logprob: float, top_ids: Sequence[int], top: Sequence[float], wanted: int
-) -> TokenLogprobs:
-    """A token's log-probability and the `wanted` likeliest tokens, equal ones by id."""
-    found = (pair for pair in zip(top_ids, top, strict=True) if pair[1] > -np.inf)
-    ranked = sorted(found, key=lambda pair: (-pair[1], pair[0]))
-    return TokenLogprobs(token_id, logprob, tuple(ranked[:wanted]))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.engine.runner import sample_rows
 from baton.engine.sampling import top_k_top_p
+from baton.engine.sampling.logprobs import compute_logprobs
 from baton.engine.sampling.randomness import splitmix64, uniform
 from baton.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow, finish_reason
 from baton.engine.scheduler import ScheduledSequence
@@ -306,6 +307,18 @@ def test_penalties_look_at_new_tokens_only():
         if not step:
             tokens.reads = 0
     assert tokens.reads < 100
+
+
+def test_equally_likely_tokens_are_named_by_id_whatever_other_rows_ask_for():
+    logits = random_logits(1, seed=3, scale=1.0).round()  # 5 values
+    logits[0, :50] = -torch.inf
+    expected = logits[0].sort(descending=True, stable=True).indices.tolist()
+    for most in (3, 15, 20):
+        rows = [row(logprobs=count, temperature=0.0) for count in (3, most, 0)]
+        tops = [one.top for one in SAMPLER.sample(logits.repeat(3, 1), rows).logprobs]
+        assert [[token for token, _ in top] for top in tops] == [expected[:3], expected[:most], []]
+    found = compute_logprobs(logits.repeat(2, 1), [70, 80], 20)
+    assert found.top_ids.tolist() == [expected[:20]] * 2
 
 
 def test_logprobs_are_those_of_the_raw_logits():

@@ -15,7 +15,8 @@ from baton.engine.block_manager import BlockManager
 from baton.engine.chunk_budget import ChunkBudget
 from baton.engine.engine import Engine
 from baton.engine.runner import StepRunner, tokens_by_sequence
-from baton.engine.sampling.sampler import Sampled, TokenLogprobs
+from baton.engine.sampling.logprobs import TokenLogprobs
+from baton.engine.sampling.sampler import Sampled
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer

@@ -23,14 +23,8 @@ from baton.engine.backends.gpu.device import Stream
 from baton.engine.kernels.triton import penalties, sampling
 from baton.engine.kernels.triton.logprobs import score
 from baton.engine.kernels.triton.slot_mapping import gather_tokens
-from baton.engine.sampling.sampler import (
-    Adjustments,
-    Sampled,
-    Sampler,
-    SampleRow,
-    TokenLogprobs,
-    token_logprobs,
-)
+from baton.engine.sampling.logprobs import TokenLogprobs, possible
+from baton.engine.sampling.sampler import Adjustments, Sampled, Sampler, SampleRow
 
 if TYPE_CHECKING:
     from baton.engine.backends.gpu.model import GpuModel
@@ -86,7 +80,7 @@ class Scores:
         """Log-probabilities of each row, given its sampled token; after the launch has ended."""
         parts = zip(token_ids, self._scores.tolist(), self._ids.tolist(), self._wanted, strict=True)
         return [
-            token_logprobs(token, scores[0], ids[1:], scores[1:], wanted)
+            possible(token, scores[0], ids[1:], scores[1:], wanted)
             for token, scores, ids, wanted in parts
         ]
 

@@ -68,7 +68,8 @@ class InputBatch:
         """Writes a launch's inputs; returns the indexes, among sequences that sample, of deferred
         ones.
 
-        sources: of the decode rows, which come first.
+        sources: of the decode rows, which come first. A row that samples nothing has a known token
+        of its own: its sequence was preempted since that launch, and computes its tokens again.
         """
         count, sequences = len(work), [item.sequence for item in work]
         self._update(sequences)
@@ -86,6 +87,7 @@ class InputBatch:
             samples = np.array([item.samples for item in work])
             self._write_chunks(work[num_decodes:], shape, into)
             into.logit_rows[:num_decodes] = at[:num_decodes]
+        sources = np.where(samples[:num_decodes], sources, KNOWN)
         into.context_lens[at] = starts
         into.positions[at] = np.where(samples, ends, 0)
         into.sources[:num_decodes] = sources

@@ -36,7 +36,8 @@ from baton.engine.backends.gpu.device_sampling import (
 from baton.engine.backends.gpu.input_batch import InputBatch
 from baton.engine.rank_executor import CaptureGraphs
 from baton.engine.runner import BROKEN, Launch, Runner, SampledTokens, StepOutput, sample_rows
-from baton.engine.sampling.sampler import NO_TOKEN, Sampled, Sampler, SampleRow, TokenLogprobs
+from baton.engine.sampling.logprobs import TokenLogprobs
+from baton.engine.sampling.sampler import NO_TOKEN, Sampled, Sampler, SampleRow
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError

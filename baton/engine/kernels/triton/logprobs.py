@@ -36,7 +36,7 @@ def _part_kernel(
     largest = tl.maximum(tl.max(x, 0), -3e38)
     tl.store(peaks + own, largest)
     tl.store(sums + own, tl.sum(tl.exp(x - largest), 0))
-    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
     # The bits of negative floats are in descending order.
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     key = (ordered << 32) | (0x7FFFFFFF - ids).to(tl.int64)
@@ -111,6 +111,8 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     # Rounded, so that some are equal; some tokens are masked.
     logits = (torch.randn(5, vocab_size, device=device) * 40).round().to(dtype_of(shape))
     logits[2, : vocab_size // 2] = -torch.inf
+    logits[1] = -logits[1].abs()  # the likeliest are zeros, of both signs
+    logits[1, ::2] += 0.0
     rows = torch.tensor([4, 2, 1], dtype=torch.int32, device=device)
     tokens = torch.tensor([0, 1, vocab_size, 3, vocab_size - 1], device=device)
 

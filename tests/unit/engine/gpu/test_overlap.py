@@ -324,9 +324,9 @@ def sequence(name, length=6, params=LONG):
     return Sequence(name, tokens, length, params)
 
 
-def decoding(stream, names="ab", num_blocks=40):
+def decoding(stream, names="ab", num_blocks=40, **options):
     """Some sequences, and a step of theirs in flight."""
-    driven = on_gpu(stream, num_blocks)
+    driven = on_gpu(stream, num_blocks, **options)
     for name in names:
         driven.add(sequence(name))
     for _ in range(4):
@@ -411,6 +411,14 @@ def test_a_steps_report_tells_how_long_the_host_waited_for_the_device():
 def test_a_preempted_sequence_gets_the_token_in_flight():
     driven = decoding(LazyStream())
     driven.scheduler._preempt(driven.scheduler.running.last)
+    driven.finish()
+    assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
+
+
+def test_a_preempted_sequence_computes_its_own_tokens_again_one_a_step():
+    driven = decoding(LazyStream(), graphs=True)
+    driven.scheduler._preempt(driven.scheduler.running.last)
+    driven.scheduler.chunk.max_tokens = 1
     driven.finish()
     assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
 

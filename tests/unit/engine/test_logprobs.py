@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.engine import scheduler
-from baton.engine.sampling.prompt_logprobs import compute_logprobs
+from baton.engine.sampling.logprobs import compute_logprobs
 from baton.engine.sequence import Sequence
 from baton.generation.sampling_params import SamplingParams
 from tests.unit.engine.bench import Bench, load, tokens_of

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, from the logits of the preceding positions."""
+"""Log-probabilities of sampled tokens, and of a prompt's from the logits before each."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ from torch import Tensor
 from baton.engine.scheduler import ScheduledSequence
 
 _ROWS = 32  # processed at a time, so that log-probabilities stay in the cache
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one position, of the tokens that the row's grammar allows.
+
+    No other sampling setting changes them.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,13 +73,49 @@ def compute_logprobs(logits: Tensor, token_ids: Sequence[int], top: int) -> Prom
     targets = torch.tensor(token_ids, device=logits.device)[:, None]
     parts = zip(logits.split(_ROWS), targets.split(_ROWS), strict=True)
     columns = [_part(rows.log_softmax(1), chosen, top) for rows, chosen in parts]
-    logprobs, ranks, ids, best = (torch.cat(column).cpu().numpy() for column in zip(*columns))  # noqa: B905 - equally long
-    order = np.lexsort((ids, -best))
-    ids, best = (np.take_along_axis(column, order, 1) for column in (ids, best))
-    return PromptLogprobs(logprobs, ranks, ids, best)
+    found = (torch.cat(column).cpu().numpy() for column in zip(*columns))  # noqa: B905 - equally long
+    return PromptLogprobs(*found)
 
 
 def _part(logprobs: Tensor, chosen: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     own = logprobs.gather(1, chosen)
-    best = logprobs.topk(min(top, logprobs.shape[1]))
-    return own[:, 0], 1 + (logprobs > own).sum(1), best.indices, best.values
+    return own[:, 0], 1 + (logprobs > own).sum(1), *likeliest(logprobs, top)
+
+
+def token_logprobs(
+    logprobs: Tensor, token_ids: Sequence[int], wanted: Sequence[int]
+) -> list[TokenLogprobs]:
+    """What each row's caller wants: of its sampled token, and of as many of the likeliest.
+
+    logprobs: float32 `[rows, vocab]`.
+    """
+    chosen = logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+    ids, best = likeliest(logprobs, max(wanted))
+    rows = zip(token_ids, chosen, ids.tolist(), best.tolist(), wanted, strict=True)
+    return [possible(*row) for row in rows]
+
+
+def possible(
+    token_id: int, logprob: float, top_ids: Sequence[int], top: Sequence[float], wanted: int
+) -> TokenLogprobs:
+    """A token's log-probability, and the first `wanted` of the likeliest that are possible."""
+    found = [pair for pair in zip(top_ids, top, strict=True) if pair[1] > -np.inf]
+    return TokenLogprobs(token_id, logprob, tuple(found[:wanted]))
+
+
+def likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(ids int64, values) `[rows, count]` of the likeliest tokens, best first, equal ones by id.
+
+    logprobs: `[rows, vocab]`. `count` is reduced to the vocabulary.
+    """
+    best, ids = logprobs.topk(min(count, logprobs.shape[1]))
+    edge = best[:, -1:] if count else best.new_full((len(best), 1), torch.nan)
+    # `topk` takes any of the tokens that equal the last; these are the rows where it left some out.
+    cut = (logprobs == edge).sum(1) > (best == edge).sum(1)
+    for row in (cut & (edge[:, 0] > -torch.inf)).nonzero()[:, 0]:
+        above = int((best[row] > edge[row]).sum())
+        equal = (logprobs[row] == edge[row]).nonzero()[:, 0]
+        ids[row, above:] = equal[: ids.shape[1] - above]
+    ids, order = ids.sort(1)
+    best, by_value = best.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return ids.gather(1, by_value), best
