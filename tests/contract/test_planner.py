@@ -167,10 +167,12 @@ class Cluster:
     def __init__(self, address):
         self.address, self.began = address, asyncio.get_running_loop().time()
         self.roles = {"p-0": "prefill", "d-0": "decode", "d-1": "decode", "d-2": "decode"}
-        self.looks = 0
+        self.looks, self.away = 0, False
 
     async def statuses(self):
         self.looks += 1
+        if self.away:
+            return {"r": None}
         requests = int(1000 * (asyncio.get_running_loop().time() - self.began))
         counts = fleet_pb2.RouterCounts(
             admitted=requests,
@@ -268,6 +270,21 @@ async def test_a_worker_that_refuses_is_reported_and_tried_again(config, worker)
         worker.refuses = False
         await until(lambda: worker.roles)
     assert flips(planner, "done")
+
+
+async def test_while_routers_are_away_the_leader_goes_on_and_changes_no_role(config, worker):
+    """Also one that has fallen due meanwhile, by what routers said before."""
+    cluster = Cluster(worker.address)
+    plan = {"interval_s": 0.2, "window_s": 10.0, "apply": True}  # hold_s: two looks
+    async with planning(config, "only", cluster, **plan) as (planner, _):
+        await until(lambda: "not yet" in planner.published.plan.explanation)
+        cluster.away = True
+        looks = cluster.looks
+        await until(lambda: cluster.looks > looks + 4)
+        assert "no router answers" in planner.published.plan.explanation
+        assert not worker.roles
+        cluster.away = False
+        await until(lambda: worker.roles)
 
 
 async def test_while_etcd_is_away_nothing_is_changed(config, worker):
