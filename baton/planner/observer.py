@@ -113,7 +113,7 @@ class Observer:
             kept.popleft()
 
     def _missing(self, now: float, statuses: Statuses) -> str:
-        if all(len(kept) < 2 for kept in self._counts.values()):
+        if any(len(kept) < 2 for kept in self._counts.values()):
             return "rates are known after a second look"
         for address, status in statuses.items():
             silent_s = now - self._answered.setdefault(address, now)

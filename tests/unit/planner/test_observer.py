@@ -116,6 +116,15 @@ def test_a_silent_router_makes_it_incomplete_until_it_counts_as_gone():
     assert not seen.incomplete and seen.arrivals_per_s == 1.0
 
 
+def test_what_a_router_counts_is_not_taken_for_no_requests_after_it_was_silent():
+    observer, other = Observer(), status(router("b"))
+    for time_s in (0.0, 10.0, 20.0, 30.0, 40.0):
+        mine = None if time_s == 20.0 else status(router("a", int(time_s)))
+        seen = observer.observe(time_s, {"a": mine, "b": other})
+        assert seen.incomplete or seen.arrivals_per_s == 1.0
+    assert not seen.incomplete
+
+
 def test_without_an_answer_the_last_observation_stays_with_its_time_and_nothing_follows_of_it():
     observer = Observer()
     assert observer.observe(0.0, {"a": None}) is None
