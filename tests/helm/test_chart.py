@@ -304,20 +304,27 @@ def test_alerts_and_dashboards_are_those_of_compose(rendered):
 
 
 def test_jobs_of_queries_are_components_that_are_scraped(rendered):
-    """PodMonitors name a job by the component, and rules and dashboards query these names."""
+    """PodMonitors name a job by the component, and rules and dashboards query these names.
+
+    A query of several jobs is of all workers, or of all that is Baton's: it leaves none out.
+    """
     texts = [ALERTS.read_text(), *(file.read_text() for file in DASHBOARDS.glob("*.json"))]
-    queried = {
-        job
+    queried = [
+        set(jobs.split("|"))
         for text in texts
         for jobs in re.findall(r'job=~?\\?"([^"$\\]+)', text)
-        for job in jobs.split("|")
-    }
-    scraped = set()
-    for monitor in kinds(rendered["everything"], "PodMonitor").values():
+    ]
+    scraped = {}
+    for name, monitor in kinds(rendered["everything"], "PodMonitor").items():
         assert monitor["spec"]["jobLabel"] == "app.kubernetes.io/component"
-        for one in monitor["spec"]["selector"]["matchExpressions"]:
-            scraped |= set(one["values"])
-    assert queried and queried <= scraped
+        (one,) = monitor["spec"]["selector"]["matchExpressions"]
+        scraped[name.removeprefix("chat-baton-")] = set(one["values"])
+    everything = set().union(*scraped.values())
+    assert set().union(*queried) <= everything
+    several = [jobs for jobs in queried if len(jobs) > 1]
+    for jobs in several:
+        assert jobs in (scraped["worker"], everything - scraped["etcd"])
+    assert several
 
 
 def test_etcd_is_that_of_compose(rendered):
