@@ -381,7 +381,11 @@ MISTAKES = [
     ({}, "etcd.endpoints is empty"),
     ({**DEVELOPMENT, "etcd": {"endpoints": ["etcd"]}}, "/etcd/endpoints/0"),
     ({"etcd": {"endpoints": ["e:1"], "development": {"enabled": True}}}, "either etcd.endpoints"),
-    ({"etcd": {"endpoints": ["e:1"], "user": "root"}}, "etcd.passwordSecret"),
+    ({"etcd": {"endpoints": ["e:1"], "user": "root"}}, "etcd.user needs etcd.passwordSecret"),
+    (
+        {"etcd": {"endpoints": ["e:1"], "passwordSecret": "p"}},
+        "etcd.passwordSecret needs etcd.user",
+    ),
     ({**DEVELOPMENT, "routers": {}}, "'routers' not allowed"),
     ({**DEVELOPMENT, "router": {"replicas": 0}}, "/router/replicas"),
     ({**DEVELOPMENT, "router": {"replicas": 2, "batchClaim": "b"}}, "router.replicas 1"),
@@ -398,7 +402,41 @@ MISTAKES = [
         },
         "another group of role decode",
     ),
+    (
+        {
+            **DEVELOPMENT, "planner": {"enabled": True},
+            "workers": {"decode": {"autoscaling": {"enabled": True, "minReplicas": 10}}},
+        },
+        "workers.decode.autoscaling: minReplicas 10 is above maxReplicas 8",
+    ),
+    *(
+        ({**DEVELOPMENT, "workers": {name: {}}}, f"workers.{name}: the chart's own")
+        for name in ("router", "routers", "planner", "etcd")
+    ),
+    (
+        {**DEVELOPMENT, "router": {"tenantsSecret": "t"}, "planner": {"enabled": True}},
+        "planner.apiKeySecret",
+    ),
     ({**DEVELOPMENT, "tls": {"enabled": True}}, "tls.secrets.router"),
+    (
+        {
+            **DEVELOPMENT, "tls": {"enabled": True, "secrets": {**SECRETS, "admin": ""}},
+            "monitoring": {"podMonitors": True},
+        },
+        "tls.secrets.admin",
+    ),
+    (
+        {
+            **DEVELOPMENT,
+            "tls": {"certManager": {"enabled": True, "issuerRef": {"name": "ca"}}},
+        },
+        "tls.certManager.enabled needs tls.enabled",
+    ),
+    (
+        {**DEVELOPMENT, "tls": {"clientCertificates": True}},
+        "tls.clientCertificates needs tls.enabled",
+    ),
+    ({**DEVELOPMENT, "tls": {"secrets": SECRETS}}, "tls.secrets needs tls.enabled"),
     (
         {**DEVELOPMENT, "tls": {"enabled": True, "certManager": {"enabled": True}}},
         "issuerRef.name",
