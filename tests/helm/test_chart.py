@@ -310,9 +310,7 @@ def test_jobs_of_queries_are_components_that_are_scraped(rendered):
     """
     texts = [ALERTS.read_text(), *(file.read_text() for file in DASHBOARDS.glob("*.json"))]
     queried = [
-        set(jobs.split("|"))
-        for text in texts
-        for jobs in re.findall(r'job=~?\\?"([^"$\\]+)', text)
+        set(jobs.split("|")) for text in texts for jobs in re.findall(r'job=~?\\?"([^"$\\]+)', text)
     ]
     scraped = {}
     for name, monitor in kinds(rendered["everything"], "PodMonitor").items():
