@@ -434,7 +434,6 @@ MISTAKES = [
         {**DEVELOPMENT, "tls": {"clientCertificates": True}},
         "tls.clientCertificates needs tls.enabled",
     ),
-    ({**DEVELOPMENT, "tls": {"secrets": SECRETS}}, "tls.secrets needs tls.enabled"),
     (
         {**DEVELOPMENT, "tls": {"enabled": True, "certManager": {"enabled": True}}},
         "issuerRef.name",
