@@ -120,6 +120,7 @@ class Planner:
             stale_s=_STALE_INTERVALS * plan.interval_s,
         )
         self._observers: dict[Version, Observer] = {}
+        self._served_s: dict[Version, float] = {}  # when a router last did
         self._states: dict[Version, State] = {}
         self._leads = False  # and has taken over the last leader's plan
         self._addresses: dict[str, str] = {}  # of workers, by incarnation
@@ -154,15 +155,20 @@ class Planner:
             await asyncio.sleep(self._config.plan.interval_s)
 
     def _seen(self, statuses: Statuses) -> dict[Version, Observation | None]:
-        """Each version that routers serve; as it was, where none answers."""
-        served = versions_of(statuses) or set(self._observers)
-        window_s, stale_s = self._config.plan.window_s, self._policy.stale_s
+        """Each version that routers serve, or did before some of them became silent."""
+        now, window_s, stale_s = _now(), self._config.plan.window_s, self._policy.stale_s
+        self._served_s |= dict.fromkeys(versions_of(statuses), now)
+        silent = [status is None for status in statuses.values()]
+        kept_s = math.inf if all(silent) else stale_s if any(silent) else 0.0
+        self._served_s = {
+            version: time_s for version, time_s in self._served_s.items() if now - time_s <= kept_s
+        }
         self._observers = {
             version: self._observers.get(version) or Observer(version, window_s, stale_s)
-            for version in sorted(served)
+            for version in sorted(self._served_s)
         }
         return {
-            version: observer.observe(_now(), statuses)
+            version: observer.observe(now, statuses)
             for version, observer in self._observers.items()
         }
 
@@ -179,6 +185,8 @@ class Planner:
         if not self._leads:
             value = await self._key.read()
             self._states = _states_of(plan_of(value)) if value else {}
+            seen = {**dict.fromkeys(self._states), **seen}  # routers may be silent just now
+            self._served_s = {**dict.fromkeys(self._states, _now()), **self._served_s}
         decided = {
             version: scaling_policy.plan(
                 _now(), observation, self._states.get(version, State()), self._policy

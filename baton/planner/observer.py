@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -71,11 +71,11 @@ class Observer:
     _last: Observation | None = None
 
     def observe(self, now: float, statuses: Statuses) -> Observation | None:
-        """The cluster at `now`; where no router answers, the last observation with its time."""
+        """The cluster at `now`; where no router answers, the last one with its time, incomplete."""
         answers = {address: status for address, status in statuses.items() if status}
         self._answered |= dict.fromkeys(answers, now)
         if not answers:
-            return self._last
+            return self._last and replace(self._last, incomplete="no router answers")
         routers = {
             one.incarnation: one
             for status in answers.values()
@@ -113,7 +113,7 @@ class Observer:
             kept.popleft()
 
     def _missing(self, now: float, statuses: Statuses) -> str:
-        if all(len(kept) < 2 for kept in self._counts.values()):
+        if any(len(kept) < 2 for kept in self._counts.values()):
             return "rates are known after a second look"
         for address, status in statuses.items():
             silent_s = now - self._answered.setdefault(address, now)

@@ -315,7 +315,7 @@ def _flips(
     splits = range(least[PREFILL], total - least[DECODE] + 1)
     best = min(splits, key=lambda number: (load(number), abs(number - prefill)), default=prefill)
     calm = replace(state, unbalanced=(0, math.inf))
-    if load(prefill) <= 1 or load(best) > load(prefill) * _GAIN:
+    if best == prefill or load(prefill) <= 1 or load(best) > load(prefill) * _GAIN:
         return calm, (), ""
     before, after = (DECODE, PREFILL) if best > prefill else (PREFILL, DECODE)
     direction = 1 if best > prefill else -1

@@ -14,6 +14,7 @@ from baton.errors import Stale
 from baton.local.etcd_process import EmbeddedEtcd
 from baton.net.server import bind
 from baton.planner.main import Planner
+from baton.planner.scaling_policy import State
 from baton.registry import EtcdRegistry
 from baton.registry.election import Election, LedKey
 from baton.registry.etcd_client import EtcdClient
@@ -167,10 +168,12 @@ class Cluster:
     def __init__(self, address):
         self.address, self.began = address, asyncio.get_running_loop().time()
         self.roles = {"p-0": "prefill", "d-0": "decode", "d-1": "decode", "d-2": "decode"}
-        self.looks = 0
+        self.looks, self.away = 0, False
 
     async def statuses(self):
         self.looks += 1
+        if self.away:
+            return {"r": None}
         requests = int(1000 * (asyncio.get_running_loop().time() - self.began))
         counts = fleet_pb2.RouterCounts(
             admitted=requests,
@@ -206,6 +209,18 @@ async def worker():
     await server.start()
     yield servicer
     await server.stop(0)
+
+
+class TwoRouters(Cluster):
+    """Another router, at `o`, serves another model."""
+
+    routers = ("r", "o")
+
+    async def statuses(self):
+        traffic = [fleet_pb2.ModelTraffic(model="other")]
+        other = fleet_pb2.RouterStatus(incarnation="other", traffic=traffic)
+        both = {**await super().statuses(), "o": fleet_pb2.GetStatusResponse(router=other)}
+        return {address: both[address] for address in self.routers}
 
 
 @contextlib.asynccontextmanager
@@ -268,6 +283,57 @@ async def test_a_worker_that_refuses_is_reported_and_tried_again(config, worker)
         worker.refuses = False
         await until(lambda: worker.roles)
     assert flips(planner, "done")
+
+
+async def test_while_routers_are_away_the_leader_goes_on_and_changes_no_role(config, worker):
+    """Also one that has fallen due meanwhile, by what routers said before."""
+    cluster = Cluster(worker.address)
+    plan = {"interval_s": 0.2, "window_s": 10.0, "apply": True}  # hold_s: two looks
+    async with planning(config, "only", cluster, **plan) as (planner, _):
+        await until(lambda: "not yet" in planner.published.plan.explanation)
+        cluster.away = True
+        looks = cluster.looks
+        await until(lambda: cluster.looks > looks + 4)
+        assert "no router answers" in planner.published.plan.explanation
+        assert not worker.roles
+        cluster.away = False
+        await until(lambda: worker.roles)
+
+
+async def test_a_model_whose_only_router_is_silent_keeps_its_plan(config):
+    """Also under a new leader; it loses it when all routers answer and none serves it."""
+    cluster = TwoRouters("127.0.0.1:1")
+    config = dataclasses.replace(config, plan=PlanConfig(interval_s=60.0, min_decode=6))
+    needs = []
+
+    @contextlib.asynccontextmanager
+    async def leading(name):
+        async with standing(config, name) as (election, key):
+            planner = Planner(config, election, key, NoOpTracer(), Recorder("planner", {}))
+            await until(lambda: election.left_s)
+
+            async def look():
+                await planner._lead(planner._seen(await cluster.statuses()))
+                needs.append(planner._states.get(("m", ""), State()).needs)
+                roles = planner.published.plan.roles
+                return {one.role: one.wanted for one in roles if one.model == "m"}
+
+            yield look
+
+    async with leading("first") as look:
+        await look()
+        known = await look()
+        assert known["decode"] == 6
+        cluster.away = True
+        assert await look() == known
+        cluster.away = False
+        assert await look() == known
+        assert needs[-1][0] == needs[1][0], "the window goes on"
+        cluster.away = True
+    async with leading("second") as look:
+        assert await look() == await look() == known
+        cluster.routers = ["o"]
+        assert await look() == {}
 
 
 async def test_while_etcd_is_away_nothing_is_changed(config, worker):

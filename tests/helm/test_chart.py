@@ -304,20 +304,25 @@ def test_alerts_and_dashboards_are_those_of_compose(rendered):
 
 
 def test_jobs_of_queries_are_components_that_are_scraped(rendered):
-    """PodMonitors name a job by the component, and rules and dashboards query these names."""
+    """PodMonitors name a job by the component, and rules and dashboards query these names.
+
+    A query of several jobs is of all workers, or of all that is Baton's: it leaves none out.
+    """
     texts = [ALERTS.read_text(), *(file.read_text() for file in DASHBOARDS.glob("*.json"))]
-    queried = {
-        job
-        for text in texts
-        for jobs in re.findall(r'job=~?\\?"([^"$\\]+)', text)
-        for job in jobs.split("|")
-    }
-    scraped = set()
-    for monitor in kinds(rendered["everything"], "PodMonitor").values():
+    queried = [
+        set(jobs.split("|")) for text in texts for jobs in re.findall(r'job=~?\\?"([^"$\\]+)', text)
+    ]
+    scraped = {}
+    for name, monitor in kinds(rendered["everything"], "PodMonitor").items():
         assert monitor["spec"]["jobLabel"] == "app.kubernetes.io/component"
-        for one in monitor["spec"]["selector"]["matchExpressions"]:
-            scraped |= set(one["values"])
-    assert queried and queried <= scraped
+        (one,) = monitor["spec"]["selector"]["matchExpressions"]
+        scraped[name.removeprefix("chat-baton-")] = set(one["values"])
+    everything = set().union(*scraped.values())
+    assert set().union(*queried) <= everything
+    several = [jobs for jobs in queried if len(jobs) > 1]
+    for jobs in several:
+        assert jobs in (scraped["worker"], everything - scraped["etcd"])
+    assert several
 
 
 def test_etcd_is_that_of_compose(rendered):
@@ -374,7 +379,11 @@ MISTAKES = [
     ({}, "etcd.endpoints is empty"),
     ({**DEVELOPMENT, "etcd": {"endpoints": ["etcd"]}}, "/etcd/endpoints/0"),
     ({"etcd": {"endpoints": ["e:1"], "development": {"enabled": True}}}, "either etcd.endpoints"),
-    ({"etcd": {"endpoints": ["e:1"], "user": "root"}}, "etcd.passwordSecret"),
+    ({"etcd": {"endpoints": ["e:1"], "user": "root"}}, "etcd.user needs etcd.passwordSecret"),
+    (
+        {"etcd": {"endpoints": ["e:1"], "passwordSecret": "p"}},
+        "etcd.passwordSecret needs etcd.user",
+    ),
     ({**DEVELOPMENT, "routers": {}}, "'routers' not allowed"),
     ({**DEVELOPMENT, "router": {"replicas": 0}}, "/router/replicas"),
     ({**DEVELOPMENT, "router": {"replicas": 2, "batchClaim": "b"}}, "router.replicas 1"),
@@ -391,7 +400,40 @@ MISTAKES = [
         },
         "another group of role decode",
     ),
+    (
+        {
+            **DEVELOPMENT, "planner": {"enabled": True},
+            "workers": {"decode": {"autoscaling": {"enabled": True, "minReplicas": 10}}},
+        },
+        "workers.decode.autoscaling: minReplicas 10 is above maxReplicas 8",
+    ),
+    *(
+        ({**DEVELOPMENT, "workers": {name: {}}}, f"workers.{name}: the chart's own")
+        for name in ("router", "routers", "planner", "etcd")
+    ),
+    (
+        {**DEVELOPMENT, "router": {"tenantsSecret": "t"}, "planner": {"enabled": True}},
+        "planner.apiKeySecret",
+    ),
     ({**DEVELOPMENT, "tls": {"enabled": True}}, "tls.secrets.router"),
+    (
+        {
+            **DEVELOPMENT, "tls": {"enabled": True, "secrets": {**SECRETS, "admin": ""}},
+            "monitoring": {"podMonitors": True},
+        },
+        "tls.secrets.admin",
+    ),
+    (
+        {
+            **DEVELOPMENT,
+            "tls": {"certManager": {"enabled": True, "issuerRef": {"name": "ca"}}},
+        },
+        "tls.certManager.enabled needs tls.enabled",
+    ),
+    (
+        {**DEVELOPMENT, "tls": {"clientCertificates": True}},
+        "tls.clientCertificates needs tls.enabled",
+    ),
     (
         {**DEVELOPMENT, "tls": {"enabled": True, "certManager": {"enabled": True}}},
         "issuerRef.name",

@@ -128,7 +128,7 @@ def test_the_collectors_pipelines_use_parts_that_it_defines():
     [
         (f"histogram_quantile(0.9, sum by (le) (rate({TTFT}_bucket[5m])))", None),
         ('sum by (state) (baton_kv_blocks{job="$job", instance=~"$instance"})', None),
-        ('label_values(up{job=~"prefill|decode"}, job)', None),
+        ('label_values(up{job=~"prefill|decode|mixed"}, job)', None),
         ("rate(baton_tokens_output_total[$__rate_interval]) > 0 and absent(up)", None),
         ("min_over_time(baton_kv_blocks[5m:1m]) / -(baton_engine_queue)", None),
         ("sum(rate(baton_tokens_total[5m]))", "not exported"),

@@ -116,11 +116,24 @@ def test_a_silent_router_makes_it_incomplete_until_it_counts_as_gone():
     assert not seen.incomplete and seen.arrivals_per_s == 1.0
 
 
-def test_without_an_answer_the_last_observation_stays_with_its_time():
+def test_what_a_router_counts_is_not_taken_for_no_requests_after_it_was_silent():
+    observer, other = Observer(), status(router("b"))
+    for time_s in (0.0, 10.0, 20.0, 30.0, 40.0):
+        mine = None if time_s == 20.0 else status(router("a", int(time_s)))
+        seen = observer.observe(time_s, {"a": mine, "b": other})
+        assert seen.incomplete or seen.arrivals_per_s == 1.0
+    assert not seen.incomplete
+
+
+def test_without_an_answer_the_last_observation_stays_with_its_time_and_nothing_follows_of_it():
     observer = Observer()
     assert observer.observe(0.0, {"a": None}) is None
-    observer.observe(1.0, {"a": status(router())})
-    assert observer.observe(50.0, {"a": None}).time_s == 1.0
+    for time_s in (1.0, 2.0):
+        assert observer.observe(time_s, {"a": status(router())})
+    for silent in ({"a": None}, {}):
+        seen = observer.observe(3.0, silent)
+        assert (seen.time_s, seen.incomplete) == (2.0, "no router answers")
+    assert not observer.observe(4.0, {"a": status(router())}).incomplete
 
 
 def test_each_version_has_its_own_requests_and_workers():

@@ -241,11 +241,15 @@ def test_roles_change_only_when_that_was_needed_for_a_while():
     assert not plans.flips
 
 
-@pytest.mark.parametrize(("there", "flips"), [((1, 1), 0), ((2, 1), 0), ((1, 2), 1), ((0, 2), 1)])
+@pytest.mark.parametrize(
+    ("there", "flips"), [((1, 1), 0), ((2, 1), 0), ((0, 1), 0), ((1, 2), 1), ((0, 2), 1)]
+)
 def test_the_last_worker_of_a_role_keeps_it(there, flips):
+    """And that none changes is no change, after which others would have to wait."""
     plans = Plans(prefill=there[0], decode=there[1])
-    plans.run(300, load(100, output=1.0), apply=True)
+    decision = plans.run(300, load(100, output=1.0), apply=True)
     assert len(plans.flips) == flips
+    assert (plans.state.flipped_s > -math.inf) == bool(flips), decision.explanation
 
 
 def test_workers_that_are_not_ready_change_no_role():
