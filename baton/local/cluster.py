@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from baton.config import ClusterConfig, ModelSource
+from baton.config import ClusterConfig, ModelSource, join_address
 from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import certs, commands, ports, resources
 from baton.local.etcd_process import EmbeddedEtcd
@@ -144,11 +144,11 @@ class LocalCluster(Supervisor):
             engine = replace(config.engine, model=source.path)
             await asyncio.to_thread(check_model, engine)
         found = ports.consecutive(config.host, config.port, config.routers)
-        self.addresses = tuple(f"{config.host}:{port}" for port in found)
+        self.addresses = tuple(join_address(config.host, port) for port in found)
         http_ports = [0] * config.routers
         if first := config.first_http_port:
             http_ports = ports.consecutive(config.host, first, config.routers, "--http-port")
-            self.http_addresses = tuple(f"{config.host}:{port}" for port in http_ports)
+            self.http_addresses = tuple(join_address(config.host, port) for port in http_ports)
         if config.tls:
             self._use_tls()
         await self._start_etcd()
@@ -249,7 +249,7 @@ class LocalCluster(Supervisor):
             return None
         wanted = first + len(self.metrics) if first else 0
         (port,) = ports.consecutive(host, wanted, 1, "--metrics-port")
-        self.metrics[name] = f"{host}:{port}"
+        self.metrics[name] = join_address(host, port)
         return port
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-from baton.config import RouterConfig
+from baton.config import RouterConfig, join_address
 from baton.local import commands, ports, supervisor
 from baton.local.ports import Listener
 from baton.local.process import ChildProcess
@@ -69,7 +69,7 @@ class SharedPorts:
             self._shared = SharedState("", processes)
             stack.callback(self._shared.close)
             self._stack = stack.pop_all()
-        self.address = f"{host}:{self.port}"
+        self.address = join_address(host, self.port)
         self._listen = partial(http_server.listen, host, http_port, "HTTP", "--http-port")
 
     def process(

@@ -665,6 +665,16 @@ def test_health_is_an_exit_status_for_container_checks(capsys):
         assert f"error: {why}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("host", ["::", "[::]", "::1", "[::1]"])
+def test_health_of_an_ipv6_host_is_asked_at_its_address(host, monkeypatch, capsys):
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+    monkeypatch.setenv("BATON_OPT_HOST", host)
+    monkeypatch.setenv("BATON_OPT_PORT", str(port))
+    assert cli.main(["health", "--timeout", "2"]) == 1
+    assert f"no router or worker answers at [::1]:{port}:" in capsys.readouterr().err
+
+
 ECHO = """
 import asyncio, collections, pathlib, time
 from baton.cli import main as cli

@@ -142,6 +142,21 @@ def test_ports_follow_the_first_and_are_checked():
     assert len(set(ports.consecutive(host, 0, 50))) == 50
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_host_has_ports(host):
+    (port,) = ports.consecutive(host, 0, 1)
+    assert ports.consecutive(host, port, 1) == [port]
+    with ports.hold(host, port), pytest.raises(ConfigError, match=rf"on \[::1\]:{port}: Address"):
+        ports.hold(host, port)
+
+
+@pytest.mark.parametrize("port", [0, 7700])
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_here_has_none(host, port):
+    with pytest.raises(ConfigError, match=f"on {host}:{port}: .*; --host must be an address of"):
+        ports.consecutive(host, port, 1)
+
+
 def test_a_held_port_is_for_those_who_share_it_and_for_nobody_else():
     def bound(shared):
         return socket.create_server((host, port), reuse_port=shared)
