@@ -98,7 +98,7 @@ def _ask(client: Client, args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.action == "delete":
         client.delete_route(args.route, timeout=args.timeout)
         return []
-    targets = dict(map(_weighted, filter(None, text.split(","))))
+    targets = dict(map(_weighted, filter(str.strip, text.split(","))))
     if not targets or (args.action == "canary" and len(targets) > 1):
         need = "one target" if args.action == "canary" else "targets"
         raise InvalidRequest(f"{args.action} needs a name and {need}, as {name or 'chat'}=v2")
@@ -110,10 +110,10 @@ def _ask(client: Client, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _weighted(text: str) -> tuple[str, float]:
     """Parses TARGET[:WEIGHT]."""
-    target, colon, weight = text.rpartition(":")
+    target, colon, weight = text.strip().rpartition(":")
     if colon and re.fullmatch(r"\d+(\.\d*)?|\.\d+", weight):
         return target, float(weight)
-    return text, 1.0
+    return text.strip(), 1.0
 
 
 def percents(text: str) -> tuple[float, ...]:

@@ -35,7 +35,7 @@ def add_commands(commands: options.Commands) -> None:
 def _run(args: argparse.Namespace) -> int:
     from baton.local import top
 
-    addresses = [address for address in args.target.split(",") if address.strip()]
+    addresses = [address for one in args.target.split(",") if (address := one.strip())]
     polling = addresses, args.interval, options.api_key(args)
     if args.once:
         print(asyncio.run(top.once(*polling, args.width)))

@@ -24,7 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 import baton
 from baton.cli import main as cli
 from baton.cli import options as cli_options
-from baton.cli import process_setup, status
+from baton.cli import process_setup, route, status
 from baton.cli.planner import planner_config
 from baton.cli.router import router_config
 from baton.cli.workers import worker_config
@@ -673,6 +673,21 @@ def test_health_of_an_ipv6_host_is_asked_at_its_address(host, monkeypatch, capsy
     monkeypatch.setenv("BATON_OPT_PORT", str(port))
     assert cli.main(["health", "--timeout", "2"]) == 1
     assert f"no router or worker answers at [::1]:{port}:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["a:1,b:2", "a:1, b:2", " a:1 ,, b:2,"])
+def test_top_polls_every_address_of_a_list(target, monkeypatch):
+    polled = mock.AsyncMock(return_value="")
+    install(monkeypatch, "baton.local.top", once=polled)
+    assert cli.main(["top", "--once", "--target", target]) == 0
+    assert polled.call_args.args[0] == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize("targets", ["v1:90,v2:10", "v1:90, v2:10", " v1:90 , v2:10,"])
+def test_a_route_has_the_targets_of_a_list(targets):
+    client = mock.Mock()
+    route._ask(client, parse("route", "set", f"chat={targets}"))
+    assert client.set_route.call_args.args == ("chat", {"v1": 90.0, "v2": 10.0})
 
 
 ECHO = """
