@@ -35,6 +35,8 @@ def add_commands(commands: options.Commands) -> None:
 def _run(args: argparse.Namespace) -> int:
     from baton.local import top
 
+    if args.width and not args.once:
+        args.parser.error("--width is for --once: otherwise the terminal has a width")
     addresses = [address for one in args.target.split(",") if (address := one.strip())]
     polling = addresses, args.interval, options.api_key(args)
     if args.once:

@@ -84,6 +84,12 @@ WRONG = [
     ("planner --min-decode 5 --max-decode 2", 1, "--min-decode exceeds --max-decode"),
     ("planner --slo fast", 1, "--slo 'fast': write targets in seconds"),
     ("planner --etcd 127.0.0.1:1 --port 0", 1, "etcd cannot be reached at 127.0.0.1:1"),
+    *((f"route {rest}", 2, f"are for canary, not for {rest.split()[0]}") for rest in
+      ("set m=v2 --steps 10,50", "delete m --step-time 9", "show --min-requests 1",
+       "set m=v2 --max-slowdown 2")),
+    ("top --width 80", 2, "error: --width is for --once"),
+    *((f"generate x {option}", 2, f"error: {option.split()[0]} needs --local")
+      for option in ("--max-batch 2", "--dtype float32", "--graphs", "--config x.toml")),
     ("doctor --target 127.0.0.1:1 --timeout 5", 1, "no router answers at 127.0.0.1:1"),
 ]  # fmt: skip
 
@@ -688,6 +694,14 @@ def test_a_route_has_the_targets_of_a_list(targets):
     client = mock.Mock()
     route._ask(client, parse("route", "set", f"chat={targets}"))
     assert client.set_route.call_args.args == ("chat", {"v1": 90.0, "v2": 10.0})
+
+
+def test_a_canary_has_the_options_that_are_given():
+    client = mock.Mock()
+    route._ask(client, parse("route", "canary", "chat=v2", "--steps", "10,100", "--step-time", "9"))
+    assert client.start_canary.call_args == mock.call(
+        "chat", "v2", timeout=5.0, steps=(10.0, 100.0), step_s=9.0
+    )
 
 
 ECHO = """
