@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from baton.config import ClusterConfig, ModelSource, join_address
+from baton.config import ClusterConfig, ModelSource, host_id, join_address
 from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import certs, commands, ports, resources
 from baton.local.etcd_process import EmbeddedEtcd
@@ -268,10 +268,16 @@ async def workers_ready(
 ) -> dict[int, WorkerRecord]:
     """Waits until each process in `pids()` (evaluated after each change) is READY.
 
-    Returns the records of all READY workers by pid. Raises Unavailable if the watch ends before.
+    Returns the records of this host's READY workers by pid; the etcd may have workers of other
+    hosts and containers, whose pids mean nothing here. Raises Unavailable if the watch ends before.
     """
+    here = host_id()
     async for records in membership.changes():
-        ready = {r.pid: r for r in records.values() if r.state == WORKER_STATE_READY}
+        ready = {
+            r.pid: r
+            for r in records.values()
+            if r.state == WORKER_STATE_READY and r.host_id == here
+        }
         if set(pids()) <= ready.keys():
             return ready
     raise Unavailable("the registry is no longer watched")
@@ -283,8 +289,12 @@ def serves(status: fleet_pb2.GetStatusResponse) -> bool:
 
 
 def sees(pids: Set[int]) -> Condition:
-    """Condition that a router can place requests on the workers with these pids."""
-    return lambda status: pids <= {w.record.pid for w in status.workers if w.state == "READY"}
+    """Condition that a router can place requests on this host's workers with these pids."""
+    here = host_id()
+    return lambda status: (
+        pids
+        <= {w.record.pid for w in status.workers if w.state == "READY" and w.record.host_id == here}
+    )
 
 
 async def router_says(condition: Condition, router: RouterProcess) -> None:

@@ -46,7 +46,7 @@ class RouterProcess(ChildProcess):
         return new
 
     def status(self) -> fleet_pb2.GetStatusResponse | None:
-        """Its status, with workers' pids and states only; None before it serves."""
+        """Its status, with workers' pids, hosts and states only; None before it serves."""
         return self.shared.status(self.number)
 
     def on_end(self) -> None:
