@@ -47,7 +47,7 @@ class ExpertNames:
     biased: bool = False
     stacked: StackedExperts | None = None  # if a layer's experts are stored in one tensor
     taken: str = "num_experts_per_tok"
-    scale: str = "routed_scaling_factor"
+    scale: str = "routed_scaling_factor"  # empty: none, whatever config.json has
     normed: bool | None = None  # see `Routing`; None: as `norm_topk_prob` says
     sigmoid: bool = False  # see `Routing`
     group_top: int = 0  # see `Routing`; 0: there are no groups
@@ -197,7 +197,7 @@ _LATENT = {
     "topk_group": 1,
     "num_nextn_predict_layers": 0,
 }
-_PARTLY_ROTATED = {"partial_rotary_factor": 1.0, "rotary_dim": None}
+_PARTLY_ROTATED = {"partial_rotary_factor": None, "rotary_dim": None}
 _CORRECTED: dict[str, Any] = {
     "count": "n_routed_experts",
     "sigmoid": True,
@@ -681,6 +681,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             size="intermediate_size",
             router="gate.wg",
             taken="moe_topk",
+            scale="",
             normed=True,
             float32_router=True,
             shared="shared_mlp",

@@ -758,7 +758,7 @@ def _routing(fields: Fields, names: ExpertNames, count: int) -> Routing:
         per_token,
         normed=fields.read("norm_topk_prob", check, bool(names.normed)),
         sigmoid=names.sigmoid,
-        scale=float(fields.read(names.scale, NUMBER, 1.0)),
+        scale=float(fields.read(names.scale, NUMBER, 1.0)) if names.scale else 1.0,
     )
     methods = ("noaux_tc",) if names.sigmoid else ("greedy", "group_limited_greedy")
     method = fields.read("topk_method", one_of(*methods), methods[-1])

@@ -363,6 +363,16 @@ EDITED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
         {"rope_parameters": YARN, "original_max_position_embeddings": 300},
     ),
+    "minimax m2 as it is published": (
+        "MiniMaxM2ForCausalLM",
+        {},
+        {"rope_parameters": ABSENT, "rope_theta": 5e6, "rotary_dim": 8},
+    ),
+    "hunyuan moe as it is published": (
+        "HunYuanMoEV1ForCausalLM",
+        {},
+        {"routed_scaling_factor": False, "n_group": False, "topk_group": False},
+    ),
     "phi3 original context": (
         "Phi3ForCausalLM",
         {},
