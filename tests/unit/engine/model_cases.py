@@ -271,7 +271,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3ForCausalLM",
         {"q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
     ),
-    "glm4 moe lite": ("Glm4MoeLiteForCausalLM", {}),
+    # Norms within its attention do not have the model's epsilon.
+    "glm4 moe lite": ("Glm4MoeLiteForCausalLM", {"rms_norm_eps": 0.1}),
     "glm4 moe": ("Glm4MoeForCausalLM", {}),
     "glm4 moe without norms": (
         "Glm4MoeForCausalLM",
