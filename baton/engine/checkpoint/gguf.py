@@ -126,6 +126,8 @@ def config_values(file: GgufFile) -> dict[str, Any]:
         return file.metadata.get(f"{prefix}.{end}")
 
     found = {key: value(end) for key, end in _KEYS.items() if value(end) is not None}
+    if found.get("sliding_window") == 0:  # so the converter says that there is none
+        found["sliding_window"] = None
     if "head_dim" not in found and value("rope.dimension_count") and prefix != "phi3":
         found["head_dim"] = value("rope.dimension_count")
     for key in list(_KEYS.values())[:5]:
