@@ -315,6 +315,10 @@ REFUSED_FORMATS: list[Any] = [
             ["rope_scaling.short_factor", "8 numbers"],
         ),
         ({**PHI, "partial_rotary_factor": 0.2}, ["partial_rotary_factor", "0.2"]),
+        (
+            {"architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 16, "rotary_dim": 18},
+            ["rotary_dim is 18", "from 1 to 16"],
+        ),
         ({**GEMMA, "final_logit_softcapping": -1}, ["final_logit_softcapping", "-1"]),
         ({**GEMMA, "hidden_activation": "gelu"}, ["hidden_activation", "'gelu'"]),
         ({**GPT_OSS, "swiglu_limit": 5}, ["swiglu_limit", "5", "7.0"]),
