@@ -421,7 +421,7 @@ def text_tensors(path: Path, config: ModelConfig) -> tuple[dict[str, StoredTenso
     text, others = stored_tensors(path, config.tie_embeddings), list[StoredTensor]()
     if config.wrapper:
         others = [tensor for name, tensor in text.items() if _NOT_TEXT.match(name)]
-        text = {_text_name(name): one for name, one in text.items() if not _NOT_TEXT.match(name)}
+        text = {text_name(name): one for name, one in text.items() if not _NOT_TEXT.match(name)}
     if (quantization := config.quantization) is not None:
         text = {quantization.canonical(name): one for name, one in text.items()}
     if config.arch.delta_rule:
@@ -438,7 +438,7 @@ def text_tensors(path: Path, config: ModelConfig) -> tuple[dict[str, StoredTenso
     return text, len(others), sum(tensor.num_bytes for tensor in others)
 
 
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
     """The name in a text model of `model.language_model.…`, `language_model.model.…` and others."""
     rest = _TEXT_PREFIX.sub("", name, count=1)
     return rest if rest in (name, LM_HEAD) else f"model.{rest}"
