@@ -52,7 +52,7 @@ def parse_inputs(
     base = inference_pb2.GenerateRequest(
         model=body.model or "",
         sampling=common_pb2.SamplingParams(max_tokens=0),
-        truncate_prompt_tokens=body.truncate_prompt_tokens or 0,
+        truncate_prompt_tokens=openai.truncation_of(body.truncate_prompt_tokens),
         cache_salt=body.cache_salt or "",
         priority=priority_of(body.priority),
         session=body.user or "",
