@@ -107,15 +107,14 @@ async def _tokens_of(
     form = request.WhichOneof("input")
     if form == "token_ids":
         return list(request.token_ids.ids)
+    asked = inference_pb2.TokenizeRequest(model=request.model)
+    if form == "chat":
+        asked.chat.CopyFrom(request.chat)
     else:
-        asked = inference_pb2.TokenizeRequest(model=request.model)
-        if form == "chat":
-            asked.chat.CopyFrom(request.chat)
-        else:
-            asked.text = request.text
-        if request.HasField("add_special_tokens"):
-            asked.add_special_tokens = request.add_special_tokens
-        return list((await call.service.tokenize(asked, call.caller, target)).token_ids)
+        asked.text = request.text
+    if request.HasField("add_special_tokens"):
+        asked.add_special_tokens = request.add_special_tokens
+    return list((await call.service.tokenize(asked, call.caller, target)).token_ids)
 
 
 async def count_chat(parsed: ParsedRequest, call: Call) -> int:

@@ -14,6 +14,7 @@ import ipaddress
 import logging
 import re
 import resource
+import secrets
 import socket
 import struct
 import termios
@@ -104,6 +105,7 @@ class HttpExchange:
         """
         self.method = method
         self.path = path
+        self.request_id = secrets.token_hex(8)  # the server's own, from the beginning
         self.query = query  # behind the path's question mark, encoded
         self.keep_alive = keep_alive
         self.started = False  # to be answered
@@ -273,7 +275,7 @@ class HttpExchange:
 
 
 Answer = Callable[[HttpExchange], Coroutine[Any, Any, None]]
-FailureAt = Callable[[str, Exception], Failure]  # formats an error for a path
+FailureAt = Callable[[HttpExchange, Exception], Failure]  # formats an error as the answer
 
 
 _inherited: dict[int, socket.socket] = {}  # listening, by their ports
@@ -325,7 +327,7 @@ async def serving(
     allowed_hosts: Collection[str] = (),
     *,
     plain: bool = False,
-    failure_at: FailureAt = lambda path, error: failure_of(error),
+    failure_at: FailureAt = lambda exchange, error: failure_of(error),
 ) -> AsyncIterator[Port]:
     """Has every request answered while inside; at the end what is being answered may finish.
 
@@ -649,7 +651,7 @@ class Connection(asyncio.Protocol):
                 log.exception("%s %s: the answer broke off", exchange.method, exchange.path)
                 self._hang_up()
             else:
-                failure = self._port.failure_at(exchange.path, as_exception(error))
+                failure = self._port.failure_at(exchange, as_exception(error))
                 exchange.answer(failure.status, failure.body, failure.headers)
             without_frames(error)
 

@@ -36,11 +36,11 @@ from router.admission.tenants import AdmissionLease, ReservedChoices, Tenant, Te
 from router.admission.validation import (
     check_fields,
     check_length,
-    num_kept,
     check_prompt,
     check_prompt_logprobs,
     check_resumed,
     fit_max_tokens,
+    num_kept,
     smallest_limit,
 )
 from router.request import OutputFormat, TokenizedRequest

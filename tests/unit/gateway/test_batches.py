@@ -152,6 +152,7 @@ async def test_each_line_is_answered_as_a_request_of_its_own(gateway, priorities
         assert body["id"] == f"cmpl-{each['response']['request_id']}"
     (bad,) = refused
     assert (bad["custom_id"], bad["response"]["status_code"]) == ("r1", 400)
+    assert bad["response"]["request_id"]
     assert bad["response"]["body"]["error"]["param"] == "max_tokens"
     assert priorities == [common_pb2.PRIORITY_LOW] * 2
     await eventually(
@@ -211,6 +212,21 @@ async def test_a_line_that_is_refused_waits_for_room(gateway, monkeypatch):
     monkeypatch.setattr(gateway.service, "generate", refused)
     batch = await finished(gateway, await create(gateway, [line(0), line(1)]))
     assert batch["request_counts"]["completed"] == 2 and not errors
+
+
+async def test_a_line_that_nothing_has_begun_is_not_given_up(gateway, monkeypatch):
+    """However often no worker is there for it."""
+    left = [Unavailable("no worker is ready")] * 2 * batch_runner._MAX_FAILURES
+    generate = gateway.service.generate
+
+    async def unserved(*args, **more):
+        if left:
+            raise left.pop()
+        await generate(*args, **more)
+
+    monkeypatch.setattr(gateway.service, "generate", unserved)
+    batch = await finished(gateway, await create(gateway, [line(0)]))
+    assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
 
 
 async def test_a_line_that_fails_again_and_again_is_given_up(gateway):

@@ -232,11 +232,11 @@ async def test_workers_that_refuse_an_adapter_say_whose_fault_it_is(
         def __init__(self, name):
             self.name = name
 
-        async def LoadAdapter(self, request, timeout):  # noqa: N802
+        async def LoadAdapter(self, request, timeout):
             if self.name in refusals:
                 raise refusals[self.name]
 
-        UnloadAdapter = LoadAdapter  # noqa: N815
+        UnloadAdapter = LoadAdapter
 
     @contextlib.asynccontextmanager
     async def channel(address, role):

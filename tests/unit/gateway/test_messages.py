@@ -387,7 +387,8 @@ async def test_refusals_are_in_anthropics_format(gateway_of, client_of, tmp_path
         headers = {"x-api-key": key, "host": settings.pop("host", "localhost")}
         answer = await gateway.client.post(path, json=body, headers=headers)
         details = answer.json()
-        assert set(details) == {"type", "error"} and details["type"] == "error"
+        assert set(details) == {"type", "error", "request_id"} and details["type"] == "error"
+        assert answer.headers.get("request-id", details["request_id"]) == details["request_id"]
         return answer.status_code, details["error"]["type"]
 
     assert await refused("wrong") == (401, "authentication_error")
@@ -399,6 +400,11 @@ async def test_refusals_are_in_anthropics_format(gateway_of, client_of, tmp_path
         with pytest.raises(anthropic.BadRequestError, match="anthropic-version"):
             old = {"anthropic-version": "2023-01-01"}
             await client.messages.create(**ASKED, extra_headers=old)
+        with pytest.raises(anthropic.NotFoundError) as unknown:
+            given = {"x-request-id": "mine"}
+            await client.messages.create(**{**ASKED, "model": "no"}, extra_headers=given)
+        assert unknown.value.response.headers["x-request-id"] == "mine"
+        assert unknown.value.request_id == unknown.value.body["request_id"]
         await client.messages.create(**{**ASKED, "max_tokens": 2})
         await client.messages.count_tokens(model="tiny", messages=[USER])
         with pytest.raises(anthropic.RateLimitError) as limited:

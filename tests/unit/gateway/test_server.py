@@ -99,7 +99,7 @@ async def test_web_pages_of_given_origins_may_call(gateway_of, given, allowed):
         assert answer.headers.get("access-control-allow-origin") == allowed
         exposed = answer.headers.get("access-control-expose-headers", "")
         assert ("x-request-id" in exposed) is bool(allowed)
-        assert ("x-request-id" in answer.headers) is (answer.status_code == 200)
+        assert re.fullmatch("[0-9a-f]{16}", answer.headers["x-request-id"])
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,28 @@ async def test_tenants_do_not_decide_on_traces_unless_they_are_trusted(
         assert (response.headers["x-trace-id"] == TRACE) is trusted
         assert ("traceparent" in response.headers) is trusted
     provider.shutdown()
+
+
+async def test_every_answer_has_an_id_that_events_have_too(gateway):
+    answers = [
+        await gateway.complete(model="other"),
+        await gateway.complete(max_tokens=99),
+        await gateway.complete(stop=[""]),
+        await gateway.post("/v1/embeddings", {"input": [1] * 99}),
+        await gateway.post("/v1/responses", {"input": "Hi", "model": "other"}),
+        await gateway.client.get("/v1/nothing"),
+        await gateway.client.get("/v1/models"),
+        await gateway.complete(n=2, prompt=[[1], [2]]),
+        await gateway.complete(stream=True),
+    ]
+    ids = [one.headers["x-request-id"] for one in answers]
+    assert len(set(ids)) == len(ids) and all(re.fullmatch("[0-9a-f]{16}", one) for one in ids)
+    assert {one.request_id for one in gateway.service.stats.events} == {ids[1], ids[3]}
+    assert answers[-2].json()["id"] == f"cmpl-{ids[-2]}" and f"cmpl-{ids[-1]}" in answers[-1].text
+    handoffs = [
+        one.sequence.handoff_id for worker in gateway.cluster.prefills for one in worker.requests
+    ]
+    assert len(handoffs) == len(set(handoffs)) == 5, "a choice has an id of its own"
 
 
 async def test_a_request_has_the_id_that_its_caller_gave_it(gateway, caplog):

@@ -191,7 +191,7 @@ async def test_a_prompt_without_output_may_fill_the_context(admission, wanted):
     for given in ({"ids": [1] * 32}, {"text": "x" * 32}):
         assert len((await admit(admission, sampling=sampling, **given)).prompt) == 32
     for given in ({"ids": [1] * 33}, {"text": "x" * 33}):
-        with pytest.raises(InvalidRequest, match="33 tokens and the context holds 32$"):
+        with pytest.raises(InvalidRequest, match=r"33 tokens and the context holds 32$"):
             await admit(admission, sampling=sampling, **given)
     kept = await admit(admission, ids=[1] * 40, sampling=sampling, truncate_prompt_tokens=32)
     assert len(kept.prompt) == 32

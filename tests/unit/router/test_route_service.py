@@ -85,14 +85,14 @@ async def test_what_cannot_be_served_is_refused(world, fields, why):
 
 async def test_a_route_that_leads_back_to_itself_is_refused_with_its_circle(world):
     await put(world, "x", [target("code")])
-    with pytest.raises(InvalidRequest, match="circle: 'code' -> 'x' -> 'code'$"):
+    with pytest.raises(InvalidRequest, match=r"circle: 'code' -> 'x' -> 'code'$"):
         await put(world, "code", [target("x")])
     await put(world, "y", [target("chat", "v1", 9), target("x", weight=0)])
-    with pytest.raises(InvalidRequest, match="circle: 'x' -> 'y' -> 'x'$"):
+    with pytest.raises(InvalidRequest, match=r"circle: 'x' -> 'y' -> 'x'$"):
         await put(world, "x", [target("code"), target("y")])
-    with pytest.raises(InvalidRequest, match="circle: 'code' -> 'y' -> 'x' -> 'code'$"):
+    with pytest.raises(InvalidRequest, match=r"circle: 'code' -> 'y' -> 'x' -> 'code'$"):
         await put(world, "code", [target("y")])
-    with pytest.raises(InvalidRequest, match="circle: 'code' -> 'coder' -> 'code'$"):
+    with pytest.raises(InvalidRequest, match=r"circle: 'code' -> 'coder' -> 'code'$"):
         await put(world, "code", [target("coder")])  # an alias
     await put(world, "y", [target("chat", "v1")])
     await put(world, "x", [target("code"), target("y")])  # y leads there no more
@@ -102,7 +102,7 @@ async def test_a_route_that_leads_back_to_itself_is_refused_with_its_circle(worl
 async def test_what_a_canary_would_go_back_to_counts_for_circles(world):
     await put(world, targets=[target("code")])
     await put(world, steps=[100.0])
-    with pytest.raises(InvalidRequest, match="circle: 'code' -> 'chat' -> 'code'$"):
+    with pytest.raises(InvalidRequest, match=r"circle: 'code' -> 'chat' -> 'code'$"):
         await put(world, "code", [target("chat")])
     promoted = advanced(world.table.routes["chat"], Decision(PROMOTED, "no worse"))
     await world.table.write("chat", promoted)
