@@ -327,6 +327,28 @@ async def test_what_is_not_a_body_is_limited(gateway, monkeypatch):
         assert len(parsed) <= http_server.MAX_HEADERS + 1, name
 
 
+@pytest.mark.parametrize("place", ["header", "headers", "url", "trailer"])
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_what_comes_at_once_is_limited_as_what_comes_in_parts(gateway, place, pipelined):
+    """The whole is less than a read takes, so that the parser has it before it is counted."""
+
+    def request(size):
+        return {
+            "header": GET + b"x: " + b"a" * size + b"\r\n\r\n",
+            "headers": GET + (b"x: " + b"a" * (size // 4) + b"\r\n") * 4 + b"\r\n",
+            "url": GET.replace(b"/health", b"/health?" + b"a" * size) + b"\r\n",
+            "trailer": CHUNKED + b"0\r\nx: " + b"a" * size + b"\r\n\r\n",
+        }[place]
+
+    first = GET + b"\r\n" if pipelined else b""
+    for size, refused in ((http_server.MAX_HEADER_BYTES - 500, False), (80_000, True)):
+        heard = await said(gateway, first + request(size) + GET + b"connection: close\r\n\r\n")
+        answered = heard.count(b"HTTP/1.1 ") - heard.count(b"HTTP/1.1 431 ")
+        assert (answered < 2 + pipelined) is refused
+        if refused and place == "header" and not pipelined:  # none is sent behind an answer
+            assert heard.startswith(b"HTTP/1.1 431 ")
+
+
 async def test_a_large_body_in_chunks_is_within_the_limits(gateway):
     chunks = b"200\r\n" + b" " * 512 + b"\r\n"
     first = CHUNKED.replace(b"\r\n", b"\r\nconnection: close\r\n", 1).replace(b"{}", b"  ")
