@@ -493,7 +493,7 @@ def decode(kind: type[T], body: bytes) -> T:
                 raise InvalidRequest(f"{name} is not supported: leave it out", name)
         return request
     except msgspec.ValidationError as error:
-        raise _invalid(error) from error
+        raise invalid(error) from error
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -534,7 +534,7 @@ def prompts_of(
     try:
         prompt = msgspec.json.decode(text, type=kinds[kind])
     except msgspec.ValidationError as error:
-        raise _invalid(error, field) from error
+        raise invalid(error, field) from error
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"{field} is not UTF-8: {error}", field) from error
     return prompt if start[1] and start[2] else [prompt]
@@ -560,7 +560,7 @@ _SUPPORTED = {
 }
 
 
-def _invalid(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
+def invalid(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
     """Translates msgspec's error, as "Expected `int`, got `str` - at `$.prompt[0]`"."""
     found = _ERROR.fullmatch(str(error))
     assert found is not None

@@ -346,7 +346,10 @@ async def test_files_can_be_listed_read_and_deleted(gateway, caplog):
     assert await listed(after=sent[2], limit=1) == (sent[1:2], True)
     assert await listed(purpose="batch_output") == ([], False)
     for wrong in ({"limit": "0"}, {"limit": "x"}, {"order": "up"}):
-        assert (await gateway.client.get("/v1/files", params=wrong)).status_code == 400
+        answer = await gateway.client.get("/v1/files", params=wrong)
+        error = answer.json()["error"]
+        assert (answer.status_code, [error["param"]]) == (400, [*wrong])
+        assert error["message"].startswith(f"{error['param']}: ") and "$" not in error["message"]
     path = f"/v1/files/{files[0]['id']}"
     assert (await gateway.client.get(path)).json() == files[0]
     assert (await gateway.client.get(f"{path}/content")).content == b"0\n"
