@@ -79,7 +79,11 @@ class ContextOverflow(InvalidRequest):
 
 
 class ModelNotFound(BatonError):
-    """The cluster does not serve the requested model."""
+    """The cluster does not serve the requested model. `field` names it in the request."""
+
+    def __init__(self, message: str, field: str = "model") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class Unauthenticated(BatonError):

@@ -74,16 +74,23 @@ async def _on_all(
 
 
 async def _on_one(worker: WorkerView, timeout_s: float, call: _Call) -> fleet_pb2.AdapterResult:
-    record, error = worker.record, ""
+    name = worker.record.incarnation
     try:
         async with (
             asyncio.timeout(timeout_s),
-            rpc.channel(record.address, role="worker") as channel,
+            rpc.channel(worker.record.address, role="worker") as channel,
         ):
             with rpc.translated():
                 await call(worker_pb2_grpc.WorkerServiceStub(channel), timeout_s)
-    except (TimeoutError, DeadlineExceeded):
-        error = f"no answer within {timeout_s:.3g} s"
-    except BatonError as failure:
-        error = str(failure)
-    return fleet_pb2.AdapterResult(worker=record.incarnation, error=error)
+    except TimeoutError:  # DeadlineExceeded, too
+        late = DeadlineExceeded(f"no answer within {timeout_s:.3g} s")
+        return _refused(name, late)
+    except BatonError as error:
+        return _refused(name, error)
+    return fleet_pb2.AdapterResult(worker=name)
+
+
+def _refused(worker: str, error: BatonError) -> fleet_pb2.AdapterResult:
+    code: int = rpc.code_of(error).value[0]
+    field = error.field if isinstance(error, InvalidRequest) else ""
+    return fleet_pb2.AdapterResult(worker=worker, error=str(error), code=code, field=field)

@@ -71,6 +71,7 @@ class Caller:
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     time_left_s: float | None = None  # None: no deadline of its own
     tenant: str = ""  # name, for callers within this process, which have no key
+    own_id: str = ""  # the router's id of the request, if it has one; else it gets one
     resumes: bool = False  # whether it can resume an interrupted stream at another router
 
     @property
@@ -220,6 +221,7 @@ class GenerationService:
             contextlib.ExitStack() as stack,
         ):
             record.set_span(span, operation)
+            record.request_id = caller.own_id or secrets.token_hex(8)
             record.in_batch, record.asked_model = bool(caller.tenant), request.model
             if callers_id := caller.request_id:
                 record.callers_id = callers_id
@@ -367,7 +369,7 @@ class GenerationService:
             request,
             caller.time_left_s,
             snapshot.max_context,
-            secrets.token_hex(8),
+            record.request_id,
             tenant,
             choices,
             number,

@@ -24,7 +24,7 @@ from baton.config import ModelSource, full_name, shown_name
 from baton.errors import ConfigError, ModelNotFound, Unavailable, quoted
 from baton.registry import Membership
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
-from baton.v1.route_pb2 import ModelRoute, RouteTarget
+from baton.v1.route_pb2 import CANARY_STATE_RUNNING, ModelRoute, RouteTarget
 from router.admission.admission import Admission
 from router.dispatch.dispatch import Dispatch
 from router.fleet.circuit_breaker import Key
@@ -299,6 +299,29 @@ class Models:
             for adapter in version.fleet.adapters():
                 found.setdefault(adapter, str(version))
         return list(found.items())
+
+    def way(self, name: str, end: str) -> list[str]:
+        """The names that lead by routes and aliases from `name` to `end`; empty if none do.
+
+        All targets are followed, also those without requests and those to which a running canary
+        may go back.
+        """
+        routes, ways = self.routes(), {name: [name]}
+        waiting = [name]
+        while waiting and end not in ways:
+            now = waiting.pop()
+            for other in self._leads_to(now, routes):
+                if other not in ways:
+                    ways[other] = [*ways[now], other]
+                    waiting.append(other)
+        return ways.get(end, [])
+
+    def _leads_to(self, name: str, routes: Mapping[str, ModelRoute]) -> list[str]:
+        if (route := routes.get(name)) is not None:
+            running = route.canary.state == CANARY_STATE_RUNNING
+            targets = [*route.targets, *(route.canary.before if running else ())]
+            return [one.model for one in targets if not one.HasField("version")]
+        return [self._aliases[name]] if name in self._aliases and name not in self.names else []
 
     def _root(self, name: str, routes: Mapping[str, ModelRoute]) -> str:
         if name in routes:

@@ -133,6 +133,9 @@ class RouteServicer(route_pb2_grpc.RouteServiceServicer):
         if given.model not in dict(self._models.listed()) or given.model == route:
             text = f"{quoted(given.model)} is neither a version of {route} nor a model"
             raise self._unknown(text, route)
+        if way := self._models.way(given.model, route):
+            circle = " -> ".join(map(quoted, (route, *way)))
+            raise InvalidRequest(f"the route would be a circle: {circle}", "route.targets")
         return given
 
     def _unknown(self, why: str, model: str) -> InvalidRequest:

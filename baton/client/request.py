@@ -54,7 +54,8 @@ class Options(TypedDict, total=False):
     bad_words: Sequence[str] | None  # none; texts that the output must not contain
     suffix: str | None  # none; text after the output, for fill-in-the-middle models
     add_special_tokens: bool | None  # True for text, False for a chat
-    truncate_prompt_tokens: int | None  # no; number of tokens to keep at the end of the prompt
+    # no; number of tokens to keep at the end of the prompt; FILL_CONTEXT: as many as fit
+    truncate_prompt_tokens: int | None
     show_special_tokens: bool | None  # False; True: special tokens of the output are text
     ignore_eos: bool | None  # False
     logprobs: int | None  # off; number of alternatives

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 from msgspec import Struct
 
-from baton.errors import DeadlineExceeded, Unavailable
+from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Unavailable
 from baton.gateway import openai
 from baton.gateway.endpoint import Call, Endpoint
 from baton.gateway.openapi import ERRORS, Operation, Routes
+from baton.net import rpc
 from baton.v1 import fleet_pb2
 from router import adapters
+
+# Fields of bodies by those of the workers' and the router's errors.
+_FIELDS = {"name": "lora_name", "directory": "lora_path", "model": "base_model_name"}
 
 
 class LoadLoraAdapter(Struct, kw_only=True):
@@ -45,25 +50,41 @@ async def _load(body: LoadLoraAdapter, call: Call) -> None:
     request = fleet_pb2.LoadFleetAdapterRequest(
         name=body.lora_name, directory=body.lora_path, model=body.base_model_name or ""
     )
-    began = time.monotonic()
-    results = await adapters.load(call.service.models, request, call.caller.time_left_s)
-    _answer(call, began, "load", results)
+    with _fields_of_body():
+        results = await adapters.load(call.service.models, request, call.caller.time_left_s)
+        _answer(call, "load", results)
 
 
 async def _unload(body: UnloadLoraAdapter, call: Call) -> None:
     call.service.check_operator(call.caller)
     request = fleet_pb2.UnloadFleetAdapterRequest(name=body.lora_name)
-    began = time.monotonic()
-    results = await adapters.unload(call.service.models, request, call.caller.time_left_s)
-    _answer(call, began, "unload", results)
+    with _fields_of_body(model="lora_name"):
+        results = await adapters.unload(call.service.models, request, call.caller.time_left_s)
+        _answer(call, "unload", results)
 
 
-def _answer(call: Call, began: float, change: str, results: list[fleet_pb2.AdapterResult]) -> None:
-    if failed := [f"{one.worker}: {one.error}" for one in results if one.error]:
-        text = f"not all workers did {change} the adapter: {'; '.join(failed)}"
-        limit_s = call.caller.time_left_s
-        is_late = limit_s is not None and time.monotonic() - began >= limit_s
-        raise DeadlineExceeded(text) if is_late else Unavailable(text)
+@contextmanager
+def _fields_of_body(model: str = "base_model_name") -> Iterator[None]:
+    """Names the fields of errors as the body does; `model`: that of a model not found."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise error.renamed(_FIELDS.get(error.field, error.field)) from error
+    except ModelNotFound as error:
+        raise ModelNotFound(str(error), model) from error
+
+
+def _answer(call: Call, change: str, results: list[fleet_pb2.AdapterResult]) -> None:
+    """Raises the error of a worker if one refused: one that will recur before one that may not."""
+    if failed := [one for one in results if one.error]:
+        reasons = "; ".join(f"{one.worker}: {one.error}" for one in failed)
+        text = f"not all workers did {change} the adapter: {reasons}"
+        kinds = {rpc.error_class(one.code): one.field for one in failed}
+        if InvalidRequest in kinds:
+            raise InvalidRequest(text, kinds[InvalidRequest])
+        if ModelNotFound in kinds:
+            raise ModelNotFound(text)
+        raise DeadlineExceeded(text) if DeadlineExceeded in kinds else Unavailable(text)
     workers = {one.worker: one.error for one in results}
     call.answer(AdapterChanged("adapter", workers))
 

@@ -27,7 +27,7 @@ from baton.errors import Unauthenticated
 from baton.gateway.batch_runner import SECRET_HEADER, TENANT_HEADER, RunnerReport, RunnerSettings
 from baton.gateway.batch_store import lock_file, try_lock
 from baton.gateway.endpoint import MAX_BODY_BYTES, Endpoint
-from baton.gateway.headers import caller_of
+from baton.gateway.headers import caller_of, id_headers
 from baton.net import http_server, tasks
 from baton.net.backoff import Backoff
 from baton.net.http_server import HttpExchange
@@ -61,6 +61,7 @@ async def running(
         if not hmac.compare_digest(given, secret.encode()):
             raise Unauthenticated("this port is for the router's own batch runner")
         tenant = unquote(exchange.headers[TENANT_HEADER.encode()].decode())
+        exchange.answer_headers = id_headers(exchange)
         caller = replace(caller_of(exchange), tenant=tenant)
         await endpoints[exchange.path](service, exchange, caller)
 

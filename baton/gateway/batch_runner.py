@@ -43,6 +43,7 @@ from baton.gateway.batch_store import (
 log = logging.getLogger(__name__)
 
 SECRET_HEADER, TENANT_HEADER = "x-baton-batch-secret", "x-baton-batch-tenant"
+ADMITTED_HEADER = "x-baton-admitted"  # of an answer whose request had entered
 _SCAN_S = 0.5  # between two scans of the database
 _RETRY_S = 1.0  # before a refused line is sent again, at least
 _MAX_RETRY_S = 60.0
@@ -104,6 +105,7 @@ class LineAnswer(Struct):
     status: int = 503
     body: bytes = b""
     request_id: str = ""
+    was_admitted: bool = False
     retry_after_s: float = 0.0
 
 
@@ -204,7 +206,8 @@ class BatchRunner:
             return LineAnswer(
                 int(status.split()[1]),
                 await reader.readexactly(int(headers["content-length"])),
-                headers["x-request-id"] or "",
+                headers["x-request-id"],
+                ADMITTED_HEADER in headers,
                 float(headers["retry-after"] or 0),
             )
         finally:
@@ -278,7 +281,7 @@ class _Job:
             left_s = min(self.batch.expires_at - time.time() + _GRACE_S, _LINE_S)
             async with runner.slots:
                 answer = await runner.post(self.tenant, line, left_s)
-            failures += bool(answer.request_id) and answer.status in _FAILURES
+            failures += answer.was_admitted and answer.status in _FAILURES
             if answer.status not in _REFUSALS + _FAILURES or failures >= _MAX_FAILURES:
                 break
             wait_s = max(_RETRY_S, answer.retry_after_s) * (1 + failures)

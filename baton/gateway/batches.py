@@ -179,12 +179,12 @@ def _batches(store: BatchStore, tenant: str, exchange: HttpExchange) -> Batches:
 
 
 def query_of(kind: type[Query], exchange: HttpExchange) -> Query:
-    """Decodes the query of a path. Raises InvalidRequest."""
+    """Decodes the query of a path. Raises InvalidRequest naming the parameter."""
     given = dict(parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True))
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error), str(error).rpartition("$.")[2].rstrip("`")) from error
+        raise openai.invalid(error) from error
 
 
 def _answering(find: Callable[[BatchStore, str, HttpExchange], Any]) -> Handler:

@@ -10,10 +10,12 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from baton.errors import InvalidRequest, quoted
-from baton.gateway.headers import caller_of, limit_headers, with_request_id
+from baton.gateway.batch_runner import ADMITTED_HEADER
+from baton.gateway.headers import caller_of, id_headers, limit_headers, with_request_id
 from baton.net.http_errors import HttpError
 from baton.net.http_server import HttpExchange
 from baton.net.rpc import MAX_MESSAGE_BYTES, max_request_bytes
+from baton.v1 import inference_pb2
 from router.generation_service import Caller, GenerationService
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
@@ -38,6 +40,11 @@ class Call:
     def limit_headers(self) -> dict[bytes, bytes]:
         """Response headers with what is left of the tenant's rate limits."""
         return limit_headers(self.service.tenant_of(self.caller), self.exchange.path)
+
+    def started_headers(self, started: inference_pb2.Started) -> dict[bytes, bytes]:
+        """Response headers once the request, or its first choice, was admitted."""
+        admitted = {ADMITTED_HEADER.encode(): b"1"} if self.caller.tenant else {}
+        return id_headers(self.exchange, started.trace_id) | admitted
 
     def answer(self, body: Any) -> None:
         """Answers with `body` in JSON."""

@@ -10,6 +10,7 @@ from msgspec import Struct
 from baton.errors import ContextOverflow, InvalidRequest, Overloaded
 from baton.gateway import answers
 from baton.net.http_errors import Failure, failure_of
+from baton.net.http_server import HttpExchange
 from router.request import LimitReached
 
 MESSAGES_PATH = "/v1/messages"
@@ -49,12 +50,13 @@ class MessageError(Struct, tag="error"):
     """The body of an error, and the data of an `error` event."""
 
     error: MessageErrorDetails
+    request_id: str
 
 
-def failure_at(path: str, error: Exception) -> Failure:
-    """Status, headers and body for `error` at `path`; an unexpected one is logged."""
+def failure_at(exchange: HttpExchange, error: Exception) -> Failure:
+    """Status, headers and body for `error` at the path; an unexpected one is logged."""
     failure = failure_of(error)
-    if not path.startswith(MESSAGES_PATH):
+    if not exchange.path.startswith(MESSAGES_PATH):
         return failure
     status = failure.status
     if isinstance(error, Overloaded) and not isinstance(error, LimitReached):
@@ -65,5 +67,5 @@ def failure_at(path: str, error: Exception) -> Failure:
         text = f"prompt is too long: {error}"  # agents look for these words, and compact
     elif isinstance(error, InvalidRequest) and error.field and error.field not in text:
         text = f"{error.field}: {text}"
-    body = msgspec.json.encode(MessageError(MessageErrorDetails(kind, text)))
+    body = msgspec.json.encode(MessageError(MessageErrorDetails(kind, text), exchange.request_id))
     return Failure(status, failure.headers, body)

@@ -24,7 +24,7 @@ from baton.errors import BatonError, Cancelled, InvalidRequest, without_frames
 from baton.gateway import answers, openai, sse
 from baton.gateway.endpoint import Call
 from baton.gateway.errors import failure_at
-from baton.gateway.headers import id_headers, session_of
+from baton.gateway.headers import session_of
 from baton.gateway.output import ChoiceOutput, PromptOutput, usage_of
 from baton.gateway.parsed_request import ParsedRequest
 from baton.net.http_errors import Failure
@@ -122,7 +122,7 @@ class Generation(ABC):
                 raise
             if isinstance(error, BatonError):
                 log.warning("request %s failed in its stream: %s", self.started.request_id, error)
-            last = self.last_event(failure_at(self.exchange.path, error))
+            last = self.last_event(failure_at(self.exchange, error))
         finally:
             self._keeping_alive.cancel()
         if (
@@ -144,8 +144,7 @@ class Generation(ABC):
         """Called when a choice is admitted."""
         if not self.started.request_id:
             self.started = started
-            ids = id_headers(self.exchange, started.request_id, started.trace_id)
-            ids |= self.call.limit_headers()
+            ids = self.call.started_headers(started) | self.call.limit_headers()
             if dropped := self.parsed.options.dropped_tools:
                 types = [re.sub(r"[^\w.-]", "?", one) for one in dropped[:_MAX_DROPPED_SHOWN]]
                 ids[DROPPED_HEADER] = ", ".join(types).encode("ascii", "replace")
@@ -336,6 +335,8 @@ async def run_choices(
         shared[index].params = shared[0].params
         sink = _ChoiceSink(sinks[choice], entrance.release, partial(on_computed, index))
         left = replace(caller, time_left_s=deadline - loop.time())
+        if choice:
+            left = replace(left, own_id="")
         try:
             await service.generate(request, left, sink, shared[index], number, target)
         except asyncio.CancelledError as end:

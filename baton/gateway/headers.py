@@ -51,7 +51,8 @@ def caller_of(exchange: HttpExchange) -> Caller:
         metadata.append(("authorization", b"Bearer " + key))
     if (request_id := headers.get(_REQUEST_ID)) is not None:
         metadata.append((CALLERS_ID, request_id.decode("latin-1")))
-    return Caller(tuple(metadata), _time_left_s(headers.get(TIMEOUT_HEADER.encode())))
+    time_left_s = _time_left_s(headers.get(TIMEOUT_HEADER.encode()))
+    return Caller(tuple(metadata), time_left_s, own_id=exchange.request_id)
 
 
 def session_of(exchange: HttpExchange) -> str:
@@ -60,14 +61,13 @@ def session_of(exchange: HttpExchange) -> str:
     return next((name for name in found if name and len(name) <= MAX_SESSION_CHARS), "")
 
 
-def id_headers(
-    exchange: HttpExchange, request_id: str = "", trace_id: str = ""
-) -> dict[bytes, bytes]:
+def id_headers(exchange: HttpExchange, trace_id: str = "") -> dict[bytes, bytes]:
     """Response headers with the ids of the request and its trace; a caller's own id is kept."""
-    headers = {}
     given = exchange.headers.get(_REQUEST_ID, b"").decode("latin-1")
-    if request_id := given if is_callers_id(given) else request_id:
-        headers[_REQUEST_ID] = request_id.encode()
+    request_id = given if is_callers_id(given) else exchange.request_id
+    headers = {_REQUEST_ID: request_id.encode()}
+    if exchange.path.startswith(MESSAGES_PATH):
+        headers[b"request-id"] = exchange.request_id.encode()
     if b"traceparent" in exchange.headers:
         parent = propagation.extract(caller_of(exchange).metadata)
         if found := tracing.trace_id_in(parent):

@@ -33,7 +33,6 @@ from baton.v1 import common_pb2, inference_pb2
 
 VERSION_HEADER = b"anthropic-version"
 FIRST_VERSION = b"2023-06-01"  # with these events; clients of later ones understand the answers
-REQUEST_ID_HEADER = b"request-id"  # Anthropic's clients read it
 _PING = sse.event("ping", b'{"type":"ping"}')
 _encode = msgspec.json.Encoder().encode
 StopReason = Literal[
@@ -176,11 +175,6 @@ class MessageGeneration(Generation):
 
     def release(self) -> None:
         del self._output
-
-    def on_start(self, started: inference_pb2.Started) -> None:
-        super().on_start(started)
-        request_id = {REQUEST_ID_HEADER: started.request_id.encode()}
-        self.exchange.answer_headers |= request_id
 
     def _emit(self, kind: str, **members: Any) -> None:
         self.send(self._begin() + self._event(kind, **members))

@@ -16,6 +16,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from baton.errors import InvalidRequest
 from baton.generation.sampling_params import (
+    FILL_CONTEXT,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_CACHE_SALT_CHARS,
@@ -42,6 +43,7 @@ CallersId = Annotated[str, Meta(pattern=CALLERS_ID_PATTERN)]
 Count = Annotated[int, Meta(ge=0, le=_UINT32)]
 TokenIds = Annotated[list[Count], Meta(min_length=1)]
 Positive = Annotated[int, Meta(ge=1, le=_UINT32)]
+Truncation = Annotated[int, Meta(ge=-1, le=_UINT32)]
 Choices = Annotated[int, Meta(ge=1, le=MAX_N)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 ToolType = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -149,7 +151,7 @@ class GenerateOptions(Struct, kw_only=True):
     prompt_logprobs: TopLogprobs | None = None
     allowed_token_ids: Annotated[TokenIds, Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[StopText], Meta(max_length=MAX_BAD_WORDS)] | None = None
-    truncate_prompt_tokens: Positive | None = None
+    truncate_prompt_tokens: Truncation | None = None
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
     n: Choices | None = None
@@ -430,7 +432,7 @@ class PoolingOptions(Struct, kw_only=True):
     }
 
     model: ModelName | None = None
-    truncate_prompt_tokens: Positive | None = None
+    truncate_prompt_tokens: Truncation | None = None
     add_special_tokens: bool | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
@@ -491,11 +493,16 @@ def decode(kind: type[T], body: bytes) -> T:
                 raise InvalidRequest(f"{name} is not supported: leave it out", name)
         return request
     except msgspec.ValidationError as error:
-        raise _invalid(error) from error
+        raise invalid(error) from error
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not JSON in UTF-8: {error}") from error
+
+
+def truncation_of(given: int | None) -> int:
+    """What the message has for a body's truncate_prompt_tokens: for -1 FILL_CONTEXT, 0 for None."""
+    return FILL_CONTEXT if given == -1 else given or 0
 
 
 def unsupported_in(kind: Any) -> Unsupported:
@@ -527,7 +534,7 @@ def prompts_of(
     try:
         prompt = msgspec.json.decode(text, type=kinds[kind])
     except msgspec.ValidationError as error:
-        raise _invalid(error, field) from error
+        raise invalid(error, field) from error
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"{field} is not UTF-8: {error}", field) from error
     return prompt if start[1] and start[2] else [prompt]
@@ -553,7 +560,7 @@ _SUPPORTED = {
 }
 
 
-def _invalid(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
+def invalid(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
     """Translates msgspec's error, as "Expected `int`, got `str` - at `$.prompt[0]`"."""
     found = _ERROR.fullmatch(str(error))
     assert found is not None

@@ -64,7 +64,7 @@ _DESCRIPTIONS = {
     "safety_identifier": "As user, which takes precedence.",
     "add_special_tokens": "Add the tokenizer's special tokens; default: to text, not to messages.",
     "skip_special_tokens": "False: show special tokens in the text.",
-    "truncate_prompt_tokens": "Keep only this number of tokens at the end of the prompt.",
+    "truncate_prompt_tokens": "Keep this number of tokens at the prompt's end; -1: what fits.",
     "allowed_token_ids": "Sample these tokens only.",
     "bad_words": "Texts that the output must not contain.",
     "suffix": "Text after the output, for fill-in-the-middle models.",

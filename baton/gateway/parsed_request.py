@@ -114,7 +114,7 @@ def base_request(
             _TIERS.get(body.service_tier) if body.priority is None else body.priority
         ),
         ttft_target_ms=body.ttft_target_ms or 0,
-        truncate_prompt_tokens=body.truncate_prompt_tokens or 0,
+        truncate_prompt_tokens=openai.truncation_of(body.truncate_prompt_tokens),
         show_special_tokens=body.skip_special_tokens is False,
         bad_words=body.bad_words,
         stream_interval=0 if body.stream else WHOLE_INTERVAL,

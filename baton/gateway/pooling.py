@@ -9,9 +9,7 @@ from baton.errors import InvalidRequest
 from baton.gateway import answers, openai
 from baton.gateway.endpoint import Call
 from baton.gateway.generation import run_choices
-from baton.gateway.headers import id_headers
 from baton.gateway.parsed_request import ParsedRequest, priority_of
-from baton.net.http_server import HttpExchange
 from baton.v1 import common_pb2, inference_pb2
 from router.output.sink import Piece
 
@@ -52,7 +50,7 @@ def parse_inputs(
     base = inference_pb2.GenerateRequest(
         model=body.model or "",
         sampling=common_pb2.SamplingParams(max_tokens=0),
-        truncate_prompt_tokens=body.truncate_prompt_tokens or 0,
+        truncate_prompt_tokens=openai.truncation_of(body.truncate_prompt_tokens),
         cache_salt=body.cache_salt or "",
         priority=priority_of(body.priority),
         session=body.user or "",
@@ -79,7 +77,7 @@ async def run_inputs(inputs: InputRequests, call: Call) -> Answered:
     call, parsed = call.with_request_id(inputs.request_id), inputs.requests
     base, exchange = parsed.base, call.exchange
     target = call.service.resolve(base.model, base.session, call.caller)
-    sinks = [_FinishSink(exchange) for _ in range(parsed.num_prompts)]
+    sinks = [_FinishSink(call) for _ in range(parsed.num_prompts)]
     try:
         await run_choices(call.service, parsed, call.caller, sinks, target)
     except InvalidRequest as error:
@@ -97,16 +95,19 @@ async def run_inputs(inputs: InputRequests, call: Call) -> Answered:
 class _FinishSink:
     """Stores the `Finish` of a request, which has no output."""
 
-    def __init__(self, exchange: HttpExchange) -> None:
-        self._exchange = exchange
+    def __init__(self, call: Call) -> None:
+        self._call = call
         self.end = inference_pb2.Finish()
         self.request_id = ""
 
     def start(self, started: inference_pb2.Started) -> None:
         self.request_id = started.request_id
-        ids = id_headers(self._exchange, started.request_id, started.trace_id)
-        # The ids of the first input that starts are kept.
-        self._exchange.answer_headers = {**ids, **self._exchange.answer_headers}
+        exchange = self._call.exchange
+        # The trace of the first input that starts is kept.
+        exchange.answer_headers = {
+            **self._call.started_headers(started),
+            **exchange.answer_headers,
+        }
 
     def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
         pass

@@ -14,13 +14,14 @@ from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import parse_qs
 
 import msgspec
+from msgspec import Meta, Struct
 
 from baton.config import ApiConfig, RouterConfig
-from baton.errors import ModelNotFound, Unavailable, quoted
+from baton.errors import InvalidRequest, ModelNotFound, Unavailable, quoted
 from baton.gateway import (
     adapters,
     answers,
@@ -34,7 +35,7 @@ from baton.gateway import (
     responses_api,
     responses_store,
 )
-from baton.gateway.batches import BatchApi
+from baton.gateway.batches import BatchApi, query_of
 from baton.gateway.chat_completions import ChatOutput, parse_chat
 from baton.gateway.completions import CompletionOutput, parse_completion
 from baton.gateway.conversations import ConversationApi
@@ -220,24 +221,49 @@ async def _metrics(service: GenerationService, exchange: HttpExchange) -> None:
     exchange.answer(200, page, kind=(b"content-type", kind.encode()))
 
 
+class ModelsQuery(Struct):
+    """Which models to list, as Anthropic's clients ask; without parameters all."""
+
+    limit: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    after_id: str = ""
+    before_id: str = ""
+
+
 def _models(service: GenerationService, exchange: HttpExchange) -> answers.ModelList:
+    cards, query = _cards(service, exchange), query_of(ModelsQuery, exchange)
+    names, start, end = [card.id for card in cards], 0, len(cards)
+    for field in ("after_id", "before_id"):
+        if (name := getattr(query, field)) and name not in names:
+            raise InvalidRequest(f"{field}: no model {quoted(name)} is served", field)
+    if query.after_id:
+        start = names.index(query.after_id) + 1
+    if query.before_id:
+        end = names.index(query.before_id)
+    found = cards[start:end]
+    most = len(found) if query.limit is None else query.limit
+    if query.before_id and not query.after_id:  # the page that ends there
+        page = found[max(0, len(found) - most) :]
+    else:
+        page = found[:most]
+    return answers.ModelList(page, has_more=len(page) < len(found))
+
+
+def _cards(service: GenerationService, exchange: HttpExchange) -> list[answers.ModelCard]:
     models = service.list_models(caller_of(exchange))
     # Clients poll this path before their first request.
     if why_not := service.models.why_not_ready:
         raise Unavailable(why_not, _RETRY_AFTER_S)
-    return answers.ModelList(
-        [
-            answers.ModelCard(
-                model.name, model.max_context, root=model.root, parent=model.parent or None
-            )
-            for model in models
-        ]
-    )
+    return [
+        answers.ModelCard(
+            model.name, model.max_context, root=model.root, parent=model.parent or None
+        )
+        for model in models
+    ]
 
 
 def _model(service: GenerationService, exchange: HttpExchange) -> answers.ModelCard:
     name = exchange.path.removeprefix(_MODEL)
-    for model in _models(service, exchange).data:
+    for model in _cards(service, exchange):
         if model.id == name:
             return model
     raise ModelNotFound(f"this router does not serve the model {quoted(name)}")
@@ -276,13 +302,14 @@ def _get(
     summary: str = "",
     answer: type | None = None,
     *errors: str,
+    query: type | None = None,
 ) -> dict[str, Operation]:
     """An operation that answers with the result of `find`, in JSON."""
 
     async def handler(service: GenerationService, exchange: HttpExchange) -> None:
         exchange.answer(200, msgspec.json.encode(find(service, exchange)))
 
-    return _get_and_head(Operation(handler, summary, answer, errors))
+    return _get_and_head(Operation(handler, summary, answer, errors, query=query))
 
 
 def _get_and_head(route: Operation) -> dict[str, Operation]:
@@ -330,7 +357,9 @@ ROUTES: Routes = {
         Endpoint(parse_detokenize, detokenize),
         "The text of token ids.", answers.Detokenized, ERRORS, openai.DetokenizeRequest,
     )},
-    "/v1/models": _get(_models, "The served models.", answers.ModelList, "401", "503"),
+    "/v1/models": _get(
+        _models, "The served models.", answers.ModelList, "400", "401", "503", query=ModelsQuery
+    ),
     f"{_MODEL}{{model}}": _get(_model, "One model.", answers.ModelCard, "401", "404", "503"),
     "/health": _get(lambda *_: answers.Status("ok"), "Liveness of this process.", answers.Status),
     "/ready": _get(_ready, "Readiness for requests.", answers.Status, "503"),

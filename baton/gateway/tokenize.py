@@ -16,7 +16,7 @@ from baton.gateway.headers import session_of
 from baton.gateway.output import token_text
 from baton.gateway.parsed_request import ParsedRequest
 from baton.v1 import inference_pb2
-from router.admission.validation import check_prompt
+from router.admission.validation import check_prompt, num_kept
 from router.models import Target
 
 
@@ -75,12 +75,13 @@ async def render(parsed: ParsedRequest, call: Call) -> None:
             request = parsed.request(index)
             if request.suffix:
                 raise InvalidRequest("prompts with a suffix are not rendered", "suffix")
-            token_ids = await _tokens_of(request, call, target)
-            limit = target.version.max_context
+            limit, max_tokens = target.version.max_context, request.sampling.max_tokens
+            kept = num_kept(request.truncate_prompt_tokens, limit, max_tokens)
+            token_ids = (await _tokens_of(request, call, target))[-kept:]
             vocab_size = target.version.admission.tokenizer.vocab_size
-            check_prompt(token_ids, (), vocab_size, limit, 0)
+            check_prompt(token_ids, (), vocab_size, limit, 0, has_output=max_tokens > 0)
             most = limit - len(token_ids)
-            if not parsed.max_tokens_given and most < request.sampling.max_tokens:
+            if not parsed.max_tokens_given and most < max_tokens:
                 sampling = {**params, "max_tokens": max(0, most)}
             else:
                 sampling = dict(params)
@@ -102,20 +103,18 @@ async def render(parsed: ParsedRequest, call: Call) -> None:
 async def _tokens_of(
     request: inference_pb2.GenerateRequest, call: Call, target: Target
 ) -> list[int]:
-    """The tokens of a request's prompt, cut to their end if it asks for that."""
+    """The tokens of a request's prompt."""
     form = request.WhichOneof("input")
     if form == "token_ids":
-        token_ids = list(request.token_ids.ids)
+        return list(request.token_ids.ids)
+    asked = inference_pb2.TokenizeRequest(model=request.model)
+    if form == "chat":
+        asked.chat.CopyFrom(request.chat)
     else:
-        asked = inference_pb2.TokenizeRequest(model=request.model)
-        if form == "chat":
-            asked.chat.CopyFrom(request.chat)
-        else:
-            asked.text = request.text
-        if request.HasField("add_special_tokens"):
-            asked.add_special_tokens = request.add_special_tokens
-        token_ids = list((await call.service.tokenize(asked, call.caller, target)).token_ids)
-    return token_ids[-request.truncate_prompt_tokens :]
+        asked.text = request.text
+    if request.HasField("add_special_tokens"):
+        asked.add_special_tokens = request.add_special_tokens
+    return list((await call.service.tokenize(asked, call.caller, target)).token_ids)
 
 
 async def count_chat(parsed: ParsedRequest, call: Call) -> int:

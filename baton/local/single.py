@@ -68,7 +68,7 @@ class SingleProcess:
         params.validate(vocab)
         if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab:
             raise InvalidRequest(f"the prompt needs token ids from 0 to {vocab - 1}", "token_ids")
-        check_length(len(tokens), limit)
+        check_length(len(tokens), limit, has_output=params.max_tokens > 0)
         params = fit_max_tokens(params, len(tokens), limit, limit, cut)
         check_stop_strings(stop)
         self._requests += 1

@@ -59,7 +59,7 @@ def failure_of(error: Exception) -> Failure:
     elif isinstance(error, errors.BatonError):
         status, kind, code = next(row for cls, row in _STATUSES if isinstance(error, cls))
         if isinstance(error, errors.ModelNotFound):
-            param = "model"
+            param = error.field
         elif isinstance(error, errors.InvalidRequest):
             param = error.field or None
             if isinstance(error, errors.ContextOverflow):  # clients look for OpenAI's words, too

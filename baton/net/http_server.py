@@ -14,6 +14,7 @@ import ipaddress
 import logging
 import re
 import resource
+import secrets
 import socket
 import struct
 import termios
@@ -74,6 +75,7 @@ _ESTABLISHED = 1  # TCP's state, in the first byte of TCP_INFO
 # Headers that may come once. A proxy might have looked at one of them, and this server at another.
 _SINGLE = frozenset((b"authorization", b"content-type", b"host", b"origin", b"x-api-key"))
 _MAX_KEPT_UNREAD_BYTES = 64 << 10  # a connection with more at an answer's end is not kept
+_HEADER_FRAME = len(b": \r\n")
 _CHUNK = 512  # body chunks of that size or more have their framing for free
 _CLOSE: Header = (b"connection", b"close")
 
@@ -104,6 +106,7 @@ class HttpExchange:
         """
         self.method = method
         self.path = path
+        self.request_id = secrets.token_hex(8)  # the server's own, from the beginning
         self.query = query  # behind the path's question mark, encoded
         self.keep_alive = keep_alive
         self.started = False  # to be answered
@@ -273,7 +276,7 @@ class HttpExchange:
 
 
 Answer = Callable[[HttpExchange], Coroutine[Any, Any, None]]
-FailureAt = Callable[[str, Exception], Failure]  # formats an error for a path
+FailureAt = Callable[[HttpExchange, Exception], Failure]  # formats an error as the answer
 
 
 _inherited: dict[int, socket.socket] = {}  # listening, by their ports
@@ -321,7 +324,7 @@ async def serving(
     allowed_hosts: Collection[str] = (),
     *,
     plain: bool = False,
-    failure_at: FailureAt = lambda path, error: failure_of(error),
+    failure_at: FailureAt = lambda exchange, error: failure_of(error),
 ) -> AsyncIterator[Port]:
     """Has every request answered while inside; at the end what is being answered may finish.
 
@@ -456,7 +459,8 @@ class Connection(asyncio.Protocol):
         self._body_head = b""  # what a body follows that the parser will not see as one
         self._timed = ""  # what the timer is for
         self._timer: asyncio.TimerHandle | None = None
-        self._bytes_left, self._headers_left = MAX_HEADER_BYTES, MAX_HEADERS
+        self._bytes_left = MAX_HEADER_BYTES  # of what comes, which may have several requests
+        self._head_left, self._headers_left = MAX_HEADER_BYTES, MAX_HEADERS
         self._looks = False  # for the client's end
         self._ends = False  # with what has been asked: what else comes is not read
         self.closed = self._loop.create_future()
@@ -524,10 +528,18 @@ class Connection(asyncio.Protocol):
             return
         self._url, self._headers = b"", {}
         self._expected = "headers"
-        self._bytes_left, self._headers_left = MAX_HEADER_BYTES, MAX_HEADERS
+        self._bytes_left = self._head_left = MAX_HEADER_BYTES
+        self._headers_left = MAX_HEADERS
 
     def on_url(self, part: bytes) -> None:
+        self._take(len(part))
         self._url += part
+
+    def _take(self, num_bytes: int) -> None:
+        """Counts parsed bytes that are not of a body."""
+        self._head_left -= num_bytes
+        if self._head_left < 0:
+            raise _OverLimit("bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header; one that is repeated is a list (RFC 9110, 5.2).
@@ -537,6 +549,7 @@ class Connection(asyncio.Protocol):
         self._headers_left -= 1
         if self._headers_left < 0:
             raise _OverLimit("headers")
+        self._take(len(name) + len(value) + _HEADER_FRAME)
         if self._expected != "headers":
             return
         name = name.lower()
@@ -644,7 +657,7 @@ class Connection(asyncio.Protocol):
                 log.exception("%s %s: the answer broke off", exchange.method, exchange.path)
                 self._hang_up()
             else:
-                failure = self._port.failure_at(exchange.path, as_exception(error))
+                failure = self._port.failure_at(exchange, as_exception(error))
                 exchange.answer(failure.status, failure.body, failure.headers)
             without_frames(error)
 

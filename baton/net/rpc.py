@@ -110,6 +110,11 @@ def code_of(error: BaseException) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
+def error_class(code: int) -> type[errors.BatonError]:
+    """The error that a status code's number stands for."""
+    return next((cls for one, cls in _ERRORS.items() if one.value[0] == code), errors.InternalError)
+
+
 def error_of(rpc_error: grpc.RpcError) -> errors.BatonError:
     """The error that a failed call stands for, with its retry advice and bad field."""
     code, text = rpc_error.code(), rpc_error.details() or ""

@@ -57,9 +57,10 @@ def sequence_of(
     num_tokens, params = len(spec.token_ids), SamplingParams.from_proto(spec.sampling)
     if not spec.handoff_id:
         raise InvalidRequest("a sequence needs an id", "sequence.handoff_id")
-    if not 0 < num_tokens < limits.max_context:
+    most = limits.max_context - (params.max_tokens > 0)  # a token of output needs a place
+    if not 0 < num_tokens <= most:
         raise InvalidRequest(
-            f"{num_tokens} tokens: between 1 and {limits.max_context - 1} fit the context",
+            f"{num_tokens} tokens: between 1 and {most} fit the context",
             "sequence.token_ids",
         )
     if not 0 < spec.prompt_tokens <= num_tokens:

@@ -40,6 +40,7 @@ from router.admission.validation import (
     check_prompt_logprobs,
     check_resumed,
     fit_max_tokens,
+    num_kept,
     smallest_limit,
 )
 from router.request import OutputFormat, TokenizedRequest
@@ -140,14 +141,16 @@ class Admission:
             raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
         limit = self.prompts.context_limit(max_context)
         resumed = tuple(request.resumed_token_ids)
-        prompt = await self._prompt(request, max_context, timeout_s, tenant, choices)
+        prompt = await self._prompt(request, params, max_context, timeout_s, tenant, choices)
         params, output_format = await self._chat_output(request, params, prompt)
         if params.structured_output is not None:
             await self._check_grammar(request, params, resumed, deadline)
         check_resumed(request, params)
         limits = self.limits.max_prompt_tokens, tenant.config.max_prompt_tokens
         vocab_size = self.tokenizer.vocab_size
-        check_prompt(prompt, resumed, vocab_size, limit, smallest_limit(*limits))
+        most = smallest_limit(*limits)
+        has_output = params.max_tokens > 0
+        check_prompt(prompt, resumed, vocab_size, limit, most, has_output=has_output)
         check_prompt_logprobs(params, len(prompt))
         return TokenizedRequest(
             request_id=request_id,
@@ -218,19 +221,22 @@ class Admission:
     async def _prompt(
         self,
         request: inference_pb2.GenerateRequest,
+        params: SamplingParams,
         max_context: int,
         timeout_s: float,
         tenant: Tenant,
         choices: PromptChoices,
     ) -> Sequence[int]:
         """The prompt's tokens, computed for the first choice and kept for the others."""
-        if not request.truncate_prompt_tokens:
+        limit = self.prompts.context_limit(max_context)
+        kept = num_kept(request.truncate_prompt_tokens, limit, params.max_tokens)
+        if not kept:
             num_tokens = len(request.token_ids.ids) + len(request.resumed_token_ids)
-            check_length(num_tokens, self.prompts.context_limit(max_context))
+            check_length(num_tokens, limit, has_output=params.max_tokens > 0)
         if choices.prompt is None:
             tokens = await self.prompts.tokenize(request, max_context, timeout_s, tenant)
             # Four bytes a token, for as long as the request waits.
-            choices.prompt = array("I", tokens[-request.truncate_prompt_tokens :])
+            choices.prompt = array("I", tokens[-kept:])
         return choices.prompt
 
     async def _chat_output(

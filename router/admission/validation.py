@@ -55,12 +55,18 @@ def check_resumed(request: inference_pb2.GenerateRequest, params: SamplingParams
 
 
 def check_prompt(
-    prompt: Sequence[int], resumed: Sequence[int], vocab_size: int, context: int, max_tokens: int
+    prompt: Sequence[int],
+    resumed: Sequence[int],
+    vocab_size: int,
+    context: int,
+    max_tokens: int,
+    *,
+    has_output: bool,
 ) -> None:
     """Checks tokens and length. `max_tokens`: the router's or tenant's limit; 0 is no limit."""
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", "input")
-    check_length(len(prompt) + len(resumed), context)
+    check_length(len(prompt) + len(resumed), context, has_output=has_output)
     if (largest := max(chain(prompt, resumed))) >= vocab_size:
         raise InvalidRequest(
             f"token id {largest} is not below the vocabulary size {vocab_size}", "token_ids"
@@ -82,15 +88,24 @@ def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
         )
 
 
-def check_length(num_tokens: int, limit: int) -> None:
-    """Checks that the context has room for output."""
-    if limit and num_tokens >= limit:
-        raise ContextOverflow(
-            f"the prompt has {num_tokens} tokens and the context holds {limit}, "
-            "of which one must be left for output",
-            "input",
-            limit,
-        )
+def check_length(num_tokens: int, limit: int, *, has_output: bool) -> None:
+    """Checks that the context holds a prompt, and a token of output if there is any."""
+    if limit and num_tokens + has_output > limit:
+        text = f"the prompt has {num_tokens} tokens and the context holds {limit}"
+        if has_output:
+            text += ", of which one must be left for output"
+        raise ContextOverflow(text, "input", limit)
+
+
+def num_kept(truncate_prompt_tokens: int, limit: int, max_tokens: int) -> int:
+    """Number of tokens that are kept at the end of a prompt; 0: all.
+
+    FILL_CONTEXT keeps what a context of `limit` tokens (0: not known) holds before `max_tokens` of
+    output, or before one token if that is FILL_CONTEXT or more than the context.
+    """
+    if truncate_prompt_tokens != FILL_CONTEXT:
+        return truncate_prompt_tokens
+    return limit - max_tokens if limit > max_tokens else max(0, limit - 1)
 
 
 def check_chars(num_chars: int, limit: int) -> None:

@@ -44,6 +44,7 @@ class RequestRecord:
     held: bool = False  # the trace is recorded but not sampled
     kept: bool = False  # that trace is exported nevertheless
     operation: str = ""  # name in OpenTelemetry's GenAI conventions
+    request_id: str = ""
     tenant: str = ""  # empty until it is known
     callers_id: str = ""  # the caller's own id
     asked_model: str = ""  # the name in the request
@@ -62,11 +63,6 @@ class RequestRecord:
         self.span, self.trace_id = span, tracing.trace_id_of(span)
         self.held = tracing.is_held(span)
         self.operation = operation
-
-    @property
-    def request_id(self) -> str:
-        """Empty until it is admitted."""
-        return self.state.request.request_id if self.state else ""
 
     @property
     def model(self) -> str:
@@ -238,7 +234,7 @@ class RouterStats:
         (log.log if record.placed else limited.line)(
             logging.WARNING if record.placed else logging.INFO,
             "request %s%s of tenant %s to %s ended with %s: %s",
-            record.request_id or "(not admitted)",
+            record.request_id,
             record.callers_id and f" ({record.callers_id})",
             record.tenant or "(unknown)",
             record.model or "(no model)",

@@ -62,6 +62,13 @@ async def test_adapters_come_and_go_and_a_killed_workers_stream_keeps_its_own(cl
         asked = {"lora_name": "chat", "lora_path": str(directory / "chat")}
         answer = await http.post("/v1/load_lora_adapter", json=asked, timeout=WAIT_S)
         assert (answer.status_code, len(answer.json()["workers"])) == (200, 3), answer.text
+        for wrong, field in (
+            ({"lora_path": str(directory / "no")}, "lora_path"),
+            ({"lora_name": "sql"}, "lora_name"),  # of another adapter
+            ({"lora_name": ""}, "lora_name"),
+        ):
+            answer = await http.post("/v1/load_lora_adapter", json=asked | wrong, timeout=WAIT_S)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
         asked = {"lora_name": "none"}
         answer = await http.post("/v1/unload_lora_adapter", json=asked, timeout=WAIT_S)
         assert answer.status_code == 404, answer.text

@@ -152,6 +152,7 @@ async def test_each_line_is_answered_as_a_request_of_its_own(gateway, priorities
         assert body["id"] == f"cmpl-{each['response']['request_id']}"
     (bad,) = refused
     assert (bad["custom_id"], bad["response"]["status_code"]) == ("r1", 400)
+    assert bad["response"]["request_id"]
     assert bad["response"]["body"]["error"]["param"] == "max_tokens"
     assert priorities == [common_pb2.PRIORITY_LOW] * 2
     await eventually(
@@ -211,6 +212,21 @@ async def test_a_line_that_is_refused_waits_for_room(gateway, monkeypatch):
     monkeypatch.setattr(gateway.service, "generate", refused)
     batch = await finished(gateway, await create(gateway, [line(0), line(1)]))
     assert batch["request_counts"]["completed"] == 2 and not errors
+
+
+async def test_a_line_that_nothing_has_begun_is_not_given_up(gateway, monkeypatch):
+    """However often no worker is there for it."""
+    left = [Unavailable("no worker is ready")] * 2 * batch_runner._MAX_FAILURES
+    generate = gateway.service.generate
+
+    async def unserved(*args, **more):
+        if left:
+            raise left.pop()
+        await generate(*args, **more)
+
+    monkeypatch.setattr(gateway.service, "generate", unserved)
+    batch = await finished(gateway, await create(gateway, [line(0)]))
+    assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
 
 
 async def test_a_line_that_fails_again_and_again_is_given_up(gateway):
@@ -330,7 +346,10 @@ async def test_files_can_be_listed_read_and_deleted(gateway, caplog):
     assert await listed(after=sent[2], limit=1) == (sent[1:2], True)
     assert await listed(purpose="batch_output") == ([], False)
     for wrong in ({"limit": "0"}, {"limit": "x"}, {"order": "up"}):
-        assert (await gateway.client.get("/v1/files", params=wrong)).status_code == 400
+        answer = await gateway.client.get("/v1/files", params=wrong)
+        error = answer.json()["error"]
+        assert (answer.status_code, [error["param"]]) == (400, [*wrong])
+        assert error["message"].startswith(f"{error['param']}: ") and "$" not in error["message"]
     path = f"/v1/files/{files[0]['id']}"
     assert (await gateway.client.get(path)).json() == files[0]
     assert (await gateway.client.get(f"{path}/content")).content == b"0\n"

@@ -283,6 +283,11 @@ async def test_a_long_prompt_is_cut_and_bad_words_become_tokens(gateway):
     words = [list(word.token_ids) for word in sequence.sampling.bad_words]
     assert words == [encode("bad")]
     assert list(sequence.sampling.allowed_token_ids) == [100, 101]
+    answer = (await gateway.complete(prompt=letters, truncate_prompt_tokens=-1)).json()
+    assert answer["usage"]["prompt_tokens"] == 32 - 5
+    cut = {"input": letters, "truncate_prompt_tokens": -1}
+    answer = (await gateway.post("/v1/embeddings", cut)).json()
+    assert answer["usage"]["prompt_tokens"] == 32
 
 
 async def test_a_token_that_ended_an_output_is_its_stop_reason(gateway):

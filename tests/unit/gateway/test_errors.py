@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ from baton.gateway.completions import parse_completion
 from baton.gateway.endpoint import MAX_BODY_BYTES
 from baton.net import rpc
 from baton.net.http_errors import failure_of
+from router import adapters
 from router.admission.tenants import Tenants
 from router.output import sink
 from tests.unit.router.scripted_workers import DRAINING, TIMEOUT_S, seen
@@ -204,6 +206,73 @@ async def test_unknown_paths_methods_and_models(gateway):
     for response in (await gateway.complete(model="x"), await gateway.client.get("/v1/models/x")):
         error = error_of(response, 404)
         assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+TAKEN = errors.InvalidRequest("another adapter is loaded as a", "name")
+
+
+@pytest.mark.parametrize(
+    ("refusals", "status", "param"),
+    [
+        ({"p0": TAKEN}, 400, "lora_name"),
+        ({"d0": errors.InvalidRequest("no adapter_config.json", "directory")}, 400, "lora_path"),
+        ({"p0": errors.InvalidRequest("there is no memory for adapters")}, 400, None),
+        ({"p0": errors.Unavailable("it stops"), "d0": TAKEN}, 400, "lora_name"),
+        ({"p0": errors.ModelNotFound("it is not loaded here")}, 404, "lora_name"),
+        ({"p0": errors.DeadlineExceeded("late"), "d0": errors.Overloaded("full")}, 504, None),
+        ({"p0": errors.Overloaded("all places are taken")}, 503, None),
+        ({"p0": errors.InternalError("a bug")}, 503, None),
+    ],
+)
+@pytest.mark.parametrize("change", ["load", "unload"])
+async def test_workers_that_refuse_an_adapter_say_whose_fault_it_is(
+    gateway, monkeypatch, change, refusals, status, param
+):
+    class Stub:
+        def __init__(self, name):
+            self.name = name
+
+        async def LoadAdapter(self, request, timeout):
+            if self.name in refusals:
+                raise refusals[self.name]
+
+        UnloadAdapter = LoadAdapter
+
+    @contextlib.asynccontextmanager
+    async def channel(address, role):
+        (name,) = (one.incarnation for one in workers if one.record.address == address)
+        yield name
+
+    workers = gateway.cluster.workers
+    holding = [SimpleNamespace(record=one.record, ready=True) for one in workers]
+    for worker in workers:
+        worker.record.adapters.add(name="a")
+    monkeypatch.setattr(adapters, "_workers", lambda versions: holding)
+    monkeypatch.setattr(adapters.rpc, "channel", channel)
+    monkeypatch.setattr(adapters.worker_pb2_grpc, "WorkerServiceStub", Stub)
+    body = {"lora_name": "a", **({"lora_path": "/a"} if change == "load" else {})}
+    answer = await gateway.post(f"/v1/{change}_lora_adapter", body)
+    if (status, change) == (404, "load"):
+        param = "base_model_name"
+    error = error_of(answer, status)
+    assert error["param"] == param
+    assert all(name in error["message"] for name in refusals)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        ({"lora_name": "tiny"}, 400, "lora_name"),  # the name of a model
+        ({"base_model_name": "none"}, 404, "base_model_name"),
+        ({"base_model_name": "none@"}, 404, "base_model_name"),
+    ],
+)
+async def test_a_refused_adapter_names_the_bodys_field(gateway, body, status, field):
+    asked = {"lora_name": "a", "lora_path": "/a", **body}
+    error = error_of(await gateway.post("/v1/load_lora_adapter", asked), status)
+    assert error["param"] == field
+    gone = await gateway.post("/v1/unload_lora_adapter", {"lora_name": "a"})
+    assert error_of(gone, 404)["param"] == "lora_name"
 
 
 async def test_no_worker_is_503_with_retry_after(gateway_of):

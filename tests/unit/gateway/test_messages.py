@@ -387,7 +387,8 @@ async def test_refusals_are_in_anthropics_format(gateway_of, client_of, tmp_path
         headers = {"x-api-key": key, "host": settings.pop("host", "localhost")}
         answer = await gateway.client.post(path, json=body, headers=headers)
         details = answer.json()
-        assert set(details) == {"type", "error"} and details["type"] == "error"
+        assert set(details) == {"type", "error", "request_id"} and details["type"] == "error"
+        assert answer.headers.get("request-id", details["request_id"]) == details["request_id"]
         return answer.status_code, details["error"]["type"]
 
     assert await refused("wrong") == (401, "authentication_error")
@@ -399,6 +400,11 @@ async def test_refusals_are_in_anthropics_format(gateway_of, client_of, tmp_path
         with pytest.raises(anthropic.BadRequestError, match="anthropic-version"):
             old = {"anthropic-version": "2023-01-01"}
             await client.messages.create(**ASKED, extra_headers=old)
+        with pytest.raises(anthropic.NotFoundError) as unknown:
+            given = {"x-request-id": "mine"}
+            await client.messages.create(**{**ASKED, "model": "no"}, extra_headers=given)
+        assert unknown.value.response.headers["x-request-id"] == "mine"
+        assert unknown.value.request_id == unknown.value.body["request_id"]
         await client.messages.create(**{**ASKED, "max_tokens": 2})
         await client.messages.count_tokens(model="tiny", messages=[USER])
         with pytest.raises(anthropic.RateLimitError) as limited:
@@ -426,3 +432,21 @@ async def test_models_are_listed_for_anthropics_client(gateway, client_of):
         (model,) = [one async for one in client.models.list()]
         assert model == await client.models.retrieve("tiny")
     assert (model.id, model.display_name, model.max_input_tokens) == ("tiny", "tiny", 32)
+
+
+async def test_models_are_listed_in_pages_where_they_are_asked_for(gateway, client_of):
+    names = ["tiny", "b", "c", "d", "e", "f"]
+    gateway.service.models._aliases.update(dict.fromkeys(names[1:], "tiny"))
+    async with client_of(gateway) as client:
+        assert [one.id for one in (await client.models.list()).data] == names
+        page = await client.models.list(limit=4)
+        assert [one.id for one in page.data] == names[:4] and page.has_more
+        assert [one.id async for one in page] == names
+        page = await client.models.list(limit=2, before_id=names[5])
+        assert [one.id for one in page.data] == names[3:5] and page.has_more
+        assert [one.id for one in (await client.models.list(before_id=names[1])).data] == names[:1]
+        page = await client.models.list(limit=1, after_id=names[5])
+        assert (page.data, page.has_more, page.last_id) == ([], False, None)
+    for field, value in (("limit", "0"), ("limit", "x"), ("after_id", "z"), ("before_id", "z")):
+        answer = await gateway.client.get("/v1/models", params={field: value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)

@@ -21,6 +21,9 @@ async def test_a_chat_is_rendered_as_it_would_run(says):
     rendered = (await gateway.post("/v1/chat/completions/render", cut)).json()
     assert rendered["token_ids"] == tokens[-3:]
     assert rendered["sampling_params"]["max_tokens"] == 2000 - 3
+    cut = {"prompt": [3] * 3000, "max_tokens": 100, "truncate_prompt_tokens": -1}
+    (rendered,) = (await gateway.post("/v1/completions/render", cut)).json()
+    assert rendered["token_ids"] == [3] * (2000 - 100)
 
 
 async def test_prompts_are_rendered(says):

@@ -99,7 +99,7 @@ async def test_web_pages_of_given_origins_may_call(gateway_of, given, allowed):
         assert answer.headers.get("access-control-allow-origin") == allowed
         exposed = answer.headers.get("access-control-expose-headers", "")
         assert ("x-request-id" in exposed) is bool(allowed)
-        assert ("x-request-id" in answer.headers) is (answer.status_code == 200)
+        assert re.fullmatch("[0-9a-f]{16}", answer.headers["x-request-id"])
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,28 @@ async def test_tenants_do_not_decide_on_traces_unless_they_are_trusted(
         assert (response.headers["x-trace-id"] == TRACE) is trusted
         assert ("traceparent" in response.headers) is trusted
     provider.shutdown()
+
+
+async def test_every_answer_has_an_id_that_events_have_too(gateway):
+    answers = [
+        await gateway.complete(model="other"),
+        await gateway.complete(max_tokens=99),
+        await gateway.complete(stop=[""]),
+        await gateway.post("/v1/embeddings", {"input": [1] * 99}),
+        await gateway.post("/v1/responses", {"input": "Hi", "model": "other"}),
+        await gateway.client.get("/v1/nothing"),
+        await gateway.client.get("/v1/models"),
+        await gateway.complete(n=2, prompt=[[1], [2]]),
+        await gateway.complete(stream=True),
+    ]
+    ids = [one.headers["x-request-id"] for one in answers]
+    assert len(set(ids)) == len(ids) and all(re.fullmatch("[0-9a-f]{16}", one) for one in ids)
+    assert {one.request_id for one in gateway.service.stats.events} == {ids[1], ids[3]}
+    assert answers[-2].json()["id"] == f"cmpl-{ids[-2]}" and f"cmpl-{ids[-1]}" in answers[-1].text
+    handoffs = [
+        one.sequence.handoff_id for worker in gateway.cluster.prefills for one in worker.requests
+    ]
+    assert len(handoffs) == len(set(handoffs)) == 5, "a choice has an id of its own"
 
 
 async def test_a_request_has_the_id_that_its_caller_gave_it(gateway, caplog):
@@ -303,6 +325,28 @@ async def test_what_is_not_a_body_is_limited(gateway, monkeypatch):
         assert heard.startswith(b"HTTP/1.1 431 "), name
         assert b'"message":"too many ' in heard, name
         assert len(parsed) <= http_server.MAX_HEADERS + 1, name
+
+
+@pytest.mark.parametrize("place", ["header", "headers", "url", "trailer"])
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_what_comes_at_once_is_limited_as_what_comes_in_parts(gateway, place, pipelined):
+    """The whole is less than a read takes, so that the parser has it before it is counted."""
+
+    def request(size):
+        return {
+            "header": GET + b"x: " + b"a" * size + b"\r\n\r\n",
+            "headers": GET + (b"x: " + b"a" * (size // 4) + b"\r\n") * 4 + b"\r\n",
+            "url": GET.replace(b"/health", b"/health?" + b"a" * size) + b"\r\n",
+            "trailer": CHUNKED + b"0\r\nx: " + b"a" * size + b"\r\n\r\n",
+        }[place]
+
+    first = GET + b"\r\n" if pipelined else b""
+    for size, refused in ((http_server.MAX_HEADER_BYTES - 500, False), (80_000, True)):
+        heard = await said(gateway, first + request(size) + GET + b"connection: close\r\n\r\n")
+        answered = heard.count(b"HTTP/1.1 ") - heard.count(b"HTTP/1.1 431 ")
+        assert (answered < 2 + pipelined) is refused
+        if refused and place == "header" and not pipelined:  # none is sent behind an answer
+            assert heard.startswith(b"HTTP/1.1 431 ")
 
 
 async def test_a_large_body_in_chunks_is_within_the_limits(gateway):

@@ -138,6 +138,18 @@ async def test_a_prompt_alone_is_computed_whole_and_handed_to_nobody(pair):
     assert refused.value.field == "target"
 
 
+async def test_a_prompt_fills_the_context_unless_it_has_output(pair):
+    most = pair.prefill.node.record.max_context
+    full = spec("full", prompt(most), 0)
+    full.sampling.embedding = True
+    (*_, end) = await messages(pair.prompts.prefill(full, None))
+    assert len(end.first_token.pooled) == 64
+    for name, num_tokens, max_tokens in (("output", most, 1), ("longer", most + 1, 0)):
+        with pytest.raises(InvalidRequest) as refused:
+            await messages(pair.prompts.prefill(spec(name, prompt(num_tokens), max_tokens), None))
+        assert refused.value.field == "sequence.token_ids"
+
+
 async def test_a_prompts_embedding_is_normalized_and_of_its_last_token(pair):
     found = []
     for name, num_tokens in (("a", 70), ("b", 69), ("c", 70)):

@@ -185,6 +185,31 @@ async def test_the_smaller_context_counts_and_one_token_is_for_output(admission,
             await admit(one, ids=[1] * 31, max_context=31)
 
 
+@pytest.mark.parametrize("wanted", [{}, {"embedding": True}, {"prompt_logprobs": 0}])
+async def test_a_prompt_without_output_may_fill_the_context(admission, wanted):
+    sampling = {"max_tokens": 0, **wanted}
+    for given in ({"ids": [1] * 32}, {"text": "x" * 32}):
+        assert len((await admit(admission, sampling=sampling, **given)).prompt) == 32
+    for given in ({"ids": [1] * 33}, {"text": "x" * 33}):
+        with pytest.raises(InvalidRequest, match=r"33 tokens and the context holds 32$"):
+            await admit(admission, sampling=sampling, **given)
+    kept = await admit(admission, ids=[1] * 40, sampling=sampling, truncate_prompt_tokens=32)
+    assert len(kept.prompt) == 32
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "kept"), [(0, 32), (1, 31), (20, 12), (FILL_CONTEXT, 31), (None, 31)]
+)
+async def test_a_prompt_is_cut_to_what_the_context_holds_before_its_output(
+    admission, max_tokens, kept
+):
+    sampling = {} if max_tokens is None else {"max_tokens": max_tokens}
+    fields = {"sampling": sampling, "truncate_prompt_tokens": FILL_CONTEXT}
+    cut = await admit(admission, ids=[*range(1, 41)], **fields)
+    assert [*cut.prompt] == [*range(41 - kept, 41)]
+    assert [*(await admit(admission, ids=[1, 2], **fields)).prompt] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("router", "tenant", "limit"), [(5, 0, 5), (0, 5, 5), (9, 5, 5), (5, 9, 5), (0, 0, 31)]
 )

@@ -7,6 +7,7 @@ import pytest
 from baton.errors import BatonError, InvalidRequest
 from baton.v1 import route_pb2
 from baton.v1.route_pb2 import Canary, ModelRoute, RouteTarget
+from router.canary import PROMOTED, Decision, advanced
 from router.route_service import RouteServicer
 
 from .test_canary import Table
@@ -19,7 +20,7 @@ SETTINGS = {"steps": [10.0, 100.0], "step_s": 1.0, "min_requests": 5, "max_slowd
 @pytest.fixture
 def world():
     """A router of two models, "chat" with the versions v1 and v2, and its routes."""
-    made = World("chat=a", "code=b")
+    made = World("chat=a", "code=b", aliases=["coder=code"])
     for name, version in (("chat", "v1"), ("chat", "v2"), ("code", "")):
         made.worker(name, version)
     made.table = Table({})
@@ -80,6 +81,32 @@ async def test_what_cannot_be_served_is_refused(world, fields, why):
     with pytest.raises(BatonError, match=why):
         await put(world, **fields)
     assert not world.table.stored
+
+
+async def test_a_route_that_leads_back_to_itself_is_refused_with_its_circle(world):
+    await put(world, "x", [target("code")])
+    with pytest.raises(InvalidRequest, match=r"circle: 'code' -> 'x' -> 'code'$"):
+        await put(world, "code", [target("x")])
+    await put(world, "y", [target("chat", "v1", 9), target("x", weight=0)])
+    with pytest.raises(InvalidRequest, match=r"circle: 'x' -> 'y' -> 'x'$"):
+        await put(world, "x", [target("code"), target("y")])
+    with pytest.raises(InvalidRequest, match=r"circle: 'code' -> 'y' -> 'x' -> 'code'$"):
+        await put(world, "code", [target("y")])
+    with pytest.raises(InvalidRequest, match=r"circle: 'code' -> 'coder' -> 'code'$"):
+        await put(world, "code", [target("coder")])  # an alias
+    await put(world, "y", [target("chat", "v1")])
+    await put(world, "x", [target("code"), target("y")])  # y leads there no more
+    assert str(world.models.resolve("code", "k").version) == "code"
+
+
+async def test_what_a_canary_would_go_back_to_counts_for_circles(world):
+    await put(world, targets=[target("code")])
+    await put(world, steps=[100.0])
+    with pytest.raises(InvalidRequest, match=r"circle: 'code' -> 'chat' -> 'code'$"):
+        await put(world, "code", [target("chat")])
+    promoted = advanced(world.table.routes["chat"], Decision(PROMOTED, "no worse"))
+    await world.table.write("chat", promoted)
+    await put(world, "code", [target("chat")])
 
 
 async def test_a_canary_replaces_what_is_served_now_and_is_ended_by_a_route(world):

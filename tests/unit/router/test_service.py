@@ -448,7 +448,7 @@ async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
     for fields, code, field in (
         ({"stop": [""]}, "INVALID_ARGUMENT", "stop"),
         ({"resumed_token_ids": [100] * 5}, "INVALID_ARGUMENT", "resumed_token_ids"),
-        ({"model": "other"}, "NOT_FOUND", None),
+        ({"model": "other"}, "NOT_FOUND", "model"),
     ):
         error = await failure_of(router.generate(**fields))
         assert error.code().name == code

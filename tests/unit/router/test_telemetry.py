@@ -105,6 +105,7 @@ class World(Traces):
                 record.span, record.trace_id = span, tracing.trace_id_of(span)
                 record.held = tracing.is_held(span)
                 record.operation, record.tenant, record.in_batch = "chat", "t", in_batch
+                record.request_id = "r"
                 record.asked_model = "tiny"
                 record.labels, record.fleet = OF_MODEL, self.fleet
                 record.traffic = self.traffic
@@ -202,7 +203,7 @@ def test_requests_are_counted_and_noted_by_how_they_ended(world):
     }  # fmt: skip
     assert (counts.refused, counts.prompt_tokens, counts.output_tokens) == (2, 8 * 3, 6 * 3)
     assert [(event.kind, event.text, event.request_id) for event in events] == [
-        (REFUSAL, "INVALID_ARGUMENT: bad", ""),
+        (REFUSAL, "INVALID_ARGUMENT: bad", "r"),
         (REFUSAL, "RESOURCE_EXHAUSTED: full", "r"),
         (FAILURE, "UNAVAILABLE: gone", "r"),
         (FAILURE, "INTERNAL: a bug", "r"),
@@ -440,5 +441,5 @@ def test_the_access_log_has_a_line_for_each_request_or_for_a_sample(caplog):
     assert served["request_id"] and served["trace_id"] and served["prompt_tokens"]
     assert refused == {
         **known, "status": "RESOURCE_EXHAUSTED", "error": "Overloaded",
-        "trace_id": refused["trace_id"],
+        "trace_id": refused["trace_id"], "request_id": "r",
     }  # fmt: skip
