@@ -84,6 +84,9 @@ SIMILAR = {
 }
 _NO_ANSWER = ("failed to connect", "errors resolving")
 _PROBE_S = 1.0
+# What OpenSSL finds wrong with a certificate (X509_V_ERR_...).
+_UNSIGNED = (18, 19, 20, 21)  # nobody who is trusted has signed it
+_MISNAMED = (62, 64)  # for another host name or IP address
 
 C = TypeVar("C")
 Options = argparse._ArgumentGroup | argparse.ArgumentParser
@@ -383,10 +386,12 @@ def _tls_hint(target: str) -> str:
                     if ours.cert_file is None:
                         return f"{address.strip()} needs a certificate: --tls-cert and --tls-key"
             except ssl.SSLCertVerificationError as error:
-                wrong = f"--tls-ca did not sign {address.strip()}: {error.verify_message}"
-                return (
-                    f"{wrong} (if its certificate has another name than its host, give --tls-name)"
-                )
+                why = error.verify_message
+                if error.verify_code in _UNSIGNED:
+                    return f"--tls-ca did not sign the certificate of {address.strip()}: {why}"
+                wrong = f"{address.strip()} has a certificate that cannot be used: {why}"
+                misnamed = error.verify_code in _MISNAMED
+                return wrong + (" (name another with --tls-name)" if misnamed else "")
     return ""
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from baton import errors
 from baton.cli import main as cli
+from baton.net import tls
 from baton.net.http_errors import failure_of
 from baton.net.rpc import code_of
 from baton.telemetry.metrics.instruments import INSTRUMENTS
@@ -96,6 +97,14 @@ def test_every_message_in_troubleshooting_is_one_of_ours():
         for message in re.findall(r"`([^`]+)`", row):
             longest = max(re.split(r"\b[A-Z]+\b|[…()]", message), key=len).strip(" :;,")
             assert longest in strings, f"{message}: nothing says {longest!r}"
+
+
+def test_the_security_page_has_the_roles_that_certificates_name():
+    text = (DOCS / "security.md").read_text(encoding="utf-8")
+    section = text.partition("\n## TLS\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"\b(\w+)\.baton\b", section)) == set(tls.ROLES)
+    (heads,) = re.findall(r"^\| may call \| (.*) \|$", section, re.M)
+    assert heads.split(" | ") == list(tls.ROLES)
 
 
 def test_every_row_of_the_failures_page_names_tests_that_exist():
