@@ -54,6 +54,15 @@ def options():
     return found
 
 
+def foreign(line):
+    """The options in a line `baton COMMAND …` that this command does not have."""
+    parser, words = cli.parser(), re.split(r"[#|>]", line)[0].split()[1:]
+    while several := [one.choices for one in parser._actions if isinstance(one.choices, dict)]:
+        parser = several[0][words.pop(0)]
+    given = {word.partition("=")[0] for word in words if re.match("--[a-z]", word)}
+    return given - parser._option_string_actions.keys()
+
+
 @pages
 def test_what_a_page_names_exists(page, capsys):
     """Commands, options, variables, make's targets, benchmarks, files, metrics and links."""
@@ -68,6 +77,10 @@ def test_what_a_page_names_exists(page, capsys):
     for name in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", shown)):
         known = name in options() or name in FOREIGN_OPTIONS.split() or f'"{name}' in sources()
         assert known, f"there is no option {name}"
+    for line in filter(
+        re.compile("baton [a-z].* --[a-z].*").fullmatch, pieces
+    ):  # parts of commands
+        assert not foreign(line), line
     for name in set(re.findall(r"\bBATON_[A-Z_]+[A-Z]\b", shown)):
         option = name.removeprefix("BATON_OPT_").lower().replace("_", "-")
         assert f"--{option}" in options() or name in sources(), f"nothing reads {name}"
