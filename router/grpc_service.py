@@ -190,14 +190,14 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         """
         models = self._service.models
 
-        def states() -> list[tuple[int, str]]:
-            return [(one.record.pid, one.state) for one in models.workers]
+        def states() -> list[tuple[int, str, str]]:
+            return [(one.record.pid, one.record.host_id, one.state) for one in models.workers]
 
         while self._shared is not None:
             published = states()
             workers = [
-                fleet_pb2.WorkerStatus(record=WorkerRecord(pid=pid), state=state)
-                for pid, state in published
+                fleet_pb2.WorkerStatus(record=WorkerRecord(pid=pid, host_id=host), state=state)
+                for pid, host, state in published
             ]
             self._shared.publish(
                 fleet_pb2.GetStatusResponse(router=self._status(), workers=workers)

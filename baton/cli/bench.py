@@ -38,12 +38,25 @@ _ENGINE_EXAMPLES = """\
   baton bench engine --model DIR --context 4000 --max-batch 16 --kv-cache 8GiB --json"""
 _DEFAULT_DURATION_S, _INTERFERENCE_S = 30.0, 24.0
 _OWN_LOAD = "it defines its load itself"
+_TRACED = "a trace has its own"
+_CLOSED = "a closed loop has no arrival times"
 _CONFLICTS = (
     ("rate", "concurrency", "the load is either open or closed loop"),
     ("trace", "rate", "a trace has arrival times: use --rate-scale"),
     ("sweep", "concurrency", "a sweep is of rates"),
+    ("sweep", "rate", "a sweep has its own"),
+    ("sweep", "rate-scale", "with --trace a sweep is of rate scales"),
+    *(("concurrency", other, _CLOSED) for other in ("burstiness", "rate-scale")),
+    *(("trace", other, _TRACED) for other in ("burstiness", "prompt-tokens", "output-tokens")),
     ("trace", "shared-prefix", "a trace's hash_ids are the prefixes"),
-    *(("interference", other, _OWN_LOAD) for other in ("rate", "sweep", "trace")),
+    *(
+        ("interference", other, _OWN_LOAD)
+        for other in ("rate", "sweep", "trace", "burstiness", "count")
+    ),
+)
+_NEEDS = (
+    *((one, "trace") for one in ("rate-scale", "length-scale", "max-prompt", "max-output")),
+    ("prefixes", "shared-prefix"),
 )
 
 
@@ -104,6 +117,9 @@ def _run(args: argparse.Namespace) -> int:
     for one, other, why in _CONFLICTS:
         if one in given and other in given:
             args.usage_error(f"--{other} does not go with --{one}: {why}")
+    for one, other in _NEEDS:
+        if one in given and other not in given:
+            args.usage_error(f"--{one} needs --{other}")
     import uvloop
 
     from baton.bench import serve, terminal

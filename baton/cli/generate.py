@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from baton.cli import options
 from baton.cli.process_setup import limit_cpu, with_threads
 from baton.config import EngineConfig, model_path
-from baton.config.options import numbers
+from baton.config.options import declared, numbers
 from baton.errors import InvalidRequest
 from baton.generation.generation_config import sampling_defaults
 from baton.generation.sampling_params import SamplingParams, StructuredOutput
@@ -175,8 +175,13 @@ def _check_usage(args: argparse.Namespace) -> None:
         if args.local and getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
             args.usage_error(f"{option} is for a cluster; it does not go with --local")
-    if "random-weights" in args and not args.local:
-        args.usage_error("--random-weights needs --local: a cluster has loaded its model")
+    if args.local:
+        return
+    given = [name for name in declared(EngineConfig) if name in args and name != "model"]
+    if args.config:
+        given.append("config")
+    for name in given:
+        args.usage_error(f"--{name} needs --local: a cluster has loaded its model")
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from baton.cli import options
-from baton.config import RouterConfig, split_address
+from baton.config import RouterConfig, join_address, split_address
 from baton.errors import Unavailable
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - of services that listen there
@@ -43,7 +43,7 @@ def _run(args: argparse.Namespace) -> int:
         host = _LOOPBACK.get(host.strip("[]"), host)
         if (port := own.get("health-port")) is not None:
             return _ask_by_http(host, port, args.timeout)
-        target = f"{host}:{own.get('port', RouterConfig.port)}"
+        target = join_address(host, own.get("port", RouterConfig.port))
         if args.tls_ca and not args.tls_name:
             _take_its_name(target, args.timeout)
     import grpc
@@ -72,7 +72,7 @@ def _ask_by_http(host: str, port: int, timeout_s: float) -> int:
     except (OSError, http.client.HTTPException) as error:
         raise Unavailable(f"no answer at --health-port {port}: {error}") from error
     if response.status != HTTPStatus.OK:
-        raise Unavailable(f"{host}:{port} says {said}")
+        raise Unavailable(f"{join_address(host, port)} says {said}")
     print(said)
     return 0
 

@@ -400,7 +400,7 @@ def _http_hint(target: str) -> str:
     for address in target.split(","):
         try:
             host, port = split_address(address.strip().removeprefix("http://").rstrip("/"))
-            connection = http.client.HTTPConnection(host, port, timeout=_PROBE_S)
+            connection = http.client.HTTPConnection(host.strip("[]"), port, timeout=_PROBE_S)
             with contextlib.closing(connection):
                 connection.request("GET", "/health")
                 connection.getresponse()

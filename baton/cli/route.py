@@ -41,41 +41,29 @@ def add_commands(commands: options.Commands) -> None:
     add("action", nargs="?", choices=choices, default="show", help="what to do (default: show)")
     add("route", nargs="?", metavar="NAME[=TARGET[:WEIGHT],…]", help="the name, and its targets")
     group = parser.add_argument_group("canary")
-    add = group.add_argument
-    add(
-        "--steps",
-        type=percents,
-        default=CANARY_DEFAULTS["steps"],
-        metavar="PERCENTS",
-        help="rising shares of the requests (default: 10,50,100)",
-    )
-    add(
-        "--step-time",
-        type=options.seconds,
-        default=CANARY_DEFAULTS["step_s"],
-        metavar="SECONDS",
-        dest="step_s",
-        help="shortest time of a step",
-    )
-    add(
-        "--min-requests",
-        type=options.count,
-        default=CANARY_DEFAULTS["min_requests"],
-        metavar="N",
-        help="requests of the new version that must have ended before versions are compared",
-    )
-    add(
-        "--max-slowdown",
-        type=options.positive,
-        default=CANARY_DEFAULTS["max_slowdown"],
-        metavar="FACTOR",
-        help="how much slower the new version's median TTFT and TPOT may be",
-    )
+    of_a_canary = (
+        ("--steps", "steps", percents, "PERCENTS", "rising shares of the requests"),
+        ("--step-time", "step_s", options.seconds, "SECONDS", "shortest time of a step"),
+        ("--min-requests", "min_requests", options.count, "N",
+         "requests of the new version that must have ended before versions are compared"),
+        ("--max-slowdown", "max_slowdown", options.positive, "FACTOR",
+         "how much slower the new version's median TTFT and TPOT may be"),
+    )  # fmt: skip
+    for flag, name, parse, metavar, what in of_a_canary:
+        default = CANARY_DEFAULTS[name]
+        numbers = default if isinstance(default, tuple) else (default,)
+        text = f"{what} (default: {','.join(f'{number:g}' for number in numbers)})"
+        group.add_argument(
+            flag, dest=name, type=parse, metavar=metavar, help=text, default=argparse.SUPPRESS
+        )
     options.add_question_options(parser)
     parser.set_defaults(run=_run, extra="router")
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.action != "canary" and CANARY_DEFAULTS.keys() & vars(args).keys():
+        named = "--steps, --step-time, --min-requests and --max-slowdown"
+        args.parser.error(f"{named} are for canary, not for {args.action}")
     if args.action != "show" and not args.route:
         raise InvalidRequest(f"{args.action} needs a NAME", "NAME")
     with options.connected(args) as client:
@@ -98,22 +86,22 @@ def _ask(client: Client, args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.action == "delete":
         client.delete_route(args.route, timeout=args.timeout)
         return []
-    targets = dict(map(_weighted, filter(None, text.split(","))))
+    targets = dict(map(_weighted, filter(str.strip, text.split(","))))
     if not targets or (args.action == "canary" and len(targets) > 1):
         need = "one target" if args.action == "canary" else "targets"
         raise InvalidRequest(f"{args.action} needs a name and {need}, as {name or 'chat'}=v2")
     if args.action == "set":
         return [client.set_route(name, targets, timeout=args.timeout)]
-    given = {key: vars(args)[key] for key in CANARY_DEFAULTS}
+    given = {key: vars(args)[key] for key in CANARY_DEFAULTS if key in args}
     return [client.start_canary(name, *targets, timeout=args.timeout, **given)]
 
 
 def _weighted(text: str) -> tuple[str, float]:
     """Parses TARGET[:WEIGHT]."""
-    target, colon, weight = text.rpartition(":")
+    target, colon, weight = text.strip().rpartition(":")
     if colon and re.fullmatch(r"\d+(\.\d*)?|\.\d+", weight):
         return target, float(weight)
-    return text, 1.0
+    return text.strip(), 1.0
 
 
 def percents(text: str) -> tuple[float, ...]:

@@ -35,7 +35,9 @@ def add_commands(commands: options.Commands) -> None:
 def _run(args: argparse.Namespace) -> int:
     from baton.local import top
 
-    addresses = [address for address in args.target.split(",") if address.strip()]
+    if args.width and not args.once:
+        args.parser.error("--width is for --once: otherwise the terminal has a width")
+    addresses = [address for one in args.target.split(",") if (address := one.strip())]
     polling = addresses, args.interval, options.api_key(args)
     if args.once:
         print(asyncio.run(top.once(*polling, args.width)))

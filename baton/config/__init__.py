@@ -18,7 +18,7 @@ from baton.config.model import (
     shares_text,
     shown_name,
 )
-from baton.config.options import split_address
+from baton.config.options import join_address, split_address
 from baton.config.planner import PlannerConfig
 from baton.config.registry import RegistryConfig
 from baton.config.router import (
@@ -43,6 +43,7 @@ __all__ = [
     "TTFT_HINT", "ApiConfig", "ClusterConfig", "EngineConfig", "ModelSource", "PlannerConfig",
     "RegistryConfig", "RouterConfig", "RouterLimits", "ServedModel", "ServiceConfig",
     "SimulatedSpeed", "TlsConfig",
-    "WorkerConfig", "default_model_name", "full_name", "host_id", "host_names", "kv_heads_of",
-    "model_path", "new_incarnation", "origins", "shares_text", "shown_name", "split_address",
+    "WorkerConfig", "default_model_name", "full_name", "host_id", "host_names",
+    "join_address", "kv_heads_of", "model_path", "new_incarnation", "origins",
+    "shares_text", "shown_name", "split_address",
 ]  # fmt: skip

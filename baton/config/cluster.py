@@ -86,7 +86,7 @@ class ClusterConfig(WorkerServiceConfig):
     keep_traces: int = option(
         1000,
         "--keep-traces N",
-        "number of requests whose traces are kept for `baton trace`, unless --otlp is given",
+        "number of requests whose traces are kept for `baton trace`, also with --otlp; 0: none",
     )
     restart: bool = option(True, "--restart", "restart processes that end, after a growing delay")
     drain_s: float = option(5.0, "--drain-timeout SECONDS", DRAIN_TEXT, group="service")

@@ -244,6 +244,11 @@ def split_address(address: str, flag: str = "address") -> tuple[str, int]:
     return host, int(port)
 
 
+def join_address(host: str, port: int) -> str:
+    """ "host:port"; an IPv6 address is put in brackets, if it has none."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """Parses whole numbers: "1,2,3"."""
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):

@@ -46,12 +46,17 @@ class RegistryConfig:
 
     def __post_init__(self) -> None:
         options.check(self)
-        for address in self.etcd.split(","):
+        for address in self.addresses:
             split_address(address.removeprefix("http://").removeprefix("https://"), "--etcd")
         if not self.cluster or "/" in self.cluster:
             raise ConfigError(f"--cluster must be a name without '/', not {self.cluster!r}")
         if bool(self.cert_file) != bool(self.key_file):
             raise ConfigError("--etcd-cert and --etcd-key go together")
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """etcd's endpoints: HOST:PORT or URLs."""
+        return tuple(address.strip() for address in self.etcd.split(","))
 
     @property
     def workers_prefix(self) -> str:

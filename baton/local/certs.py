@@ -75,6 +75,6 @@ def write(folder: Path, hosts: Sequence[str], days: int = DAYS) -> None:
 
 def _name(host: str) -> x509.GeneralName:
     try:
-        return x509.IPAddress(ipaddress.ip_address(host))
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
         return x509.DNSName(host)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from baton.config import ClusterConfig, ModelSource
+from baton.config import ClusterConfig, ModelSource, host_id, join_address
 from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import certs, commands, ports, resources
 from baton.local.etcd_process import EmbeddedEtcd
@@ -144,11 +144,11 @@ class LocalCluster(Supervisor):
             engine = replace(config.engine, model=source.path)
             await asyncio.to_thread(check_model, engine)
         found = ports.consecutive(config.host, config.port, config.routers)
-        self.addresses = tuple(f"{config.host}:{port}" for port in found)
+        self.addresses = tuple(join_address(config.host, port) for port in found)
         http_ports = [0] * config.routers
         if first := config.first_http_port:
             http_ports = ports.consecutive(config.host, first, config.routers, "--http-port")
-            self.http_addresses = tuple(f"{config.host}:{port}" for port in http_ports)
+            self.http_addresses = tuple(join_address(config.host, port) for port in http_ports)
         if config.tls:
             self._use_tls()
         await self._start_etcd()
@@ -249,7 +249,7 @@ class LocalCluster(Supervisor):
             return None
         wanted = first + len(self.metrics) if first else 0
         (port,) = ports.consecutive(host, wanted, 1, "--metrics-port")
-        self.metrics[name] = f"{host}:{port}"
+        self.metrics[name] = join_address(host, port)
         return port
 
     @property
@@ -268,10 +268,16 @@ async def workers_ready(
 ) -> dict[int, WorkerRecord]:
     """Waits until each process in `pids()` (evaluated after each change) is READY.
 
-    Returns the records of all READY workers by pid. Raises Unavailable if the watch ends before.
+    Returns the records of this host's READY workers by pid; the etcd may have workers of other
+    hosts and containers, whose pids mean nothing here. Raises Unavailable if the watch ends before.
     """
+    here = host_id()
     async for records in membership.changes():
-        ready = {r.pid: r for r in records.values() if r.state == WORKER_STATE_READY}
+        ready = {
+            r.pid: r
+            for r in records.values()
+            if r.state == WORKER_STATE_READY and r.host_id == here
+        }
         if set(pids()) <= ready.keys():
             return ready
     raise Unavailable("the registry is no longer watched")
@@ -283,8 +289,12 @@ def serves(status: fleet_pb2.GetStatusResponse) -> bool:
 
 
 def sees(pids: Set[int]) -> Condition:
-    """Condition that a router can place requests on the workers with these pids."""
-    return lambda status: pids <= {w.record.pid for w in status.workers if w.state == "READY"}
+    """Condition that a router can place requests on this host's workers with these pids."""
+    here = host_id()
+    return lambda status: (
+        pids
+        <= {w.record.pid for w in status.workers if w.state == "READY" and w.record.host_id == here}
+    )
 
 
 async def router_says(condition: Condition, router: RouterProcess) -> None:

@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ConfigError
-from baton.net import http_server
+from baton.net import http_server, listening
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LEAST, _TRIES = 10_000, 20  # lower ports are those of well-known servers
@@ -20,35 +19,31 @@ _LEAST, _TRIES = 10_000, 20  # lower ports are those of well-known servers
 def check_free(host: str, port: int, option: str = "--port") -> None:
     """Raises ConfigError if `host`:`port` is in use."""
     try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        _listen(family, address)
+        _listen(*listening.resolve(host, port))
     except OSError as error:
-        raise _in_use(host, port, option, error) from error
-
-
-def _in_use(host: str, port: int, option: str, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"cannot listen on {host}:{port}: {error.strerror}; "
-        f"stop what uses it or choose another port with {option}"
-    )
+        raise listening.refusal(host, port, error, option) from error
 
 
 def free(host: str = "127.0.0.1") -> int:
     """A port that is free now; another process may take it before the caller does.
 
-    That is unlikely: it is outside the range from which the system assigns ports.
+    That is unlikely: it is outside the range from which the system assigns ports. Raises
+    ConfigError if `host` is no address of this machine.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         handed_out_from = int(_RANGE.read_text().split()[0])
     except OSError:
         handed_out_from = 0
-    if handed_out_from > _LEAST:
-        for _ in range(_TRIES):
-            port = _LEAST + secrets.randbelow(handed_out_from - _LEAST)
-            with contextlib.suppress(OSError):
-                return _listen(family, (host, port))
-    return _listen(family, (host, 0))
+    try:
+        family, (address, _, *rest) = listening.resolve(host, 0)
+        if handed_out_from > _LEAST:
+            for _ in range(_TRIES):
+                port = _LEAST + secrets.randbelow(handed_out_from - _LEAST)
+                with contextlib.suppress(OSError):
+                    return _listen(family, (address, port, *rest))
+        return _listen(family, (address, 0, *rest))
+    except OSError as error:
+        raise listening.refusal(host, 0, error) from error
 
 
 def hold(host: str, port: int, option: str = "--port") -> socket.socket:
@@ -57,7 +52,7 @@ def hold(host: str, port: int, option: str = "--port") -> socket.socket:
     It does not listen, and gets no connections. Raises ConfigError if the port is in use.
     """
     check_free(host, port, option)
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, address = listening.resolve(host, port)
     held = socket.socket(family, socket.SOCK_STREAM)
     # Bound without SO_REUSEPORT first, or it would share the port with another program's listener.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,7 +60,7 @@ def hold(host: str, port: int, option: str = "--port") -> socket.socket:
         held.bind(address)
     except OSError as error:
         held.close()
-        raise _in_use(host, port, option, error) from error
+        raise listening.refusal(host, port, error, option) from error
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return held

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-from baton.config import RouterConfig
+from baton.config import RouterConfig, join_address
 from baton.local import commands, ports, supervisor
 from baton.local.ports import Listener
 from baton.local.process import ChildProcess
@@ -46,7 +46,7 @@ class RouterProcess(ChildProcess):
         return new
 
     def status(self) -> fleet_pb2.GetStatusResponse | None:
-        """Its status, with workers' pids and states only; None before it serves."""
+        """Its status, with workers' pids, hosts and states only; None before it serves."""
         return self.shared.status(self.number)
 
     def on_end(self) -> None:
@@ -69,7 +69,7 @@ class SharedPorts:
             self._shared = SharedState("", processes)
             stack.callback(self._shared.close)
             self._stack = stack.pop_all()
-        self.address = f"{host}:{self.port}"
+        self.address = join_address(host, self.port)
         self._listen = partial(http_server.listen, host, http_port, "HTTP", "--http-port")
 
     def process(

@@ -311,8 +311,11 @@ def echo(name: str, line: str) -> None:
         print(f"[{name}] {line}" if name else line, file=sys.stderr, flush=True)
 
 
-def cancel_on_signals(say: Say = say) -> None:
-    """Makes SIGINT and SIGTERM cancel the current task, which ends its `async with` blocks."""
+def cancel_on_signals(say: Say = say) -> Callable[[], None]:
+    """Makes SIGINT and SIGTERM cancel the current task, which ends its `async with` blocks.
+
+    Returns what they call.
+    """
     task = asyncio.current_task()
     assert task is not None
 
@@ -323,40 +326,48 @@ def cancel_on_signals(say: Say = say) -> None:
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, cancel)
+    return cancel
 
 
 async def run(start: Callable[[AsyncExitStack], Awaitable[Supervisor]], say: Say = say) -> int:
     """Runs a supervisor until SIGINT or SIGTERM, then stops it; a second signal kills it.
 
-    SIGHUP restarts all processes in turn. The exit status is 0 if all served. Raises ConfigError or
-    Unavailable if they cannot start.
+    SIGHUP restarts all processes in turn, or stops them if the terminal was closed. The exit status
+    is 0 if all served. Raises ConfigError or Unavailable if they cannot start.
     """
-    cancel_on_signals(say)
-    hangup = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
+    had_terminal = _has_terminal()
+    cancel = cancel_on_signals(say)
+    restart, is_closed = asyncio.Event(), False
+
+    def hang_up() -> None:
+        nonlocal is_closed
+        if not had_terminal or _has_terminal():
+            restart.set()
+        elif not is_closed:  # the kernel and the shell may both report it
+            is_closed = True
+            cancel()  # ctrl-C is no longer possible
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
     was_ready = False
     with contextlib.suppress(asyncio.CancelledError):
         async with AsyncExitStack() as stack:
             processes = await start(stack)
             was_ready = True
-            await _restart_on(hangup, processes, say)
+            await _restart_on(restart, processes, say)
     return 0 if was_ready else INTERRUPTED
 
 
-async def _restart_on(hangup: asyncio.Event, processes: Supervisor, say: Say) -> None:
-    """Restarts all processes in turn at each SIGHUP, until the terminal is gone."""
-    had_terminal = _has_terminal()
+async def _restart_on(requested: asyncio.Event, processes: Supervisor, say: Say) -> None:
+    """Restarts all processes in turn whenever that is requested."""
     while True:
-        await hangup.wait()
-        if had_terminal and not _has_terminal():
-            return  # the window was closed: ctrl-C is no longer possible
+        await requested.wait()
         say(f"SIGHUP: restarting {', '.join(processes.processes)}, one after the other")
         try:
             await processes.rolling_restart()
             say("all processes have been restarted")
         except BatonError as error:
             say(f"the restart was abandoned: {error}")
-        hangup.clear()  # a signal during the restart needs no further one
+        requested.clear()  # a signal during the restart needs no further one
 
 
 def _has_terminal() -> bool:

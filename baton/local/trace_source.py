@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import urllib.error
 import urllib.parse
-import urllib.request
 from dataclasses import fields
 
 import grpc
 
 from baton.client import Client
-from baton.errors import Unavailable
+from baton.errors import Unauthenticated, Unavailable
 from baton.local.span_store import Span
-from baton.net import rpc
+from baton.net import rpc, tls
 from baton.v1 import trace_pb2, trace_pb2_grpc
 
 _WAIT_S = 3.0  # for the spans of a request that has just ended
@@ -28,11 +26,12 @@ class KeptTraces:
     """The traces that `baton up` keeps, at the address its processes export to."""
 
     def __init__(self, address: str, api_key: str | None = None) -> None:
-        """`address` is HOST:PORT or a URL."""
-        self._metadata = rpc.bearer(api_key)
+        """`address` is HOST:PORT or a URL. Without TLS the key is sent to this machine only."""
         self.name = address
-        url = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
+        url = _url(address)
         self._address, self._secure = url.netloc, url.scheme == "https"
+        self._takes_key = self._secure or tls.is_loopback(url.hostname or "")
+        self._metadata = rpc.bearer(api_key if self._takes_key else None)
 
     def traces(self, trace_id: str, timeout_s: float) -> list[list[Span]]:
         """All traces; or one, when it is complete, and none if it is unknown."""
@@ -51,7 +50,14 @@ class KeptTraces:
             except grpc.RpcError as error:
                 if why := _FAILED.get(error.code()):
                     raise Unavailable(why.format(self.name)) from error
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED and not self._takes_key:
+                    why = f"{self.name} gets no API key: it is neither on this machine nor https"
+                    raise Unauthenticated(why) from error
                 raise rpc.error_of(error) from error
+
+
+def _url(address: str) -> urllib.parse.SplitResult:
+    return urllib.parse.urlsplit(address if "//" in address else f"//{address}")
 
 
 def _span_of(text: str) -> Span:
@@ -63,7 +69,8 @@ def _span_of(text: str) -> Span:
 def kept_by(target: str, api_key: str | None, timeout_s: float) -> KeptTraces:
     """The receiver that the router at `target` exports spans to. Raises Unavailable.
 
-    It is the first of several addresses: `baton up` puts its own there.
+    It is the first of several addresses: `baton up` puts its own there, which is on the router's
+    machine. Another one is a collector's, and gets no key of the router's callers.
     """
     with Client(target, api_key=api_key) as client:
         router = client.status(timeout=timeout_s)["router"]
@@ -72,4 +79,6 @@ def kept_by(target: str, api_key: str | None, timeout_s: float) -> KeptTraces:
             f"the router at {router['address']} exports no traces: "
             "`baton up` keeps them, and --otlp URL sends them to a collector"
         )
-    return KeptTraces(router["otlp"].split(",")[0], api_key)
+    address = router["otlp"].split(",")[0]
+    is_here = tls.is_loopback(_url(address).hostname or "")
+    return KeptTraces(address, api_key if is_here else None)

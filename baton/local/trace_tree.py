@@ -181,19 +181,17 @@ def _walk(spans: Sequence[Span]) -> Iterator[tuple[Span, str, str, bool]]:
     roots = [span for span in tops if not span.parent_id] or tops[:1]
     orphans = [span for span in tops if span not in roots]
 
-    def branch(
-        span: Span, stem: str, below: str, lost: bool
-    ) -> Iterator[tuple[Span, str, str, bool]]:
+    waiting = [(root, "", "", False) for root in reversed(roots)]
+    while waiting:  # a loop, because spans may be nested without limit
+        span, stem, below, lost = waiting.pop()
         under = [(child, False) for child in children.pop(span.span_id, [])]
         if span is roots[0]:
             under += [(orphan, True) for orphan in orphans]
         yield span, stem, below + ("│" if under else " "), lost
-        for number, (child, is_lost) in enumerate(under, 1):
-            first, rest = ("└─ ", "   ") if number == len(under) else ("├─ ", "│  ")
-            yield from branch(child, below + first, below + rest, is_lost)
-
-    for root in roots:
-        yield from branch(root, "", "", False)
+        first, rest = "└─ ", "   "
+        for child, is_lost in reversed(under):
+            waiting.append((child, below + first, below + rest, is_lost))
+            first, rest = "├─ ", "│  "
 
 
 def _bar(span: Span, first_ns: int, last_ns: int) -> str:

@@ -37,15 +37,15 @@ from urllib.parse import unquote
 
 import httptools
 
+from baton.config import join_address
 from baton.errors import (
     ENDINGS,
-    ConfigError,
     Unavailable,
     as_exception,
     quoted,
     without_frames,
 )
-from baton.net import tls
+from baton.net import listening, tls
 from baton.net.http_errors import JSON_TYPE, Failure, Header, HttpError, failure_of
 
 log = logging.getLogger(__name__)
@@ -300,7 +300,7 @@ def listen(
     if listener := _inherited.pop(port, None):
         return listener
     try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, address = listening.resolve(host, port)
         both = family == socket.AF_INET6  # "::" takes IPv4 too
         listener = socket.create_server(
             address, family=family, backlog=_BACKLOG, dualstack_ipv6=both, reuse_port=shared
@@ -309,11 +309,7 @@ def listen(
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_NOT_SENT_BYTES)
     except OSError as error:
-        reason = str(error.strerror).partition(" (while")[0]
-        raise ConfigError(
-            f"cannot listen on {host}:{port} for {purpose}: {reason}; "
-            f"stop what uses it or choose another port with {option}"
-        ) from error
+        raise listening.refusal(host, port, error, option, purpose) from error
     return listener
 
 
@@ -338,8 +334,7 @@ async def serving(
     credentials = tls.Credentials() if plain else tls.current()
     host, number = listener.getsockname()[:2]
     checked = allowed_hosts or ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    address = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
-    url = f"{'https' if credentials.serves else 'http'}://{address}"
+    url = f"{'https' if credentials.serves else 'http'}://{join_address(host, number)}"
     port = Port(url, answer, min(max_connections, max_files // 2), failure_at)
     if checked and "*" not in allowed_hosts:
         port.allowed_hosts = {*allowed_hosts, socket.gethostname().lower()}

@@ -18,6 +18,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from baton.config import join_address
 from baton.errors import ConfigError
 from baton.net import http_server, rpc, tls
 from baton.net.http_errors import HttpError
@@ -40,7 +41,7 @@ def bind(
     credentials = tls.current()
     credentials.check_exposed(host)
     server = rpc.server(authorize, shared, **limits)
-    wanted = f"{host}:{port}"
+    wanted = join_address(host, port)
     try:
         if credentials.serves:
             bound = server.add_secure_port(wanted, credentials.port())
@@ -51,7 +52,7 @@ def bind(
             f"cannot listen on {wanted}: the port is in use or the address is not this machine's "
             "(choose another with --port)"
         ) from error
-    return server, f"{host}:{bound}"
+    return server, join_address(host, bound)
 
 
 _GC_OBJECTS = 20_000  # made and not freed, before the youngest are looked at; Python's own is 700

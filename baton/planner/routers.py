@@ -7,7 +7,7 @@ import logging
 import socket
 from typing import Any
 
-from baton.config import split_address
+from baton.config import join_address, split_address
 from baton.errors import BatonError
 from baton.log_format import RateLimit
 from baton.net import rpc
@@ -53,10 +53,10 @@ class Routers:
                     infos = await asyncio.get_running_loop().getaddrinfo(
                         host.strip("[]"), port, type=socket.SOCK_STREAM
                     )
-                found |= {_joined(info[4][0], port) for info in infos}
+                found |= {join_address(str(info[4][0]), port) for info in infos}
             except (OSError, TimeoutError) as error:
                 self._log.line(logging.WARNING, "%s cannot be resolved: %s", host, error)
-                found |= self._channels.keys() or {_joined(host, port)}
+                found |= self._channels.keys() or {join_address(host, port)}
         return found
 
     async def _status(self, address: str) -> fleet_pb2.GetStatusResponse | None:
@@ -71,7 +71,3 @@ class Routers:
         except BatonError as error:
             self._log.line(logging.WARNING, "the router at %s does not answer: %s", address, error)
             return None
-
-
-def _joined(host: str | int, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

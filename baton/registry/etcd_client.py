@@ -345,7 +345,7 @@ def _addresses(config: RegistryConfig, files: WatchedFiles) -> Addresses:
     """Parses the endpoints; https://, a CA or a certificate selects TLS."""
     has_files = bool(config.ca_file or config.cert_file)
     found: Addresses = []
-    for text in config.etcd.split(","):
+    for text in config.addresses:
         if has_files and text.startswith("http://"):
             raise ConfigError(f"--etcd {text} is not TLS: use https:// with --etcd-ca/--etcd-cert")
         credentials = None

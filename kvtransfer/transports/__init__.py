@@ -30,12 +30,13 @@ def usable(pool: KvPool, host: str, choice: str = "auto", kv_host: str = "") -> 
     """
     if kv_host:
         try:
-            listening_socket(kv_host).close()
+            listening_socket(kv_host.strip("[]")).close()
         except OSError as error:
             raise ConfigError(
                 f"--kv-host {kv_host} is no address of this machine: {error}"
             ) from error
         host = kv_host
+    host = host.strip("[]")
     transports: list[Transport] = []
     if pool.area is not None:
         try:

@@ -24,7 +24,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 import baton
 from baton.cli import main as cli
 from baton.cli import options as cli_options
-from baton.cli import process_setup, status
+from baton.cli import process_setup, route, status
 from baton.cli.planner import planner_config
 from baton.cli.router import router_config
 from baton.cli.workers import worker_config
@@ -84,6 +84,12 @@ WRONG = [
     ("planner --min-decode 5 --max-decode 2", 1, "--min-decode exceeds --max-decode"),
     ("planner --slo fast", 1, "--slo 'fast': write targets in seconds"),
     ("planner --etcd 127.0.0.1:1 --port 0", 1, "etcd cannot be reached at 127.0.0.1:1"),
+    *((f"route {rest}", 2, f"are for canary, not for {rest.split()[0]}") for rest in
+      ("set m=v2 --steps 10,50", "delete m --step-time 9", "show --min-requests 1",
+       "set m=v2 --max-slowdown 2")),
+    ("top --width 80", 2, "error: --width is for --once"),
+    *((f"generate x {option}", 2, f"error: {option.split()[0]} needs --local")
+      for option in ("--max-batch 2", "--dtype float32", "--graphs", "--config x.toml")),
     ("doctor --target 127.0.0.1:1 --timeout 5", 1, "no router answers at 127.0.0.1:1"),
 ]  # fmt: skip
 
@@ -663,6 +669,39 @@ def test_health_is_an_exit_status_for_container_checks(capsys):
             assert cli.main(["health", "--target", target, "--timeout", "0.3"]) == 1
         why = "not finished within" if listens else f"no router or worker answers at {target}:"
         assert f"error: {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["::", "[::]", "::1", "[::1]"])
+def test_health_of_an_ipv6_host_is_asked_at_its_address(host, monkeypatch, capsys):
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+    monkeypatch.setenv("BATON_OPT_HOST", host)
+    monkeypatch.setenv("BATON_OPT_PORT", str(port))
+    assert cli.main(["health", "--timeout", "2"]) == 1
+    assert f"no router or worker answers at [::1]:{port}:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["a:1,b:2", "a:1, b:2", " a:1 ,, b:2,"])
+def test_top_polls_every_address_of_a_list(target, monkeypatch):
+    polled = mock.AsyncMock(return_value="")
+    install(monkeypatch, "baton.local.top", once=polled)
+    assert cli.main(["top", "--once", "--target", target]) == 0
+    assert polled.call_args.args[0] == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize("targets", ["v1:90,v2:10", "v1:90, v2:10", " v1:90 , v2:10,"])
+def test_a_route_has_the_targets_of_a_list(targets):
+    client = mock.Mock()
+    route._ask(client, parse("route", "set", f"chat={targets}"))
+    assert client.set_route.call_args.args == ("chat", {"v1": 90.0, "v2": 10.0})
+
+
+def test_a_canary_has_the_options_that_are_given():
+    client = mock.Mock()
+    route._ask(client, parse("route", "canary", "chat=v2", "--steps", "10,100", "--step-time", "9"))
+    assert client.start_canary.call_args == mock.call(
+        "chat", "v2", timeout=5.0, steps=(10.0, 100.0), step_s=9.0
+    )
 
 
 ECHO = """

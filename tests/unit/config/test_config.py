@@ -20,6 +20,7 @@ from baton.config import (
     WorkerConfig,
     default_model_name,
     host_id,
+    join_address,
     model_path,
     service,
     split_address,
@@ -72,6 +73,8 @@ def test_each_process_takes_another_incarnation():
 def test_addresses():
     for good in (("h", 1), ("10.0.0.1", 65535), ("[::1]", 80)):
         assert split_address("{}:{}".format(*good)) == good
+        assert split_address(join_address(*good)) == good
+    assert join_address("::1", 80) == "[::1]:80"
     for bad in ("", "h", ":1", "h:", "h:x", "h:-1", "h:65536", "h:1 "):
         with pytest.raises(ConfigError, match="--there must be HOST:PORT"):
             split_address(bad, "--there")

@@ -776,7 +776,7 @@ def test_a_port_in_use_is_an_error_before_anything_starts():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} for HTTP.*--http-port"):
             frontend(RouterConfig(http_port=port))
-    with pytest.raises(ConfigError, match="--http-port"):
+    with pytest.raises(ConfigError, match=r"for HTTP: .*; --host must be an address of this"):
         listen("no.such.host.invalid", 0, "HTTP", "--http-port")
 
 

@@ -44,6 +44,8 @@ def test_what_a_pool_can_use_depends_on_where_it_lies(where, first):
     for name in names:
         (one,) = usable(pool, "127.0.0.1", name, "127.0.0.2")
         assert getattr(one, "host", "127.0.0.2") == "127.0.0.2"
+        for hosts in (("[::1]", name), ("127.0.0.1", name, "[::1]")):
+            assert getattr(usable(pool, *hosts)[0], "host", "::1") == "::1"
     with pytest.raises(ConfigError, match=r"--kv-host 192\.0\.2\.1 is no address of this machine"):
         usable(pool, "127.0.0.1", "auto", "192.0.2.1")
     if pool.area is not None:

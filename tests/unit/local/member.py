@@ -13,7 +13,7 @@ import signal
 import sys
 import uuid
 
-from baton.config import RegistryConfig
+from baton.config import RegistryConfig, host_id
 from baton.local.child import die_with_parent
 from baton.registry.etcd_registry import EtcdRegistry
 from baton.v1 import common_pb2, fleet_pb2
@@ -60,6 +60,7 @@ async def main():
             incarnation=uuid.uuid4().hex,
             role=common_pb2.WorkerRole.Value(f"WORKER_ROLE_{role.upper()}"),
             pid=os.getpid(),
+            host_id=host_id(),
             state=common_pb2.WORKER_STATE_READY,
         )
         member = registry.register(record)

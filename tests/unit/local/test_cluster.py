@@ -11,13 +11,16 @@ import sys
 import psutil
 import pytest
 
-from baton.config import ClusterConfig
+from baton.config import ClusterConfig, host_id
 from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import cluster as local_cluster
 from baton.local import ports, supervisor
 from baton.local.cluster import LocalCluster
 from baton.local.router_processes import RouterProcess
 from baton.local.supervisor import restart_delay_s
+from baton.registry import Membership
+from baton.v1 import fleet_pb2
+from baton.v1.common_pb2 import WORKER_STATE_READY, WorkerRecord
 from tests.waiting import WAIT_S, eventually
 
 MEMBER = [sys.executable, "-m", "tests.unit.local.member"]
@@ -132,6 +135,29 @@ async def test_every_wait_for_an_end_is_bounded(monkeypatch):
         assert started.processes["decode-0"].exit_status == -signal.SIGKILL
 
 
+async def test_a_worker_elsewhere_with_the_same_pid_is_not_ours():
+    """Of another `baton up` at the same etcd, in another container or on another host."""
+
+    def worker(name, host):
+        return WorkerRecord(incarnation=name, pid=7, host_id=host, state=WORKER_STATE_READY)
+
+    def status(*records):
+        workers = [fleet_pb2.WorkerStatus(record=one, state="READY") for one in records]
+        return fleet_pb2.GetStatusResponse(workers=workers)
+
+    membership, theirs, ours = Membership(), worker("a", "there"), worker("b", host_id())
+    membership.publish({"a": theirs}, connected=True)
+    waiting = asyncio.create_task(local_cluster.workers_ready(membership, lambda: {7}))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    membership.publish({"b": ours, "a": theirs}, connected=True)
+    async with asyncio.timeout(WAIT_S):
+        assert await waiting == {7: ours}
+    sees = local_cluster.sees({7})
+    assert sees(status(ours, theirs)) and not sees(status(theirs))
+
+
 def test_ports_follow_the_first_and_are_checked():
     host = "127.7.7.7"  # loopback too, and nothing else takes its ports
     with socket.create_server((host, 0)) as taken:
@@ -140,6 +166,21 @@ def test_ports_follow_the_first_and_are_checked():
             ports.consecutive(host, port - 1, 2)
     assert ports.consecutive(host, port, 1) == [port]
     assert len(set(ports.consecutive(host, 0, 50))) == 50
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_host_has_ports(host):
+    (port,) = ports.consecutive(host, 0, 1)
+    assert ports.consecutive(host, port, 1) == [port]
+    with ports.hold(host, port), pytest.raises(ConfigError, match=rf"on \[::1\]:{port}: Address"):
+        ports.hold(host, port)
+
+
+@pytest.mark.parametrize("port", [0, 7700])
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_here_has_none(host, port):
+    with pytest.raises(ConfigError, match=f"on {host}:{port}: .*; --host must be an address of"):
+        ports.consecutive(host, port, 1)
 
 
 def test_a_held_port_is_for_those_who_share_it_and_for_nobody_else():

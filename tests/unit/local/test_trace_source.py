@@ -8,11 +8,11 @@ import time
 import pytest
 
 from baton.cli import main as cli
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, Unauthenticated
 from baton.local import ports
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore
-from baton.local.trace_source import KeptTraces
+from baton.local.trace_source import KeptTraces, kept_by
 from baton.v1 import trace_pb2
 from tests.waiting import WAIT_S
 
@@ -122,6 +122,43 @@ async def test_an_error_says_why_there_is_no_trace(receiver, trace):
     assert await trace("--json") == (0, '{"traces": []}\n', "")
     with pytest.raises(InvalidRequest, match="32 hexadecimal"):
         await asyncio.to_thread(KeptTraces(receiver.address).traces, "xyz", TIMEOUT_S)
+
+
+@pytest.mark.parametrize("given", [True, False])
+async def test_the_key_goes_to_where_baton_up_listens_and_to_no_collector(
+    given, capsys, monkeypatch
+):
+    """0.0.0.0 reaches this machine, but is an address as any other."""
+    monkeypatch.setenv("BATON_API_KEY", "operator")
+    shown = []
+
+    def authorize(method, context):
+        keys = [value for name, value in context.invocation_metadata() if name == "authorization"]
+        shown.append(keys)
+        if not keys:
+            raise Unauthenticated("a key is needed")
+
+    async def trace(otlp):
+        shown.clear()
+        async with exporting(otlp) as router:
+            argv = ["--from", otlp] if given else ["--target", router.address]
+            await asyncio.to_thread(cli.main, ["trace", *argv])
+        return shown, capsys.readouterr().err
+
+    async with OtlpReceiver(SpanStore(), authorize=authorize) as listening:
+        port = listening.address.rpartition(":")[2]
+        for address in (listening.address, f"http://localhost:{port}"):
+            assert (await trace(address))[0] == [["Bearer operator"]]
+        seen, error = await trace(f"http://0.0.0.0:{port}")
+        assert seen == [[]] and f"http://0.0.0.0:{port} gets no API key" in error
+
+
+@pytest.mark.parametrize("otlp", ["https://collector:4317", "http://127.0.0.1@collector:4317"])
+async def test_a_collector_with_tls_gets_no_key_either(otlp):
+    async with exporting(otlp) as router:
+        source = await asyncio.to_thread(kept_by, router.address, "operator", TIMEOUT_S)
+    assert source.name == otlp and source._metadata == ()
+    assert KeptTraces("https://mine:4317", "operator")._metadata  # where the user says so
 
 
 @pytest.mark.parametrize("spans", [[below(), request()], [request(), below()]])

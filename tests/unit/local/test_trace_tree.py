@@ -1,5 +1,6 @@
 """What a trace says of its request, and its drawing, against golden text."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -80,6 +81,12 @@ def test_every_line_fits():
         assert lines[1 + 4].endswith("word …")
     long = render([span("run", "s", "a", 0, 1, text="x" * 80, more="y" * 30, last=1)]).splitlines()
     assert [line.strip() for line in long[3:]] == ["text=" + "x" * 80, f"more={'y' * 30} last=1"]
+
+
+def test_spans_may_be_nested_without_limit():
+    count = 2 * sys.getrecursionlimit()
+    lines = render([span("a", "s", f"{n}/{n + 1}", n, count) for n in range(count)]).splitlines()
+    assert len(lines) == 2 + count and all("s  a" in line for line in lines[2:20])
 
 
 def test_a_span_below_itself_does_not_hang():

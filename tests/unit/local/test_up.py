@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import pty
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,11 @@ sys.exit(asyncio.run(up.run(ClusterConfig(port=0))))
 """
 
 
-async def test_a_closed_terminal_ends_it(tmp_path):
+@pytest.mark.parametrize(
+    ("reached", "exit_status"), [("etcd ready", 130), ("ready: ", 0), ("SIGHUP: restarting ", 0)]
+)
+async def test_a_closed_terminal_ends_it(tmp_path, reached, exit_status):
+    """Also while it starts, and while it restarts its processes."""
     output = tmp_path / "output"
     master, slave = pty.openpty()
     with output.open("wb") as out:
@@ -45,14 +50,17 @@ async def test_a_closed_terminal_ends_it(tmp_path):
 
     try:
         os.close(slave)
-        await eventually(look, lambda text: "\nready: " in text, "not ready")
+        if is_restart := reached.startswith("SIGHUP"):
+            await eventually(look, lambda text: "\nready: " in text, "not ready")
+            process.send_signal(signal.SIGHUP)
+        await eventually(look, lambda text: f"\n{reached}" in f"\n{text}", "not that far")
         os.close(master)
-        assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+        assert await asyncio.wait_for(process.wait(), WAIT_S) == exit_status
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-    assert "SIGHUP" not in await look() and (await look()).endswith("stopped\n")
+    assert (await look()).count("SIGHUP") == is_restart and (await look()).endswith("stopped\n")
     assert os.listdir(tmp_path) == ["output"]  # noqa: PTH208
 
 

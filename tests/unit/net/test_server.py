@@ -1,14 +1,18 @@
 """What routers and workers run on: an event loop whose long turns do not starve gRPC."""
 
 import asyncio
+import re
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 
-from baton.net import rpc
-from baton.net.server import EventLoop, measure_lag
+from baton.config import split_address
+from baton.errors import ConfigError
+from baton.net import http_server, rpc
+from baton.net.server import EventLoop, Health, bind, measure_lag
 from tests.waiting import WAIT_S
 
 CALLS, MESSAGES = 150, 4
@@ -52,6 +56,32 @@ def test_events_of_grpc_do_not_come_one_a_turn(address):
 
     with asyncio.Runner(loop_factory=EventLoop) as runner:
         assert runner.run(turns()) < TURNS
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "127.0.0.1"])
+async def test_one_host_is_for_grpc_and_http(host):
+    server, address = bind(host, 0)
+    await server.start()
+    try:
+        shown, port = split_address(address)
+        assert shown == ("127.0.0.1" if "." in host else "[::1]")
+        async with grpc.aio.insecure_channel(address) as channel:
+            await asyncio.wait_for(channel.channel_ready(), WAIT_S)
+        with pytest.raises(ConfigError, match=re.escape(f"cannot listen on {address} for tests: ")):
+            http_server.listen(host, port, "tests", "--http-port")
+    finally:
+        await server.stop(0)
+    async with Health().probed(host, port) as url:
+        assert url == f"http://{address}"
+        answer = await asyncio.to_thread(urllib.request.urlopen, f"{url}/health", None, WAIT_S)
+        assert answer.read() == b"alive"
+        answer.close()
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_here_is_named(host):
+    with pytest.raises(ConfigError, match=f"{host}:0 .*; --host must be an address of this"):
+        http_server.listen(host, 0, "tests", "--http-port")
 
 
 def test_calls_are_not_taken_one_a_turn():

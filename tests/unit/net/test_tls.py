@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import re
 import shutil
 import ssl
@@ -10,6 +11,7 @@ from functools import partial
 import grpc
 import httpx
 import pytest
+from cryptography import x509
 
 from baton.cli import main as cli
 from baton.config import TlsConfig
@@ -33,7 +35,7 @@ CONNECT = "/baton.v1.DispatchService/Connect"
 def made(tmp_path_factory):
     """A folder of certificates."""
     folder = tmp_path_factory.mktemp("certs")
-    certs.write(folder, ["router.example", "10.0.0.9"])
+    certs.write(folder, ["router.example", "10.0.0.9", "[fd00::9]"])
     return folder
 
 
@@ -329,6 +331,12 @@ async def test_calls_take_a_new_certificate_and_those_that_run_go_on_with_the_ol
         await call(worker, router)
         # A connection that is open goes on with the certificates that it was made with.
         await stub.Describe(worker_pb2.DescribeRequest())
+
+
+def test_a_certificate_names_ipv6_hosts_by_their_address(made):
+    certificate = x509.load_pem_x509_certificate((made / "router.pem").read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert ipaddress.ip_address("fd00::9") in names.get_values_for_type(x509.IPAddress)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.9", "example.com"])

@@ -8,7 +8,7 @@ from baton.registry.etcd_client import EtcdClient
 
 
 async def test_calls_that_fail_at_once_on_a_dead_endpoint_all_go_to_the_next(monkeypatch):
-    client, both, asked = EtcdClient(RegistryConfig(etcd="dead:1,alive:2")), asyncio.Barrier(2), []
+    client, both, asked = EtcdClient(RegistryConfig(etcd="dead:1, alive:2")), asyncio.Barrier(2), []
 
     async def attempt(pick, request):
         name = client._endpoint().name

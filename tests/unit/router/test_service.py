@@ -706,6 +706,8 @@ async def test_a_workers_new_state_is_published_soon(router_of, monkeypatch):
     """Not only at the next turn: a process that starts or replaces the worker waits for it."""
     router = await router_of()
     monkeypatch.setattr(grpc_service, "_POLLS", 1 << 20)
+    for pid, worker in enumerate(router.service.models.workers, 1):
+        worker.record.pid, worker.record.host_id = pid, f"host of {pid}"
     published = []
     shared = SimpleNamespace(publish=published.append)
     operators = FleetServicer(router.service, router.status_of_router, shared)
@@ -713,6 +715,9 @@ async def test_a_workers_new_state_is_published_soon(router_of, monkeypatch):
     await seen(lambda: published)
     router.decode.tell(state=DRAINING)
     await seen(lambda: len(published) > 1)
+    for status in published:  # by both a parent knows its own workers
+        known = {(one.record.pid, one.record.host_id) for one in status.workers}
+        assert known == {(1, "host of 1"), (2, "host of 2")}
     states = [sorted(one.state for one in status.workers) for status in published]
     assert states == [["READY", "READY"], ["DRAINING", "READY"]]
     await cancelled(publishing)
