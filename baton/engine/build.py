@@ -172,7 +172,7 @@ def load(
     dtype = choose_dtype(settings.dtype, config.dtype, backend.device)
     kv_dtype = kv_dtype_of(settings, dtype)
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
-    longest = longest_context(settings, config)
+    longest = config.longest_context(settings)
     kv_bytes, layout = settings.kv_cache_bytes or backend.kv_bytes, None
     if settings.kv_blocks or kv_bytes:
         size = settings.block_size, settings.kv_blocks, kv_bytes, settings.chunk_tokens
@@ -220,16 +220,6 @@ def load(
     return Loaded(
         path, config, runner, layout, dtype, identity, settings, max_context, prepare, draft
     )
-
-
-def longest_context(settings: EngineConfig, config: ModelConfig) -> int:
-    """Maximum tokens of a sequence by model and settings. Raises ConfigError."""
-    if settings.max_context > config.max_context:
-        raise ConfigError(
-            f"--max-context {settings.max_context} is more than the model's own "
-            f"{config.max_context}: lower it, or leave it out"
-        )
-    return settings.max_context or config.max_context
 
 
 def _check_context(settings: EngineConfig, layout: KvLayout) -> None:

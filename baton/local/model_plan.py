@@ -20,7 +20,7 @@ from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import refused
 from baton.engine.backends.gpu.cuda_graphs import shapes_of
 from baton.engine.backends.gpu.device import Gpu
-from baton.engine.build import choose_dtype, device_of, kv_dtype_of, longest_context
+from baton.engine.build import choose_dtype, device_of, kv_dtype_of
 from baton.engine.checkpoint.tensor_headers import ELEMENT_BYTES
 from baton.engine.draft_model import draft_layout
 from baton.engine.kv_cache import KvLayout, plan_layout
@@ -75,7 +75,7 @@ def _kernels(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Fi
 def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Iterator[Finding]:
     dtype = choose_dtype(settings.dtype, config.dtype, torch.device("cuda" if gpu else "cpu"))
     kv_dtype = kv_dtype_of(settings, dtype)
-    context = longest_context(settings, config)
+    context = config.longest_context(settings)
     kv_bytes = settings.kv_cache_bytes or (0 if gpu else CPU_KV_CACHE_BYTES)
     layout = None
     if settings.kv_blocks or kv_bytes:
@@ -86,7 +86,6 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
     weights = weight_bytes(settings, config, dtype, gpu is not None)
     form = str(dtype).removeprefix("torch.") if held == "none" else held
     own, ranks = Shard(0, settings.tp, settings.tp > 1 and settings.expert_parallel), settings.tp
-    own.check(config)
     divided = f", divided among {ranks} ranks" if ranks > 1 else ""
     yield ok("weights", f"{weights / _GIB:.2f} GiB in {form}{divided}")
     step = step_bytes(settings, config, dtype, longest)
