@@ -131,10 +131,13 @@ def _draft(
 
 def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
     groups, tokens, beyond = layout.groups, layout.num_tokens, ""
-    needed = math.ceil(layout.bytes_of(context + 1) / _GIB)
+    needed = layout.bytes_of(context + 1)
+    remedy = f"--kv-cache {math.ceil(needed / _GIB)}GiB"
+    if settings.kv_blocks:  # it sizes the pool, whatever --kv-cache is
+        remedy = f"--kv-blocks {needed // layout.block_bytes}"
     if tokens < 1:
         text = f"a sequence's state takes {layout.state_blocks} blocks of {layout.num_blocks}"
-        return fail("KV", text, f"--kv-cache {needed}GiB")
+        return fail("KV", text, remedy)
     if layout.state_blocks:
         beyond = f" and {layout.state_bytes / 2**20:,.3g} MiB a sequence"
     if groups.slide:
@@ -154,7 +157,7 @@ def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
     return found(
         "KV",
         f"{text}; contexts are limited to {tokens - 1:,} tokens instead of {context:,}",
-        f"--kv-cache {needed}GiB, or accept it with --max-context {tokens - 1}",
+        f"{remedy}, or accept it with --max-context {tokens - 1}",
     )
 
 
