@@ -5,7 +5,8 @@ catches up in chunks, a cached prefix has caught up before it starts, a preempte
 over, and a decoding sequence is always one token behind. (After vLLM v1's scheduler.) All decoding
 sequences get their token; the others share a chunk (`ChunkBudget`) in order of priority, which
 never changes, so that no sequence starves. Remaining rows are for proposed tokens. A step has at
-most `chunk_tokens + max_batch` rows. Torch-free; it handles block numbers, never bytes.
+most `chunk_tokens + max_batch` rows, and those that `StateBlockManager`'s sequences compute again.
+Torch-free; it handles block numbers, never bytes.
 
 A prompt whose log-probabilities are wanted needs logits of every row, so that at most `SCORED_ROWS`
 of it run in a step, and computes every position, so that it does not use the prefix cache.
@@ -58,12 +59,14 @@ class ScheduledStep:
     """What one step runs: first sequences with one row, then those with several.
 
     prompts: sequences that have not sampled a token here · exclusive: the only sequence shares no
-    step, so that no other step may be in flight.
+    step, so that no other step may be in flight · decode_rows: maximum number of known rows of a
+    decoding sequence.
     """
 
     sequences: list[ScheduledSequence] = field(default_factory=list)
     prompts: list[ScheduledSequence] = field(default_factory=list)
     exclusive: bool = False
+    decode_rows: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +90,8 @@ class ScheduledStep:
     def num_chunk_tokens(self) -> int:
         if not self.has_chunks:
             return 0
-        return sum(item.count for item in self.sequences if item.count > 1 + len(item.proposed))
+        known = ((item.count, item.count - len(item.proposed)) for item in self.sequences)
+        return sum(count for count, rows in known if rows > self.decode_rows)
 
 
 class Scheduler:
@@ -218,7 +222,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep:
         """The next step: all decoding sequences, then chunks of prompts, then proposed tokens."""
-        step = ScheduledStep()
+        step = ScheduledStep(decode_rows=self._decode_rows)
         self._decode(step)
         num_decodes = len(step.sequences)
         self._catch_up(step, self.chunk.tokens if num_decodes else self.chunk.alone_tokens)

@@ -114,7 +114,7 @@ class GgufFile:
         metadata, found = _read(path)
         file = cls(path, metadata, found)
         count = file.number("split.count", 1)
-        if count == 1:
+        if count <= 1:  # llama-gguf-split leaves 0 where it merged several
             return file
         name = _PART.fullmatch(path.name)
         if name is None or int(name[2]) != 1 or int(name[3]) != count:

@@ -96,6 +96,14 @@ _KEYS = {
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
+# Of yarn: keys of config.json by those behind `rope.scaling.`, as llama.cpp's converter has them;
+# and values of others that change nothing.
+_YARN_KEYS = {
+    "yarn_attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+_YARN_ONLY = {"attn_factor": 1, "yarn_ext_factor": 1, "yarn_log_multiplier": 0}
 # Layers of the models whose scores are scaled by the hidden size for each head, not by the head's.
 _SCALED_BY_HIDDEN = {"gemma2": 46, "gemma3": 62}
 
@@ -118,6 +126,8 @@ def config_values(file: GgufFile) -> dict[str, Any]:
         return file.metadata.get(f"{prefix}.{end}")
 
     found = {key: value(end) for key, end in _KEYS.items() if value(end) is not None}
+    if found.get("sliding_window") == 0:  # so the converter says that there is none
+        found["sliding_window"] = None
     if "head_dim" not in found and value("rope.dimension_count") and prefix != "phi3":
         found["head_dim"] = value("rope.dimension_count")
     for key in list(_KEYS.values())[:5]:
@@ -180,8 +190,11 @@ def _rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         return {}
     else:
         scaling["factor"] = file.metadata.get(f"{prefix}.factor")
-    if kind == "yarn" and (factor := file.metadata.get(f"{prefix}.attn_factor")):
-        scaling["attention_factor"] = factor
+    if scaling["rope_type"] == "yarn":
+        for key, only in _YARN_ONLY.items():
+            if file.metadata.get(f"{prefix}.{key}", only) != only:
+                raise file.error(f"{prefix}.{key}", str(only))
+        scaling |= {key: file.metadata.get(f"{prefix}.{end}") for end, key in _YARN_KEYS.items()}
     if original is None:
         return {"rope_scaling": scaling}
     scaling["original_max_position_embeddings"] = original

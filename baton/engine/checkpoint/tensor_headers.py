@@ -156,8 +156,8 @@ def fingerprint(path: Path, random_seed: int | None = None) -> str:
     if path.suffix == SUFFIX:
         found = GgufFile.load(path)
         for part in found.files:
-            begin = min(tensor.offset for tensor in found.tensors.values() if tensor.file == part)
-            _digest_samples(digest, part, begin)
+            offsets = [tensor.offset for tensor in found.tensors.values() if tensor.file == part]
+            _digest_samples(digest, part, min(offsets, default=part.stat().st_size))
         return digest.hexdigest()
     files = [path]
     if path.is_dir():

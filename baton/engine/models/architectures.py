@@ -47,7 +47,7 @@ class ExpertNames:
     biased: bool = False
     stacked: StackedExperts | None = None  # if a layer's experts are stored in one tensor
     taken: str = "num_experts_per_tok"
-    scale: str = "routed_scaling_factor"
+    scale: str = "routed_scaling_factor"  # empty: none, whatever config.json has
     normed: bool | None = None  # see `Routing`; None: as `norm_topk_prob` says
     sigmoid: bool = False  # see `Routing`
     group_top: int = 0  # see `Routing`; 0: there are no groups
@@ -67,11 +67,10 @@ class Wrapper:
     """A multimodal architecture, of which the text part is served.
 
     text: the text part's architecture by its `model_type`; the first is that of a config that does
-    not say it · defaults: keys of the text part that published configs leave out.
+    not say it.
     """
 
     text: Mapping[str, str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
     models: str = ""
 
 
@@ -197,7 +196,7 @@ _LATENT = {
     "topk_group": 1,
     "num_nextn_predict_layers": 0,
 }
-_PARTLY_ROTATED = {"partial_rotary_factor": 1.0, "rotary_dim": None}
+_PARTLY_ROTATED = {"partial_rotary_factor": None, "rotary_dim": None}
 _CORRECTED: dict[str, Any] = {
     "count": "n_routed_experts",
     "sigmoid": True,
@@ -510,7 +509,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         models="Qwen3.5-MoE (text)",
     ),
     "Qwen3VLMoeForConditionalGeneration": Architecture(
-        {**_SPARSE, "num_experts_per_tok": 8, "norm_topk_prob": True},
+        {**_SPARSE, "num_experts_per_tok": 4, "norm_topk_prob": True, "rope_theta": 5e5},
         **_ATTENTION_BIASES,
         qk_norm="head",
         experts=ExpertNames(stacked=StackedExperts(transposed=None)),
@@ -681,6 +680,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             size="intermediate_size",
             router="gate.wg",
             taken="moe_topk",
+            scale="",
             normed=True,
             float32_router=True,
             shared="shared_mlp",
@@ -795,22 +795,13 @@ ARCHITECTURES: dict[str, Architecture] = {
 _MISTRAL = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
 WRAPPERS: dict[str, Wrapper] = {
     "Gemma3ForConditionalGeneration": Wrapper(
-        {"gemma3_text": "Gemma3ForCausalLM"},
-        {
-            "vocab_size": 262208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131072,
-        },
-        models="Gemma 3",
+        {"gemma3_text": "Gemma3ForCausalLM"}, models="Gemma 3"
     ),
     "Gemma4ForConditionalGeneration": Wrapper(
         {"gemma4_text": "Gemma4ForCausalLM"}, models="Gemma 4"
     ),
     "Gemma4UnifiedForConditionalGeneration": Wrapper(
-        {"gemma4_unified_text": "Gemma4ForCausalLM"},
-        {"hidden_size_per_layer_input": 0},
-        models="Gemma 4 (12B)",
+        {"gemma4_unified_text": "Gemma4ForCausalLM"}, models="Gemma 4 (12B)"
     ),
     "Llama4ForConditionalGeneration": Wrapper(
         {"llama4_text": "Llama4ForCausalLM"}, models="Llama 4"
@@ -821,12 +812,8 @@ WRAPPERS: dict[str, Wrapper] = {
     "LlavaForConditionalGeneration": Wrapper(
         {"llama": "LlamaForCausalLM", **_MISTRAL}, models="Pixtral"
     ),
-    "SmolVLMForConditionalGeneration": Wrapper(
-        {"llama": "LlamaForCausalLM"}, {"rms_norm_eps": 1e-5}, models="SmolVLM"
-    ),
-    "Idefics3ForConditionalGeneration": Wrapper(
-        {"llama": "LlamaForCausalLM"}, {"rms_norm_eps": 1e-5}, models="Idefics 3"
-    ),
+    "SmolVLMForConditionalGeneration": Wrapper({"llama": "LlamaForCausalLM"}, models="SmolVLM"),
+    "Idefics3ForConditionalGeneration": Wrapper({"llama": "LlamaForCausalLM"}, models="Idefics 3"),
     "Qwen2VLForConditionalGeneration": Wrapper(
         {"qwen2_vl_text": "Qwen2ForCausalLM"}, models="Qwen2-VL"
     ),
@@ -850,6 +837,34 @@ WRAPPERS: dict[str, Wrapper] = {
         {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}, models="InternVL 3"
     ),
 }
+_OLD_SIZES = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+_QWEN_VL_DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_window_layers": 80}
+TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {**_OLD_SIZES, "intermediate_size": 11008, "max_position_embeddings": 2048},
+    "mistral": {
+        **_OLD_SIZES,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+    },
+    "gemma4_unified_text": {"hidden_size_per_layer_input": 0},
+    "qwen2_vl_text": _QWEN_VL_DEFAULTS,
+    "qwen2_5_vl_text": _QWEN_VL_DEFAULTS,
+    "qwen3_vl_text": {"rope_theta": 5e5},
+}
+"""Values of keys that a text part may lack, by its `model_type`; they count before those of its
+architecture."""
 
 REFUSED: dict[str, str] = {
     "Gemma3nForConditionalGeneration": "embeddings for each layer, and alternating updates",

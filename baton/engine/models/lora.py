@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from baton.engine.kernels.torch.lora import LoraMatrices
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.output_order import arranged
 from baton.engine.models.shard import BY_INPUTS, WHOLE, Shard
-from baton.engine.models.tensor_names import delta_rule_tensors, layer_tensors
+from baton.engine.models.tensor_names import delta_rule_tensors, layer_tensors, text_name
 from baton.engine.quantization.config import Shapes
 from baton.engine.quantization.linear_weight import DenseWeight
 from baton.errors import CheckpointError
@@ -77,8 +77,8 @@ def load_lora(path: Path, config: ModelConfig, max_rank: int) -> LoraAdapter:
     for key, values in _PLAIN.items():
         fields.read(key, one_of(*values), values[0])
     stored = file_tensors(file)
-    names = sorted({_target(file, part) for part in stored})
-    ranks = {name: _rank(file, name, stored, places) for name in names}
+    names = _targets(file, stored)
+    ranks = {name: _rank(file, name, stored, places.get(text_name(name))) for name in names}
     if not ranks:
         raise CheckpointError(f"{file} has no tensors")
     if (rank := max(ranks.values())) > max_rank:
@@ -89,7 +89,7 @@ def load_lora(path: Path, config: ModelConfig, max_rank: int) -> LoraAdapter:
     updates, scales = dict[tuple[int, str], Update](), _scales(fields, ranks)
     with safe_open(file, framework="pt", device="cpu") as opened:
         for name in names:
-            layer, field, section, _ = places[name]
+            layer, field, section, _ = places[text_name(name)]
             if (layer, field) not in updates:
                 updates[layer, field] = empty_update(config, layer, field, rank)
             whole_a, whole_b = updates[layer, field]
@@ -247,24 +247,27 @@ def _parts(name: str) -> tuple[str, str]:
     return first, second
 
 
+def _targets(file: Path, stored: Iterable[str]) -> list[str]:
+    """The matrices that an adapter changes, as it names them: `text_name` has the model's names."""
+    found = dict[str, str]()
+    for name in sorted({_target(file, part) for part in stored}):
+        if (other := found.setdefault(text_name(name), name)) != name:
+            raise CheckpointError(f"{file} adapts {other} and {name}, which are one matrix")
+    return list(found.values())
+
+
 def _target(file: Path, name: str) -> str:
-    """The model's matrix that a tensor of the adapter belongs to."""
     for half in _HALVES:
         if name.startswith(_PREFIX) and name.endswith(half):
             return name.removeprefix(_PREFIX).removesuffix(half) + ".weight"
     raise CheckpointError(f"{file}: tensor {name} is no half of a LoRA update{_REMEDY}")
 
 
-def _rank(
-    file: Path,
-    name: str,
-    stored: Mapping[str, StoredTensor],
-    places: Mapping[str, _Place],
-) -> int:
-    if name not in places:
+def _rank(file: Path, name: str, stored: Mapping[str, StoredTensor], place: _Place | None) -> int:
+    if place is None:
         raise CheckpointError(
             f"{file} adapts {name}, which is no projection of attention or of a dense MLP of this "
-            f"model{_REMEDY}"
+            f"model's text layers{_REMEDY}"
         )
     for part in _parts(name):
         if part not in stored:
@@ -275,7 +278,7 @@ def _rank(
                 f"{', '.join(FLOATS)}"
             )
     a, b = (stored[part].shape for part in _parts(name))
-    outputs, inputs = places[name].shape
+    outputs, inputs = place.shape
     if len(a) != 2 or a[0] == 0 or a[1] != inputs or b != (outputs, a[0]):
         raise CheckpointError(
             f"{file}: {name} is [{outputs}, {inputs}], and its update {list(b)} by {list(a)}: the "

@@ -17,6 +17,7 @@ from baton.engine.models.weights import LatentWeights
 from baton.kv_groups import LayerGroups
 
 Placed = TypeVar("Placed")
+_EPS = 1e-6  # of the norms within attention, whatever the model's other norms have
 
 
 class LatentAttention:
@@ -48,12 +49,12 @@ class LatentAttention:
         q, row = projected.split([projected.shape[1] - size, size], dim=1)
         if weights.q_b is not None:
             assert weights.q_a_norm is not None
-            norm = Norm(weights.q_a_norm, self.config.rms_eps)
+            norm = Norm(weights.q_a_norm, _EPS)
             q = weights.q_b.apply(self.ops.add_rms_norm(q.contiguous(), None, norm)[0])
         q, q_end = q.view(len(q), -1, latent.query_size).split(
             [latent.nope_size, latent.rope_size], dim=2
         )
-        norm = Norm(weights.kv_a_norm, self.config.rms_eps)
+        norm = Norm(weights.kv_a_norm, _EPS)
         sums = self._attend_latent(weights.keys.apply(q), q_end, row, norm, placed, index, pool)
         return weights.values.apply(sums).flatten(1)
 

@@ -42,6 +42,7 @@ from baton.engine.models.architectures import (
     LINEAR,
     REFUSED,
     SLIDING,
+    TEXT_DEFAULTS,
     WRAPPERS,
     Architecture,
     ExpertNames,
@@ -535,7 +536,7 @@ def _text_part(fields: Fields, named: str) -> tuple[str, Fields]:
     given = {
         key: value for key, value in text.values.items() if value is not None or key not in shared
     }
-    values = {**wrapper.defaults, **shared, **given}
+    values = {**TEXT_DEFAULTS.get(kind, {}), **shared, **given}
     if "tie_word_embeddings" in outer:
         values["tie_word_embeddings"] = outer["tie_word_embeddings"]
     return wrapper.text[kind], text._replace(values=_without_mrope(values))
@@ -619,12 +620,12 @@ def _layer_heads(
     global_heads = {"head_dim": fields.read("global_head_dim", COUNT)}
     if same:
         global_heads["num_key_value_heads"] = fields.values["num_global_key_value_heads"]
-    given = fields.read("per_layer_config", OBJECT, {})
+    by_layer = fields.inside("per_layer_config")
     found = list[LayerHeads]()
     for index, window in enumerate(windows):
-        values = {} if window or given else global_heads
-        one = Fields(
-            fields.file, given.get(str(index), values), f"{fields.prefix}per_layer_config.{index}."
+        values = {} if window or by_layer.values else global_heads
+        one = by_layer._replace(
+            values=by_layer.read(str(index), OBJECT, values), prefix=f"{by_layer.prefix}{index}."
         )
         if unknown := one.values.keys() - {"head_dim", "num_key_value_heads"}:
             key = min(unknown)
@@ -805,7 +806,7 @@ def _routing(fields: Fields, names: ExpertNames, count: int) -> Routing:
         per_token,
         normed=fields.read("norm_topk_prob", check, bool(names.normed)),
         sigmoid=names.sigmoid,
-        scale=float(fields.read(names.scale, NUMBER, 1.0)),
+        scale=float(fields.read(names.scale, NUMBER, 1.0)) if names.scale else 1.0,
     )
     methods = ("noaux_tc",) if names.sigmoid else ("greedy", "group_limited_greedy")
     method = fields.read("topk_method", one_of(*methods), methods[-1])

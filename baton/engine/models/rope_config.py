@@ -16,6 +16,7 @@ from baton.engine.checkpoint.fields import (
     Check,
     Fields,
     one_of,
+    whole,
 )
 from baton.engine.models.architectures import FULL, SLIDING, Architecture
 
@@ -196,6 +197,6 @@ def _rotated_size(fields: Fields, arch: Architecture, inside: Fields, head_size:
         )
     default = 1
     if "rotary_dim" in arch.defaults and fields.values["rotary_dim"] is not None:
-        default = fields.read("rotary_dim", COUNT) / head_size
+        default = fields.read("rotary_dim", whole(1, head_size)) / head_size
     share = inside.read(key, check, fields.read(key, check, default))
     return 0 if share == 1 else int(head_size * share)

@@ -23,7 +23,9 @@ from baton.engine.models.architectures import StackedExperts
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.quantization.config import (
     MXFP4_GROUP,
+    AwqConfig,
     GgufConfig,
+    GptqConfig,
     QuantizationConfig,
     Shapes,
     TensorSpec,
@@ -49,6 +51,7 @@ _MTP_NAMES = {
     "mtp.norm.": "shared_head.norm.",
     "mtp.layers.0.": "",
 }
+_MTP = re.compile(r"(?:model\.)?mtp[._]")
 _NOT_TEXT = re.compile(
     r"(?:model\.)?(?:vis|audio|multi_modal_projector\.|mm_projector\.|embed_(?:vision|audio)\."
     r"|connector\.|image_newline$)"
@@ -91,8 +94,10 @@ class StackedPart(NamedTuple):
             return {f"{self.tensor}_bias": TensorSpec((experts, outputs))}
         inputs = shape[1]
         if not mxfp4:
-            sizes = (inputs, outputs) if self.transposed else (outputs, inputs)
-            return {self.tensor: TensorSpec((experts, *sizes), is_either=self.transposed is None)}
+            plain, swapped = (experts, outputs, inputs), (experts, inputs, outputs)
+            if self.transposed is None:
+                return {self.tensor: TensorSpec(plain, other=swapped)}
+            return {self.tensor: TensorSpec(swapped if self.transposed else plain)}
         if inputs % MXFP4_GROUP:
             raise CheckpointError(
                 f"{self.tensor} has {inputs} inputs: in MXFP4 they have to be a multiple of "
@@ -354,11 +359,19 @@ def stacked_part(config: ModelConfig, name: str) -> StackedPart | None:
 
 
 def as_stored(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> ModelConfig:
-    """The configuration with `experts.stacked` as the checkpoint's names say: some architectures'
-    checkpoints, as Qwen3.5's, have experts in either form."""
-    if config.experts is None or not any(name.endswith(f".{STACKED.down}") for name in stored):
-        return config
-    return replace(config, experts=replace(config.experts, stacked=True))
+    """The configuration with what names of tensors say, and config.json does not.
+
+    Whether experts are stored together, as some of Qwen3.5's are, and which modules AWQ and GPTQ
+    left dense, as GPTQ leaves routers.
+    """
+    if config.experts is not None and any(name.endswith(f".{STACKED.down}") for name in stored):
+        config = replace(config, experts=replace(config.experts, stacked=True))
+    if isinstance(quantization := config.quantization, AwqConfig | GptqConfig):
+        modules = {name.removesuffix(".weight") for name in stored if name.endswith(".weight")}
+        dense = {_named_module(config, one) for one in modules if f"{one}.qweight" not in stored}
+        ignored = quantization.ignored._replace(names=quantization.ignored.names | dense)
+        config = replace(config, quantization=replace(quantization, ignored=ignored))
+    return config
 
 
 def scheme_of(config: ModelConfig, parts: Shapes) -> QuantizationConfig | None:
@@ -371,7 +384,9 @@ def scheme_of(config: ModelConfig, parts: Shapes) -> QuantizationConfig | None:
     if config.quantization is None or (is_kept and not is_gguf):
         return None
     modules = [name.removesuffix(".weight") for name, shape in parts.items() if len(shape) == 2]
-    found = {module: config.quantization.scheme(module) for module in modules}
+    found = {
+        module: config.quantization.scheme(_named_module(config, module)) for module in modules
+    }
     if is_gguf:
         return config.quantization if any(found.values()) else None
     if len(set(found.values())) > 1:
@@ -406,7 +421,7 @@ def text_tensors(path: Path, config: ModelConfig) -> tuple[dict[str, StoredTenso
     text, others = stored_tensors(path, config.tie_embeddings), list[StoredTensor]()
     if config.wrapper:
         others = [tensor for name, tensor in text.items() if _NOT_TEXT.match(name)]
-        text = {_text_name(name): one for name, one in text.items() if not _NOT_TEXT.match(name)}
+        text = {text_name(name): one for name, one in text.items() if not _NOT_TEXT.match(name)}
     if (quantization := config.quantization) is not None:
         text = {quantization.canonical(name): one for name, one in text.items()}
     if config.arch.delta_rule:
@@ -423,7 +438,7 @@ def text_tensors(path: Path, config: ModelConfig) -> tuple[dict[str, StoredTenso
     return text, len(others), sum(tensor.num_bytes for tensor in others)
 
 
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
     """The name in a text model of `model.language_model.…`, `language_model.model.…` and others."""
     rest = _TEXT_PREFIX.sub("", name, count=1)
     return rest if rest in (name, LM_HEAD) else f"model.{rest}"
@@ -437,11 +452,19 @@ def _mtp_name(config: ModelConfig, name: str) -> str:
     return name
 
 
+def _named_module(config: ModelConfig, module: str) -> str:
+    """The name of a module in the checkpoint's quantization_config."""
+    own = f"{layer_name(config, 0)}."
+    if config.first_layer and config.arch.delta_rule and module.startswith(own):
+        return f"mtp.layers.0.{module.removeprefix(own)}"
+    return module
+
+
 def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Raises CheckpointError unless a checkpoint's tensors are those that its config implies."""
     expected = checkpoint_tensors(config)
     source = "metadata" if path.suffix == SUFFIX else "config.json"
-    for name, (shape, dtypes, optional, is_either) in expected.items():
+    for name, (shape, dtypes, optional, other) in expected.items():
         if name not in stored:
             if optional:
                 continue
@@ -452,7 +475,6 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
                 f"{found.file}: tensor {name} has dtype {found.dtype}; supported: "
                 f"{', '.join(dtypes)}"
             )
-        other = (*shape[:-2], *shape[:-3:-1]) if is_either else shape
         if (found.shape or (1,)) not in (shape, other):
             raise CheckpointError(
                 f"{found.file}: tensor {name} has shape {list(found.shape)}; {source} implies "
@@ -467,8 +489,8 @@ def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTe
             continue
         # Old exports saved rotary tables, and copies of a tied embedding.
         tied_copy = config.tie_embeddings and name == LM_HEAD
-        # Of further layers that predict further tokens, which are not used.
-        further = bool(config.arch.delta_rule) and name.startswith("mtp.")
+        # Of layers that predict further tokens, which are not used.
+        further = _MTP.match(name)
         kv_scale = config.quantization is not None and _KV_SCALE.fullmatch(name)
         if not (tied_copy or further or kv_scale or name.endswith("rotary_emb.inv_freq")):
             raise CheckpointError(

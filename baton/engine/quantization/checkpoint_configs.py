@@ -93,7 +93,7 @@ def _fp8(fields: Fields) -> QuantizationConfig:
     """fp8 in blocks or with a scale for each matrix, as transformers and vLLM write it."""
     blocks = fields.read("weight_block_size", one_of([BLOCK, BLOCK], None))
     fields.read("activation_scheme", one_of("dynamic", *(() if blocks else ("static",))), "dynamic")
-    fields.read("fmt", one_of("e4m3"), "e4m3")
+    fields.read("fmt", one_of("e4m3", "float8_e4m3fn"), "e4m3")
     fields.read("scale_fmt", one_of("float"), "float")
     fields.read("modules_to_convert", _EMPTY)
     lists = ("modules_to_not_convert", "ignored_layers")

@@ -32,13 +32,13 @@ Shapes = dict[str, tuple[int, ...]]
 class TensorSpec(NamedTuple):
     """What a tensor of a checkpoint has to be; dtypes are safetensors' names.
 
-    is_either: whether its last two axes may be swapped.
+    other: a further shape that it may have.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
     optional: bool = False
-    is_either: bool = False
+    other: tuple[int, ...] | None = None
 
 
 class Modules(NamedTuple):
@@ -209,7 +209,11 @@ class ScaledFloatsConfig(QuantizationConfig):
         values = TensorSpec((outputs, inputs // 2), ("U8",))
         found = {
             f"{module}.weight": values if self.is_fp4 else TensorSpec(shape, ("F8_E4M3",)),
-            f"{module}.weight_scale": TensorSpec(scales[self.shared], self.kinds),
+            f"{module}.weight_scale": TensorSpec(
+                scales[self.shared],
+                self.kinds,
+                other=(outputs,) if self.shared == "output" else None,
+            ),
             f"{module}.input_scale": TensorSpec((1,), optional=True),
         }
         if self.tensor_scale:

@@ -26,18 +26,19 @@ _CONTROL = 3
 
 
 def write_gguf(file, architecture, kind="F32", types=None, metadata=None, tensors=None, split=0,
-               **overrides):  # fmt: skip
+               has_empty_first=False, **overrides):  # fmt: skip
     """Writes `make_model`'s model as llama.cpp's converter does; returns the model.
 
     kind: of matrices whose inputs are whole blocks, others are F32 · types: other kinds, by a part
     of the tensor's name · metadata: further keys, or None for keys to leave out · tensors: further
-    ones · split: tensors in each of several files.
+    ones · split: tensors in each of several files · has_empty_first: a first one has none.
     """
     model = make_model(architecture, **overrides)
     tensors = {**dict(_tensors(model, NAMES[architecture])), **(tensors or {})}
     writer = gguf.GGUFWriter(
-        file, NAMES[architecture], split_max_tensors=split, use_temp_file=False
-    )
+        file, NAMES[architecture], split_max_tensors=split, use_temp_file=False,
+        small_first_shard=has_empty_first,
+    )  # fmt: skip
     keys = {**_metadata(model.config, NAMES[architecture]), **byte_tokens(model.config.vocab_size)}
     for key, value in {**keys, **(metadata or {})}.items():
         if value is not None:

@@ -271,7 +271,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3ForCausalLM",
         {"q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
     ),
-    "glm4 moe lite": ("Glm4MoeLiteForCausalLM", {}),
+    # Norms within its attention do not have the model's epsilon.
+    "glm4 moe lite": ("Glm4MoeLiteForCausalLM", {"rms_norm_eps": 0.1}),
     "glm4 moe": ("Glm4MoeForCausalLM", {}),
     "glm4 moe without norms": (
         "Glm4MoeForCausalLM",
@@ -362,6 +363,16 @@ EDITED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "LlamaForCausalLM",
         {},
         {"rope_parameters": YARN, "original_max_position_embeddings": 300},
+    ),
+    "minimax m2 as it is published": (
+        "MiniMaxM2ForCausalLM",
+        {},
+        {"rope_parameters": ABSENT, "rope_theta": 5e6, "rotary_dim": 8},
+    ),
+    "hunyuan moe as it is published": (
+        "HunYuanMoEV1ForCausalLM",
+        {},
+        {"routed_scaling_factor": False, "n_group": False, "topk_group": False},
     ),
     "phi3 original context": (
         "Phi3ForCausalLM",

@@ -197,8 +197,9 @@ def write_floats(config, generator, shape, form):
         full = packed.double()
     stored = {"weight_packed" if "pack" in form else "weight": packed}
     size = (shape[0], shape[1] // groups)
-    if kind in ("block", "tensor", "FP8", "channel"):
-        rows, columns = {"block": (128, 128), "channel": (1, shape[1])}.get(kind, shape)
+    if kind in ("block", "tensor", "FP8", "channel", "FP8_PER_CHANNEL_PER_TOKEN"):
+        by_row = dict.fromkeys(("channel", "FP8_PER_CHANNEL_PER_TOKEN"), (1, shape[1]))
+        rows, columns = {"block": (128, 128), **by_row}.get(kind, shape)
         blocks = [-(-shape[0] // rows), -(-shape[1] // columns)]
         scales = torch.tensor(generator.uniform(0.5, 1.5, blocks) * unit).float()
         for i, j in np.ndindex(*blocks):
@@ -208,6 +209,8 @@ def write_floats(config, generator, shape, form):
             scales = scales[0, 0]
         elif kind == "tensor":
             scales = scales[0]
+        elif kind == "FP8_PER_CHANNEL_PER_TOKEN":
+            scales = scales[:, 0]
         stored["weight_scale_inv" if form == "fp8" else "weight_scale"] = scales
         if kind in ("tensor", "FP8"):
             name = "activation_scale" if form == "fp8" else "input_scale"

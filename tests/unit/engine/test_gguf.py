@@ -141,6 +141,21 @@ LONG = {
     "long_factor": [1.0 + 0.5 * i for i in range(8)],
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "attention_factor": 1.5,
+    "beta_fast": 4.0,
+    "beta_slow": 2.0,
+}
+SCALING = "llama.rope.scaling"
+GGUF_YARN = {
+    f"{SCALING}.type": "yarn",
+    f"{SCALING}.factor": 4.0,
+    f"{SCALING}.original_context_length": 32,
+}
 PLAIN = {
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4}, {}, {}),
     "qwen2moe": (
@@ -162,6 +177,25 @@ PLAIN = {
         {"rope_parameters": LLAMA3},
         {},
         {"rope_freqs.weight": llama3_factors(LLAMA3, 16)},
+    ),
+    "llama yarn": (
+        "LlamaForCausalLM",
+        {"rope_parameters": YARN},
+        {
+            **GGUF_YARN,
+            f"{SCALING}.yarn_ext_factor": 1.0,
+            f"{SCALING}.yarn_attn_factor": 1.5,
+            f"{SCALING}.yarn_beta_fast": 4.0,
+            f"{SCALING}.yarn_beta_slow": 2.0,
+        },
+        {},
+    ),
+    "llama merged of several files": ("LlamaForCausalLM", {}, {"split.count": 0}, {}),
+    "phi3 without windows": (
+        "Phi3ForCausalLM",
+        {"sliding_window": None},
+        {"phi3.attention.sliding_window": 0},
+        {},
     ),
     "phi3 longrope": (
         "Phi3ForCausalLM",
@@ -233,11 +267,17 @@ def test_parts_of_several_types_are_cut_as_the_whole_is():
     torch.testing.assert_close(dense.apply(x), exact, rtol=1e-4, atol=1e-4)
 
 
-def test_fingerprints_differ_where_contents_do(tmp_path):
-    names = ("one", "same", "other")
-    for name, seed in zip(names, (0, 0, 1), strict=True):
-        write_gguf(tmp_path / f"{name}.gguf", "LlamaForCausalLM", "Q8_0", seed=seed)
-    one, same, other = (fingerprint(tmp_path / f"{name}.gguf") for name in names)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_fingerprints_differ_where_contents_do(is_split, tmp_path):
+    """Also where the first of several files has no tensors."""
+    options = {"split": 7, "has_empty_first": True} if is_split else {}
+    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
+        file = tmp_path / name / "model.gguf"
+        file.parent.mkdir()
+        write_gguf(file, "LlamaForCausalLM", "Q8_0", seed=seed, **options)
+    one, same, other = (
+        fingerprint(min((tmp_path / name).iterdir())) for name in ("one", "same", "other")
+    )
     assert one == same != other
 
 
@@ -291,6 +331,14 @@ BROKEN = {
     "layers": (
         written(metadata={"llama.block_count": 3}),
         r"lacks tensor model.layers.2.input_layernorm.weight, which its metadata implies",
+    ),
+    "yarn": (
+        written(metadata={**GGUF_YARN, f"{SCALING}.yarn_ext_factor": 0.5}),
+        "llama.rope.scaling.yarn_ext_factor is 0.5; supported: 1",
+    ),
+    "yarn of another magnitude": (
+        written(metadata={**GGUF_YARN, f"{SCALING}.attn_factor": 1.2}),
+        r"llama.rope.scaling.attn_factor is 1.2\d*; supported: 1",
     ),
     "tokenizer": (
         written(metadata={"tokenizer.ggml.model": None}),

@@ -67,6 +67,20 @@ def test_a_cached_prefix(made):
     assert not cold and min(warm) >= 256
 
 
+def test_proposed_tokens_beside_a_prompt_that_takes_all_rows_of_a_step(made):
+    directory, reference = made
+    certain = replace(GREEDY, logit_bias={5: 99.0}, max_tokens=80)
+    texts = {"a": [5, 6, 7, 8, 9] * 6, "b": [6, 5, 9] * 5, "c": prompt(330)}
+    params = {"c": GREEDY}
+    sequences = [Sequence(n, list(t), len(t), params.get(n, certain)) for n, t in texts.items()]
+    with Bench(load(directory, kv_blocks=400, chunk_tokens=32, speculate=4).engine) as bench:
+        bench.tokens(*sequences)
+    for sequence in sequences:
+        check(reference, sequence, sequence.params.logit_bias)
+    prompts = [one for one in bench.reports if one.num_tokens >= 32]
+    assert len(prompts) > 330 // 32 and max(one.num_proposed for one in bench.reports) > 1
+
+
 @pytest.mark.parametrize("proposer", ["n-grams", "draft model"])
 def test_proposed_tokens(proposer, made, draft):
     (directory, reference), options = made, {"speculate": 4}

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from baton.engine.kernels.native.row_ops import NATIVE_ROW_OPS
 from baton.engine.kernels.torch.lora import add_lora
+from baton.engine.models.architectures import WRAPPERS
 from baton.engine.models.lora import (
     LORA_CONFIG,
     LORA_FILE,
@@ -22,7 +23,8 @@ from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weight_loader import load_weights
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
-from tests.unit.engine.model_cases import ADAPTED
+from tests.unit.engine.gguf_files import write_gguf
+from tests.unit.engine.model_cases import ADAPTED, GEMMA, VARIANTS
 from tests.unit.engine.paged import PagedRun
 from tests.unit.engine.small_models import KERNELS, feed, make, require
 
@@ -38,21 +40,36 @@ ALL = tuple(
 )
 Q, DOWN = ALL[0], ALL[-1]
 PREFIX = "base_model.model."
+MULTIMODAL = {name: case for name, case in VARIANTS.items() if case[0] in WRAPPERS}
 
 
 def tokens(length, seed):
     return torch.randint(2, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def make_adapter(directory, model, *, tensors=None, modules=(Q, DOWN), rank=4, seed=0, **config):
-    """An adapter in PEFT's format, as it saves one, and the updates `B @ A` of its modules."""
+def make_adapter(
+    directory,
+    model,
+    *,
+    tensors=None,
+    modules=(Q, DOWN),
+    rank=4,
+    seed=0,
+    spelling=("", ""),
+    **config,
+):
+    """An adapter in PEFT's format, as it saves one, and the updates `B @ A` of its modules.
+
+    spelling: the start of the modules' names in this model, and in that which was adapted.
+    """
     generator = torch.Generator().manual_seed(100 * seed + rank)
     updates, stored = {}, {}
     for module in modules:
         outputs, inputs = model.get_submodule(module).weight.shape
         a = 0.3 * torch.randn(rank, inputs, generator=generator)
         b = 0.3 * torch.randn(outputs, rank, generator=generator)
-        stored |= {f"{PREFIX}{module}.lora_A.weight": a, f"{PREFIX}{module}.lora_B.weight": b}
+        name = PREFIX + spelling[1] + module.removeprefix(spelling[0])
+        stored |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
         updates[module] = b @ a
     directory.mkdir()
     save_file(tensors if tensors is not None else stored, directory / LORA_FILE)
@@ -62,11 +79,19 @@ def make_adapter(directory, model, *, tensors=None, modules=(Q, DOWN), rank=4, s
 
 
 def adaptable(directory, model):
-    """The modules of a transformers model that adapters may change."""
-    places = adapted_tensors(ModelConfig.load(directory))
-    named = {name for name, _ in model.named_modules()}
-    assert named >= {name.removesuffix(".weight") for name in places}
-    return [name.removesuffix(".weight") for name in places]
+    """The modules of a transformers model that adapters may change, as PEFT names them."""
+    places, text = adapted_tensors(ModelConfig.load(directory)), text_module(model)
+    modules = [text + name.removeprefix("model.").removesuffix(".weight") for name in places]
+    assert {name for name, _ in model.named_modules()} >= {*modules}
+    return modules
+
+
+def text_module(model):
+    """The start of the names of a transformers model's text layers, before `layers.`."""
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "model", decoder).layers  # Llama 4's has an output layer
+    (name,) = (name for name, module in model.named_modules() if module is layers)
+    return name.removesuffix("layers")
 
 
 def load(tmp_path, kernels, *adapters, dtype=torch.float32):
@@ -127,6 +152,56 @@ def test_rows_of_two_adapters_and_of_none_share_a_step(tmp_path, kernels, archit
             expected = changed(torch.tensor([prompts[number]])).logits[0]
             found = torch.cat(parts[number])
             torch.testing.assert_close(found, expected, atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("architecture", "options"), MULTIMODAL.values(), ids=MULTIMODAL)
+def test_adapters_of_multimodal_models_change_their_text(tmp_path, architecture, options):
+    reference = make_checkpoint(tmp_path / "base", architecture, **options)
+    modules = adaptable(tmp_path / "base", reference)
+    assert not modules[0].startswith("model.layers.")
+    updates = make_adapter(tmp_path / "a", reference, modules=modules)
+    run = AdaptedRun(load(tmp_path, "torch", "a"))
+    prompt = tokens(15, 3)
+    sequence = run.add(prompt)
+    run.slots = {sequence: 0}
+    (found,) = run.step((sequence, len(prompt)))
+    for changed in merged(tmp_path, reference, updates, 3):
+        expected = changed(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(found, expected, atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "text", "older"),
+    [
+        ("Gemma3ForConditionalGeneration", "model.language_model.", "language_model.model."),
+        ("LlavaForConditionalGeneration", "model.language_model.", "language_model.model."),
+        ("Idefics3ForConditionalGeneration", "model.text_model.", "text_model."),
+        ("Qwen2VLForConditionalGeneration", "model.language_model.", "model."),
+        ("Llama4ForConditionalGeneration", "language_model.model.", "model."),  # text alone
+    ],
+)
+def test_older_spellings_name_the_same_matrices(tmp_path, architecture, text, older):
+    reference = make_checkpoint(tmp_path / "base", architecture)
+    modules = adaptable(tmp_path / "base", reference)
+    for name, spelling in (("now", (text, text)), ("older", (text, older))):
+        make_adapter(tmp_path / name, reference, modules=modules, spelling=spelling)
+    assert_same_updates(tmp_path, tmp_path / "base")
+
+
+def test_a_multimodal_model_s_adapter_fits_the_gguf_file_of_its_text(tmp_path):
+    reference = write_gguf(tmp_path / "base.gguf", "Gemma3ForCausalLM", **GEMMA)
+    for name, text in (("now", "model."), ("older", "model.language_model.")):
+        make_adapter(tmp_path / name, reference, modules=ALL, spelling=("model.", text))
+    assert_same_updates(tmp_path, tmp_path / "base.gguf")
+
+
+def assert_same_updates(tmp_path, base):
+    now, older = (
+        load_lora(tmp_path / name, ModelConfig.load(base), 8).updates for name in ("now", "older")
+    )
+    assert now.keys() == older.keys() and len(now) > 1
+    for key, update in now.items():
+        assert all(map(torch.equal, update, older[key])) and update[1].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -217,6 +292,18 @@ def test_scales(tmp_path, options, scales):
         torch.testing.assert_close(b[:, : len(update)].T @ a[section], scale * update)
 
 
+def test_patterns_are_of_names_in_the_adapted_model(tmp_path):
+    reference = make_checkpoint(tmp_path / "base", "Qwen2_5_VLForConditionalGeneration")
+    q, down = (name.replace("model.", "model.language_model.") for name in (Q, DOWN))
+    patterns = {r"model\.layers\..*": 1, r"language_model\.layers\.1\..*": 20}
+    updates = make_adapter(tmp_path / "a", reference, modules=(q, down), alpha_pattern=patterns)
+    found = load_lora(tmp_path / "a", ModelConfig.load(tmp_path / "base"), 8).updates
+    for module, key, scale in ((q, (0, "qkv"), 3), (down, (1, "down"), 5)):
+        a, b = found[key]
+        update = updates[module]
+        torch.testing.assert_close(b[:, : len(update)].T @ a[0], scale * update)
+
+
 def test_an_identity_is_that_of_the_content(tmp_path):
     model = make_checkpoint(tmp_path / "base")
     for name, rank, alpha in (("a", 4, 1), ("b", 4, 2), ("c", 8, 1), ("d", 4, 1)):
@@ -267,6 +354,39 @@ WRONG = {
 def test_what_is_no_plain_adapter_of_this_model_is_refused_by_name(tmp_path, options, message):
     model = make_checkpoint(tmp_path / "base")
     make_adapter(tmp_path / "adapter", model, **options)
+    with pytest.raises(CheckpointError) as caught:
+        load_lora(tmp_path / "adapter", ModelConfig.load(tmp_path / "base"), 8)
+    assert message in str(caught.value)
+
+
+VISION = "model.visual.blocks.0.attn.proj"
+Q_OF_TEXT = Q.replace("model.", "model.language_model.")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            one(VISION, "A", 4, 32) | one(VISION, "B", 32, 4),
+            f"adapts {VISION}.weight, which is no projection of attention or of a dense MLP of "
+            "this model's text layers",
+        ),
+        (
+            one(Q_OF_TEXT, "A", 4, 32) | one(Q_OF_TEXT, "B", 64, 4),
+            f"{Q_OF_TEXT}.weight is [64, 64], and its update [64, 4] by [4, 32]",
+        ),
+        (one(Q_OF_TEXT, "A", 4, 64), f"lacks tensor {PREFIX}{Q_OF_TEXT}.lora_B.weight"),
+        (
+            {k: v for name in (Q_OF_TEXT, Q) for half, *shape in (("A", 4, 64), ("B", 64, 4))
+             for k, v in one(name, half, *shape).items()},
+            f"adapts {Q_OF_TEXT}.weight and {Q}.weight, which are one matrix",
+        ),
+    ],
+    ids=["images", "another size", "half", "twice"],
+)  # fmt: skip
+def test_refusals_have_the_names_of_the_adapted_model(tmp_path, tensors, message):
+    model = make_checkpoint(tmp_path / "base", "Qwen2_5_VLForConditionalGeneration")
+    make_adapter(tmp_path / "adapter", model, modules=(), tensors=tensors)
     with pytest.raises(CheckpointError) as caught:
         load_lora(tmp_path / "adapter", ModelConfig.load(tmp_path / "base"), 8)
     assert message in str(caught.value)

@@ -12,6 +12,7 @@ import transformers
 from baton.engine.checkpoint.tensor_headers import fingerprint
 from baton.engine.kernels.moe_routing import Routing
 from baton.engine.kv_cache import plan_layout
+from baton.engine.models.architectures import WRAPPERS
 from baton.engine.models.model_config import LatentConfig, ModelConfig, Rope
 from baton.engine.models.rope import inverse_frequencies
 from baton.errors import CheckpointError
@@ -314,6 +315,10 @@ REFUSED_FORMATS: list[Any] = [
             ["rope_scaling.short_factor", "8 numbers"],
         ),
         ({**PHI, "partial_rotary_factor": 0.2}, ["partial_rotary_factor", "0.2"]),
+        (
+            {"architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 16, "rotary_dim": 18},
+            ["rotary_dim is 18", "from 1 to 16"],
+        ),
         ({**GEMMA, "final_logit_softcapping": -1}, ["final_logit_softcapping", "-1"]),
         ({**GEMMA, "hidden_activation": "gelu"}, ["hidden_activation", "'gelu'"]),
         ({**GPT_OSS, "swiglu_limit": 5}, ["swiglu_limit", "5", "7.0"]),
@@ -497,6 +502,44 @@ FLAT = {
     **TEXT, "num_attention_heads": 4, "vocab_size": 320, "max_position_embeddings": 512,
     "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "tie_word_embeddings": True,
 }  # fmt: skip
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_context": "max_position_embeddings",
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        (name, kind)
+        for name, wrapper in WRAPPERS.items()
+        for kind in wrapper.text
+        if not kind.startswith("gemma4")  # whose heads transformers has by layer
+    ],
+)
+def test_keys_that_a_text_part_lacks_have_the_values_of_transformers(tmp_path, architecture, kind):
+    """Published configs of Llama's and Mistral's lack any that transformers 4 has by default."""
+    is_sparse = kind in ("llama", "mistral")
+    further = dict.fromkeys(("num_experts", "num_local_experts"), 60)
+    further |= dict.fromkeys(("moe_intermediate_size", "intermediate_size_mlp"), 96)
+    text = {} if is_sparse else {**FLAT, **further, "num_hidden_layers": 6}
+    text.pop("rope_scaling", None)
+    values = {"architectures": [architecture], "text_config": {"model_type": kind, **text}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config, expected = ModelConfig.load(tmp_path), transformers.CONFIG_MAPPING[kind](**text)
+    assert config.rms_eps == expected.rms_norm_eps
+    if is_sparse:
+        for name, key in SIZES.items():
+            assert getattr(config, name) == getattr(expected, key), key
+    rope = expected.rope_parameters
+    assert config.ropes[-1].theta == rope.get("full_attention", rope)["rope_theta"]
+    if config.experts is not None:
+        assert config.experts.routing.per_token == expected.num_experts_per_tok
 
 
 # Published sizes: those of E2B, 26B-A4B and 31B, which have 1, 8 and 16 KV heads.
@@ -543,7 +586,7 @@ def test_a_multimodal_config_without_a_text_part_has_its_keys_outside(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = ModelConfig.load(tmp_path)
     assert config.architecture == "Qwen2ForCausalLM"
-    assert (config.ropes[0], config.tie_embeddings) == (Rope(10000.0), True)
+    assert (config.ropes[0], config.tie_embeddings) == (Rope(1e6), True)
 
 
 @pytest.mark.parametrize(
@@ -563,6 +606,9 @@ def test_a_multimodal_config_without_a_text_part_has_its_keys_outside(tmp_path):
         ("Gemma4ForConditionalGeneration",
          {"model_type": "gemma4_text", **GEMMA4, "per_layer_config": {"5": {"hidden_size": 2}}},
          ["text_config.per_layer_config.5.hidden_size is 2", "head_dim and num_key_value_heads"]),
+        ("Gemma4ForConditionalGeneration",
+         {"model_type": "gemma4_text", **GEMMA4, "per_layer_config": {"2": None, "5": 7}},
+         ["text_config.per_layer_config.5 is 7", "an object"]),
         ("Gemma4ForConditionalGeneration",
          {"model_type": "gemma4_text", **GEMMA4, "vocab_size_per_layer_input": 7},
          ["text_config.vocab_size_per_layer_input is 7"]),

@@ -95,6 +95,25 @@ def test_experts_may_be_stored_together_whatever_the_architecture(kernels, tmp_p
     assert torch.equal(run.step((run.add(prompt()), 75))[0], expected)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ("Ernie4_5_MoeForCausalLM", ("model.mtp_block.0.mlp.up_proj", "model.mtp_emb_norm.0")),
+        ("ExaoneMoeForCausalLM", ("mtp.layers.0.mlp.up_proj", "mtp.fc")),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_skipped_as_transformers_does(
+    architecture, names, tmp_path
+):
+    make_checkpoint(tmp_path, architecture)
+    file = tmp_path / "model.safetensors"
+    added = {f"{name}.weight": torch.zeros(4, 4) for name in names}
+    save_file(load_file(file) | added, file, {"format": "pt"})
+    run = PagedRun(load(tmp_path, "torch"))
+    got = run.step((run.add(prompt()), 75))[0]
+    torch.testing.assert_close(got, exact_logits(tmp_path), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", EDITED)
 def test_config_json_is_read_as_transformers_reads_it(name, tmp_path):
     architecture, overrides, edits = EDITED[name]

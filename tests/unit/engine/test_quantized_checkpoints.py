@@ -13,6 +13,7 @@ from baton.engine import build
 from baton.engine.kernels.moe_routing import Routing
 from baton.engine.kernels.torch.row_quantization import quantize_rows
 from baton.engine.models.model_config import ExpertsConfig, ModelConfig
+from baton.engine.models.tensor_names import scheme_of
 from baton.engine.models.weight_loader import load_weights, random_weights
 from baton.engine.quantization.int4 import Int4Weight
 from baton.engine.quantization.int8 import Int8Weight
@@ -21,6 +22,7 @@ from baton.engine.quantization.methods import quantize_weight
 from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from baton.errors import CheckpointError, ConfigError
 from tests.unit.engine import small_models
+from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.paged import PagedRun
 from tests.unit.engine.quantized_checkpoints import (
     compressed,
@@ -46,6 +48,7 @@ FORMATS: dict[str, Any] = {
     "awq 32": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
     "awq 128": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "GEMM"},
     "gptq 64": {**GPTQ, "group_size": 64, "desc_act": False},
+    "gptq 64 experts": {**GPTQ, "group_size": 64},
     "gptq 32 act-order": {**GPTQ, "group_size": 32, "desc_act": True},
     "gptq 128 asymmetric": {**GPTQ, "group_size": 128, "sym": False},
     "gptq 64 v2 asymmetric act-order": {
@@ -63,7 +66,7 @@ FORMATS: dict[str, Any] = {
         "quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
         "fmt": "e4m3",
     },
-    "fp8 static": {"quant_method": "fp8", "activation_scheme": "static"},
+    "fp8 static": {"quant_method": "fp8", "activation_scheme": "static", "fmt": "float8_e4m3fn"},
     "fp8 static of compressed-tensors": compressed(
         "float-quantized",
         {**FLOAT8, "strategy": "tensor"},
@@ -78,6 +81,7 @@ FORMATS: dict[str, Any] = {
         {**FLOAT8, "strategy": "group", "group_size": 128, "dynamic": True},
     ),
     "fp8 of modelopt": {**MODELOPT, "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}},
+    "fp8 channels of modelopt": {**MODELOPT, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
     "nvfp4 of modelopt": {**MODELOPT, "quant_algo": "NVFP4", "group_size": 16},
     "mxfp8 of modelopt": {**MODELOPT, "quant_algo": "MXFP8"},
     "nvfp4": NVFP4,
@@ -113,13 +117,21 @@ PARTS: dict[str, Any] = {
 # Of some, rotary embeddings that the decoder takes in another order; fp8 has smaller last blocks.
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 MODELS: dict[str, Any] = {
+    # Routers and gates are not quantised, though the config does not say so.
+    "gptq 64 experts": (
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 128,
+        },
+    ),
     "w4a16 32 experts": (
         "Qwen3MoeForCausalLM",
         {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
     ),
     "w4a16 32 asymmetric act-order": ("Phi3ForCausalLM", {"rope_parameters": PARTIAL}),
     "fp8": ("Glm4ForCausalLM", {"intermediate_size": 160}),
-}
+}  # fmt: skip
 
 
 def model_of(kernels, directory, dtype=F32):
@@ -296,6 +308,19 @@ def test_modules_that_a_config_leaves_out_stay_dense(tmp_path, config):
     assert quantization.scheme("model.layers.0.mlp.up_proj") is not None
     assert quantization.scheme("model.layers.0.self_attn.q_proj") is None
     assert quantization.scheme("lm_head") is None
+
+
+def test_a_predicting_layer_is_quantised_as_its_names_in_the_checkpoint_say(tmp_path):
+    """Qwen3-Next's and Qwen3.5's layer has a gate that the config leaves out by such a name."""
+    gate = "mlp.shared_expert_gate"
+    make_checkpoint(tmp_path, "Qwen3_5MoeForCausalLM")
+    dense = ["lm_head", f"mtp.layers.0.{gate}"]
+    config = load_config(tmp_path, {**FORMATS["fp8"], "modules_to_not_convert": dense})
+    found = {
+        module: scheme_of(config.predictor, {f"model.layers.4.{module}.weight": (1, 64)})
+        for module in (gate, "self_attn.q_proj")
+    }
+    assert found == {gate: None, "self_attn.q_proj": config.quantization}
 
 
 def test_parts_of_one_matrix_are_quantised_all_or_none(tmp_path):
