@@ -85,7 +85,7 @@ SIMILAR = {
 _NO_ANSWER = ("failed to connect", "errors resolving")
 _PROBE_S = 1.0
 # What OpenSSL finds wrong with a certificate (X509_V_ERR_...).
-_UNSIGNED = (18, 19, 20, 21)  # nobody who is trusted has signed it
+_UNSIGNED = (2, 7, 18, 19, 20, 21)  # nobody who is trusted has signed it
 _MISNAMED = (62, 64)  # for another host name or IP address
 
 C = TypeVar("C")

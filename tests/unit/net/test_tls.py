@@ -421,3 +421,19 @@ async def test_who_calls_hears_what_is_wrong_with_a_certificate(
         await server.stop(None)
     error = capsys.readouterr().err
     assert re.search(f"{address} has a certificate that {reason}", error), error
+
+
+async def test_who_calls_hears_that_another_authority_signed_a_certificate(
+    folder, tmp_path, capsys
+):
+    certs.write(tmp_path / "other", [])  # an authority of the same name
+    tls.use(of(folder, "worker"))
+    server, address = bind("127.0.0.1", 0)
+    await server.start()
+    try:
+        trusted = str(tmp_path / "other" / "ca.pem")
+        asked = ["health", "--target", address, "--tls-ca", trusted, "--tls-name", "worker.baton"]
+        assert await asyncio.to_thread(cli.main, asked) == 1
+    finally:
+        await server.stop(None)
+    assert f"--tls-ca did not sign the certificate of {address}" in capsys.readouterr().err
