@@ -125,11 +125,11 @@ class Reservations:
         """Returns when no router has a handoff here."""
         await self._idle.wait()
 
-    async def close(self) -> None:
+    async def close(self, reason: str) -> None:
         """Gives every handoff back to its router, and waits until their blocks are freed."""
         for handoff in list(self._handoffs.values()):
             if handoff.state is not State.QUARANTINED:
-                self._give_up(handoff, "the decode worker is draining")
+                self._give_up(handoff, reason)
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 

@@ -51,7 +51,7 @@ class DecodePart(Part):
 
     async def close(self) -> None:
         """Gives what still runs back to its routers, then ends the links."""
-        await self._handoffs.close()
+        await self._handoffs.close(f"the decode worker {self.node.why_leaving}")
         self._closing_links.cancel()
         await self._links.close()
         self._service.close_streams()

@@ -267,7 +267,7 @@ class PrefillPart(Part):
         while True:
             step = await prompt.steps.get()
             if step is None:
-                raise Unavailable("the worker is draining")
+                raise Unavailable(f"the worker {self.node.why_leaving}")
             report, progress = step
             if progress.abort_reason:
                 failed = InvalidRequest if progress.invalid else InternalError

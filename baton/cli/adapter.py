@@ -15,7 +15,8 @@ from baton.tables import table
 _TEXT = """\
 Loads a LoRA adapter in PEFT's format on all workers, unloads it, or lists what is loaded. Requests
 choose an adapter by giving its name as their model. Workers need memory for adapters (--max-loras),
-and read the directory on their own host."""
+and read the directory on their own host. A worker that starts loads what the others have: when all
+workers of a model end together, nothing stays loaded but what --lora of a worker names."""
 _EXAMPLES = """\
   baton adapter load sql /models/sql-lora
   baton generate 'SELECT' --model sql

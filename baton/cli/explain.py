@@ -17,6 +17,7 @@ tokens queued before it, cached tokens), the best first, and why pairs are left 
 not run."""
 _EXAMPLES = """\
   baton explain 'class Stack:'
+  baton explain 'SELECT' --model sql
   cat main.py | baton explain - --max-tokens 500 --json"""
 _COLUMNS = {
     "prefill": "prefill", "decode": "decode", "score": "score ms", "ttft_ms": "TTFT ms",
@@ -32,6 +33,7 @@ def add_commands(commands: options.Commands) -> None:
     parser = options.add_command(commands, "explain", summary, _TEXT, _EXAMPLES)
     add_prompt_options(parser)
     add = parser.add_argument
+    add("--model", metavar="NAME", help="model or adapter (default: the router's first model)")
     add("--max-tokens", type=int, metavar="TOKENS", help="longest completion (default: 64)")
     add("--cache-salt", metavar="TEXT", help="salt of the prefix cache (default: none)")
     options.add_question_options(parser)
@@ -40,7 +42,7 @@ def add_commands(commands: options.Commands) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     prompt = prompt_of(args)
-    asked = {"max_tokens": args.max_tokens, "cache_salt": args.cache_salt}
+    asked = {name: getattr(args, name) for name in ("model", "max_tokens", "cache_salt")}
     with options.connected(args) as client:
         explanation = client.explain(prompt, timeout=args.timeout, **asked)
     print(json.dumps(explanation) if args.json else render(explanation))

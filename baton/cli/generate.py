@@ -52,7 +52,10 @@ SAMPLING = {
 }
 _SAMPLING = (*SAMPLING, "logprobs", "ignore_eos")
 _OF_A_CLUSTER = ("timeout", "priority", "ttft_target")  # names in the SDK
-_MODEL_TEXT = "model name (default: the router's); with --local a model directory (default: demo)"
+_MODEL_TEXT = (
+    "model or adapter (default: the router's first model); with --local a model directory "
+    "(default: demo)"
+)
 
 
 def add_commands(commands: options.Commands) -> None:
@@ -63,7 +66,8 @@ def add_commands(commands: options.Commands) -> None:
     where = add_where_options(parser)
     where.add_argument("--local", action="store_true", help="run the engine in this process")
     where.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    options.add_declared(parser, EngineConfig, "with --local", {"model": _MODEL_TEXT})
+    model = {"model": _MODEL_TEXT}, {"model": where}
+    options.add_declared(parser, EngineConfig, "with --local", *model)
     options.add_config_option(parser)
     parser.set_defaults(run=_run)
 

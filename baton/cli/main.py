@@ -32,7 +32,7 @@ from baton.cli import (
     up,
     workers,
 )
-from baton.cli.options import HelpFormatter, take_rest, use_tls
+from baton.cli.options import HelpFormatter, Parser, take_rest, use_tls
 from baton.cli.process_setup import fix_for
 from baton.errors import BatonError
 
@@ -49,7 +49,7 @@ _GRPC_ENVIRONMENT = {
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line. Each command's namespace has `run(args) -> int`."""
-    root = argparse.ArgumentParser(
+    root = Parser(
         prog="baton",
         description="Serves large language models with prefill and decode on different workers.",
         epilog="first steps:\n"

@@ -11,7 +11,7 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 from baton.config import (
     HTTP_PORT,
@@ -84,10 +84,21 @@ SIMILAR = {
 }
 _NO_ANSWER = ("failed to connect", "errors resolving")
 _PROBE_S = 1.0
+# What OpenSSL finds wrong with a certificate (X509_V_ERR_...).
+_UNSIGNED = (2, 7, 18, 19, 20, 21)  # nobody who is trusted has signed it
+_MISNAMED = (62, 64)  # for another host name or IP address
 
 C = TypeVar("C")
 Options = argparse._ArgumentGroup | argparse.ArgumentParser
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's parser: usage errors are one line, without the usage, which may be forty."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2."""
+        self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` lists all)\n")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -146,8 +157,7 @@ def take_rest(args: argparse.Namespace, rest: Sequence[str]) -> None:
         return
     else:
         text = f"unrecognized arguments: {' '.join(rest)}"
-    # Without the usage, which would be forty lines.
-    parser.exit(2, f"{parser.prog}: error: {text} (`{parser.prog} --help` lists all)\n")
+    parser.error(text)
 
 
 def add_declared(
@@ -155,16 +165,19 @@ def add_declared(
     cls: type[Any],
     group: str = "",
     texts: Mapping[str, str] | None = None,
+    places: Mapping[str, Options] | None = None,
 ) -> None:
-    """Adds the options of a settings class, in its groups or in one; `texts` replace helps.
+    """Adds the options of a settings class, in its groups or in one.
 
+    By keys of options, `texts` replace helps, and `places` the groups that they are shown in.
     The namespace gets only options that are given, under their keys.
     """
     declared = options.declared(cls).values()
     titles = [group or cls.GROUP, *(group or one.group for one in declared)]
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles)}
     for one in declared:
-        _add(groups[group or one.group], one, (texts or {}).get(one.key, one.help))
+        place = (places or {}).get(one.key, groups[group or one.group])
+        _add(place, one, (texts or {}).get(one.key, one.help))
 
 
 def _add(group: Any, one: Option, text: str) -> None:
@@ -383,10 +396,12 @@ def _tls_hint(target: str) -> str:
                     if ours.cert_file is None:
                         return f"{address.strip()} needs a certificate: --tls-cert and --tls-key"
             except ssl.SSLCertVerificationError as error:
-                wrong = f"--tls-ca did not sign {address.strip()}: {error.verify_message}"
-                return (
-                    f"{wrong} (if its certificate has another name than its host, give --tls-name)"
-                )
+                why = error.verify_message
+                if error.verify_code in _UNSIGNED:
+                    return f"--tls-ca did not sign the certificate of {address.strip()}: {why}"
+                wrong = f"{address.strip()} has a certificate that cannot be used: {why}"
+                misnamed = error.verify_code in _MISNAMED
+                return wrong + (" (name another with --tls-name)" if misnamed else "")
     return ""
 
 

@@ -115,17 +115,18 @@ def follow_parent(args: argparse.Namespace) -> None:
         http_server.inherit(map(int, args.listeners.split(",")))
 
 
-def start_service(args: argparse.Namespace, config: Any) -> None:
+def start_service(args: argparse.Namespace, config: Any, role: str = "") -> None:
     """Prepares this process for a service: open files, parent, log, TLS. Raises ConfigError.
 
-    config: of a `ListenConfig` and `TlsConfig`.
+    config: of a `ListenConfig` and `TlsConfig`; role: that its certificate must name (of
+    `tls.ROLES`; empty: any certificate will do).
     """
     from baton.net import tls
 
     raise_file_limit()
     follow_parent(args)
     log_to_stderr(config.log_level, config.log_format)
-    tls.use_config(config, config.insecure)
+    tls.use_config(config, config.insecure, role)
 
 
 def log_to_stderr(level: str, form: str) -> None:

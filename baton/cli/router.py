@@ -41,7 +41,7 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
 
 def _run(args: argparse.Namespace) -> int:
     config = router_config(args)
-    process_setup.start_service(args, config)
+    process_setup.start_service(args, config, "router")
     shared = None
     if args.process_of:
         from router.shared_state import SharedState

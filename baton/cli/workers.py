@@ -46,7 +46,7 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
 
 def _run(args: argparse.Namespace) -> int:
     config = worker_config(args)
-    process_setup.start_service(args, config)
+    process_setup.start_service(args, config, "worker")
     from baton.local.model_check import check_model
 
     check_model(config.engine, worker=True)  # it takes longer to import torch

@@ -247,7 +247,7 @@ class EngineConfig(CacheConfig):
         return dataclasses.replace(
             self, model=self.model if self.is_mtp else self.speculative_model,
             random_weights=self.is_mtp and self.random_weights, speculative_model="",
-            speculate=0, tp=1, expert_parallel=False, lora=(), max_loras=0,
+            speculate=0, tp=1, expert_parallel=False, lora=(), max_loras=0, max_context=0,
             quantization=quantization,
         )  # fmt: skip
 

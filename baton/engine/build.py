@@ -172,7 +172,7 @@ def load(
     dtype = choose_dtype(settings.dtype, config.dtype, backend.device)
     kv_dtype = kv_dtype_of(settings, dtype)
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
-    longest = longest_context(settings, config)
+    longest = config.longest_context(settings)
     kv_bytes, layout = settings.kv_cache_bytes or backend.kv_bytes, None
     if settings.kv_blocks or kv_bytes:
         size = settings.block_size, settings.kv_blocks, kv_bytes, settings.chunk_tokens
@@ -208,7 +208,7 @@ def load(
     if max_context < config.max_context and not settings.max_context:
         log.warning(
             "contexts end at %d tokens, and the model's at %d: %s holds those",
-            max_context, config.max_context, _kv_for(layout, config.max_context),
+            max_context, config.max_context, _kv_for(settings, layout, config.max_context),
         )  # fmt: skip
     runner = backend.runner(model, pools[0], sampler, max_context)
     runner.pools = pools
@@ -222,36 +222,28 @@ def load(
     )
 
 
-def longest_context(settings: EngineConfig, config: ModelConfig) -> int:
-    """Maximum tokens of a sequence by model and settings. Raises ConfigError."""
-    if settings.max_context > config.max_context:
-        raise ConfigError(
-            f"--max-context {settings.max_context} is more than the model's own "
-            f"{config.max_context}: lower it, or leave it out"
-        )
-    return settings.max_context or config.max_context
-
-
 def _check_context(settings: EngineConfig, layout: KvLayout) -> None:
     """Raises ConfigError if the pool is smaller than a state, or than the requested context."""
     if layout.num_tokens < 1:
         raise ConfigError(
             f"the state of a sequence takes {layout.state_blocks} KV blocks, and there are "
-            f"{layout.num_blocks}: give the KV cache {_kv_for(layout, layout.block_size)}"
+            f"{layout.num_blocks}: give the KV cache {_kv_for(settings, layout, layout.block_size)}"
         )
     if settings.max_context >= layout.num_tokens:
         raise ConfigError(
             f"--max-context {settings.max_context} does not fit the KV cache, which holds "
             f"{layout.num_tokens} tokens, one more than a context: give it "
-            f"{_kv_for(layout, settings.max_context)}, or lower --max-context to "
+            f"{_kv_for(settings, layout, settings.max_context)}, or lower --max-context to "
             f"{layout.num_tokens - 1}"
         )
 
 
-def _kv_for(layout: KvLayout, context: int) -> str:
-    """The option for a pool of this context length."""
-    needed = math.ceil(layout.bytes_of(context + layout.block_size) / 2**20)
-    return f"--kv-cache {needed}MiB"
+def _kv_for(settings: EngineConfig, layout: KvLayout, context: int) -> str:
+    """The option for a pool of this context length; --kv-blocks where that sizes the pool."""
+    needed = layout.bytes_of(context + layout.block_size)
+    if settings.kv_blocks:
+        return f"--kv-blocks {needed // layout.block_bytes}"
+    return f"--kv-cache {math.ceil(needed / 2**20)}MiB"
 
 
 def warm_up(loaded: Loaded) -> None:

@@ -70,7 +70,7 @@ class TensorParallelModel:
         self._shards = [
             Shard(number, settings.tp, settings.expert_parallel) for number in range(settings.tp)
         ]
-        self._shards[0].check(config)
+        config.check_ranks(settings)
         if remote.connections and backend.shares_pool:
             raise ConfigError("ranks on several hosts share no memory: add --tp-backend gloo")
         self._shared: SharedMemoryArea | None = None  # where all ranks share one pool

@@ -141,8 +141,9 @@ class LocalCluster(Supervisor):
                 "certificates, or --insecure where the network is private"
             )
         for source in config.sources:
-            engine = replace(config.engine, model=source.path)
-            await asyncio.to_thread(check_model, engine)
+            for tp in {config.ranks[role] for role, number in config.workers.items() if number}:
+                engine = replace(config.engine, model=source.path, tp=tp)
+                await asyncio.to_thread(check_model, engine)
         found = ports.consecutive(config.host, config.port, config.routers)
         self.addresses = tuple(join_address(config.host, port) for port in found)
         http_ports = [0] * config.routers

@@ -24,6 +24,9 @@ def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
         )
     config = ModelConfig.load(path)
     config.check_settings(settings)
+    if settings.tp > 1 and not settings.simulate:
+        config.check_ranks(settings)
+    config.longest_context(settings)
     config.check_device(settings, settings.device)
     weight_format(settings, config.quantization)
     if not (settings.random_weights or settings.simulate):

@@ -20,7 +20,7 @@ from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import refused
 from baton.engine.backends.gpu.cuda_graphs import shapes_of
 from baton.engine.backends.gpu.device import Gpu
-from baton.engine.build import choose_dtype, device_of, kv_dtype_of, longest_context
+from baton.engine.build import choose_dtype, device_of, kv_dtype_of
 from baton.engine.checkpoint.tensor_headers import ELEMENT_BYTES
 from baton.engine.draft_model import draft_layout
 from baton.engine.kv_cache import KvLayout, plan_layout
@@ -75,7 +75,7 @@ def _kernels(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Fi
 def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Iterator[Finding]:
     dtype = choose_dtype(settings.dtype, config.dtype, torch.device("cuda" if gpu else "cpu"))
     kv_dtype = kv_dtype_of(settings, dtype)
-    context = longest_context(settings, config)
+    context = config.longest_context(settings)
     kv_bytes = settings.kv_cache_bytes or (0 if gpu else CPU_KV_CACHE_BYTES)
     layout = None
     if settings.kv_blocks or kv_bytes:
@@ -86,7 +86,6 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
     weights = weight_bytes(settings, config, dtype, gpu is not None)
     form = str(dtype).removeprefix("torch.") if held == "none" else held
     own, ranks = Shard(0, settings.tp, settings.tp > 1 and settings.expert_parallel), settings.tp
-    own.check(config)
     divided = f", divided among {ranks} ranks" if ranks > 1 else ""
     yield ok("weights", f"{weights / _GIB:.2f} GiB in {form}{divided}")
     step = step_bytes(settings, config, dtype, longest)
@@ -132,10 +131,13 @@ def _draft(
 
 def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
     groups, tokens, beyond = layout.groups, layout.num_tokens, ""
-    needed = math.ceil(layout.bytes_of(context + 1) / _GIB)
+    needed = layout.bytes_of(context + 1)
+    remedy = f"--kv-cache {math.ceil(needed / _GIB)}GiB"
+    if settings.kv_blocks:  # it sizes the pool, whatever --kv-cache is
+        remedy = f"--kv-blocks {needed // layout.block_bytes}"
     if tokens < 1:
         text = f"a sequence's state takes {layout.state_blocks} blocks of {layout.num_blocks}"
-        return fail("KV", text, f"--kv-cache {needed}GiB")
+        return fail("KV", text, remedy)
     if layout.state_blocks:
         beyond = f" and {layout.state_bytes / 2**20:,.3g} MiB a sequence"
     if groups.slide:
@@ -155,7 +157,7 @@ def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
     return found(
         "KV",
         f"{text}; contexts are limited to {tokens - 1:,} tokens instead of {context:,}",
-        f"--kv-cache {needed}GiB, or accept it with --max-context {tokens - 1}",
+        f"{remedy}, or accept it with --max-context {tokens - 1}",
     )
 
 

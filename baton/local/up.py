@@ -105,4 +105,6 @@ def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:
     if cluster.metrics:
         served = ", ".join(f"{name} {address}" for name, address in cluster.metrics.items())
         lines.append(f"metrics at {scheme}://HOST:PORT/metrics of {served}")
+    if not (limits.access_log and cluster.config.log_level in ("debug", "info")):
+        lines.append("requests are not logged: --access-log 1 --log-level info gives each a line")
     return "\n".join([*lines, "ctrl-C stops it"])

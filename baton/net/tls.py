@@ -9,6 +9,7 @@ Callers of routers check the host's name, as usual.
 
 from __future__ import annotations
 
+import _ssl
 import ipaddress
 import logging
 import ssl
@@ -76,6 +77,7 @@ class Credentials:
     client_ca_file: Path | None = None  # of the callers, who must have a certificate then
     insecure: bool = False  # may serve without TLS where other machines can connect
     server_name: str = ""  # of servers that are called without a role; empty: their host
+    role: str = ""  # that other processes look for in the certificate; empty: none
     _server: Reloaded[ssl.SSLContext] | None = field(default=None, init=False)
     _client: Reloaded[grpc.ChannelCredentials] | None = field(default=None, init=False)
 
@@ -164,6 +166,7 @@ class Credentials:
             for path in filter(None, (self.cert_file, self.key_file, self.client_ca_file)):
                 files.read(path)
             context.load_cert_chain(self.cert_file, self.key_file)
+            self._check_role()
             if self.client_ca_file:
                 context.load_verify_locations(self.client_ca_file)
                 context.verify_mode = ssl.CERT_REQUIRED
@@ -172,11 +175,26 @@ class Credentials:
             raise ConfigError(f"{named} cannot be used for TLS: {error}") from error
         return context
 
+    def _check_role(self) -> None:
+        """Raises ConfigError where other processes would refuse the certificate for its names."""
+        # Workers are always called by their role's name; a router is asked for it by workers.
+        if not (self.cert_file and self.role) or (self.role == "router" and not self.ca_file):
+            return
+        # ssl's public functions read names only out of a peer's certificate.
+        decoded = _ssl._test_decode_cert(str(self.cert_file))  # type: ignore[attr-defined]
+        names = [name for kind, name in decoded.get("subjectAltName", ()) if kind == "DNS"]
+        if (needed := f"{self.role}.{DOMAIN}") not in names:
+            raise ConfigError(
+                f"{self.cert_file} is no certificate of a {self.role}: it must have the DNS name "
+                f"{needed}, and has {', '.join(names) or 'none'} (`baton certs` makes one per role)"
+            )
+
     def _client_credentials(self, files: WatchedFiles) -> grpc.ChannelCredentials:
         paths = (self.ca_file, self.key_file, self.cert_file)
         try:
             ca, key, cert = (files.read(path) if path else None for path in paths)
             self.client_context()  # the certificate may have been replaced, and its key not yet
+            self._check_role()
         except ssl.SSLError as error:
             named = ", ".join(map(str, filter(None, paths)))
             raise ConfigError(f"{named} cannot be used for TLS: {error}") from error
@@ -194,10 +212,13 @@ def use(credentials: Credentials) -> None:
     _process = credentials
 
 
-def use_config(config: TlsConfig, insecure: bool) -> None:
-    """Makes those of its settings this process's. Raises ConfigError where they cannot be used."""
+def use_config(config: TlsConfig, insecure: bool, role: str = "") -> None:
+    """Makes those of its settings this process's, which needs a certificate of `role`, if given.
+
+    Raises ConfigError where they cannot be used.
+    """
     ca, client_ca = config.tls_ca, config.tls_client_ca
-    use(Credentials(config.tls_cert, config.tls_key, ca, client_ca, insecure))
+    use(Credentials(config.tls_cert, config.tls_key, ca, client_ca, insecure, role=role))
 
 
 def current() -> Credentials:

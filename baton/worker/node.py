@@ -275,7 +275,18 @@ class Node(WorkerServiceServicer):
     def refuse_if_draining(self) -> None:
         """Raises Unavailable when new work is not taken any more."""
         if self._stop.is_set():
-            raise Unavailable(f"worker {self.record.incarnation} is draining")
+            raise Unavailable(f"worker {self.record.incarnation} {self.why_leaving}")
+
+    @property
+    def why_leaving(self) -> str:
+        """Why it gives its work back, after "the worker": it drains, or its engine has failed."""
+        failure = self._engine_failure()
+        return "is draining" if failure is None else f"ends: {failure}"
+
+    def _engine_failure(self) -> BaseException | None:
+        if self._failure is not None:
+            return InternalError(f"a step's report was lost: {self._failure}")
+        return self.engine.ended.exception() if self.engine.ended.done() else None
 
     async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
         return worker_pb2.DescribeResponse(record=self.record, load=self.load(), pairs=self.pairs())
@@ -395,10 +406,8 @@ class Node(WorkerServiceServicer):
                 await self._unless(self._failed, self.idle())
         except TimeoutError:
             log.warning("not idle after %.0f s: giving the rest back", drain_s)
-        if self._failure is not None:
-            raise InternalError(f"a step's report was lost: {self._failure}") from self._failure
-        if self.engine.ended.done():
-            self.engine.ended.result()
+        if (failure := self._engine_failure()) is not None:
+            raise failure from self._failure
 
     async def _publish_adapters(self, adapters: list[common_pb2.Adapter]) -> None:
         del self.record.adapters[:]

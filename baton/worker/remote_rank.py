@@ -46,7 +46,7 @@ def main() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(log_format.formatter(config.log_format))
         logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
-        tls.use_config(config, config.insecure)
+        tls.use_config(config, config.insecure, "worker")
         port = _RankPort(config, given.secret)
         starter.send(rank_hosts.Listening(port.address))
         threading.Thread(target=port.follow, args=(starter,), daemon=True).start()

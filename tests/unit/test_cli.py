@@ -101,7 +101,10 @@ def test_bad_input_is_an_error(line, exit_status, message, capsys):
     except SystemExit as end:
         ended = end.code
     assert ended == exit_status
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    if exit_status == 2:
+        assert re.fullmatch(r"baton[\w -]*: error: .+ \(`baton[\w -]* --help` lists all\)\n", error)
 
 
 def test_defaults_are_those_of_the_settings():
@@ -180,6 +183,17 @@ def test_every_option_reaches_the_processes_of_a_local_cluster():
     assert (*router.models, str(worker.engine.model)) == ("7=/c.json", "/c.json")
     assert (router.host, router.port, worker.host, worker.port) == ("0.0.0.0", 7701, "127.0.0.1", 0)
     assert (worker.engine.nice, worker.engine.threads) == (7, 1)
+
+
+def test_the_model_of_generate_is_shown_as_one_for_clusters_too():
+    groups = {
+        option: group.title
+        for group in parse("generate", "x").parser._action_groups
+        for action in group._group_actions
+        for option in action.option_strings
+    }
+    assert groups["--model"] == groups["--target"] == "where"
+    assert groups["--dtype"] == "with --local"
 
 
 VLLM = {

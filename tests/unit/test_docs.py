@@ -10,6 +10,7 @@ import pytest
 
 from baton import errors
 from baton.cli import main as cli
+from baton.net import tls
 from baton.net.http_errors import failure_of
 from baton.net.rpc import code_of
 from baton.telemetry.metrics.instruments import INSTRUMENTS
@@ -53,6 +54,15 @@ def options():
     return found
 
 
+def foreign(line):
+    """The options in a line `baton COMMAND …` that this command does not have."""
+    parser, words = cli.parser(), re.split(r"[#|>]", line)[0].split()[1:]
+    while several := [one.choices for one in parser._actions if isinstance(one.choices, dict)]:
+        parser = several[0][words.pop(0)]
+    given = {word.partition("=")[0] for word in words if re.match("--[a-z]", word)}
+    return given - parser._option_string_actions.keys()
+
+
 @pages
 def test_what_a_page_names_exists(page, capsys):
     """Commands, options, variables, make's targets, benchmarks, files, metrics and links."""
@@ -67,6 +77,10 @@ def test_what_a_page_names_exists(page, capsys):
     for name in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", shown)):
         known = name in options() or name in FOREIGN_OPTIONS.split() or f'"{name}' in sources()
         assert known, f"there is no option {name}"
+    for line in filter(
+        re.compile("baton [a-z].* --[a-z].*").fullmatch, pieces
+    ):  # parts of commands
+        assert not foreign(line), line
     for name in set(re.findall(r"\bBATON_[A-Z_]+[A-Z]\b", shown)):
         option = name.removeprefix("BATON_OPT_").lower().replace("_", "-")
         assert f"--{option}" in options() or name in sources(), f"nothing reads {name}"
@@ -96,6 +110,14 @@ def test_every_message_in_troubleshooting_is_one_of_ours():
         for message in re.findall(r"`([^`]+)`", row):
             longest = max(re.split(r"\b[A-Z]+\b|[…()]", message), key=len).strip(" :;,")
             assert longest in strings, f"{message}: nothing says {longest!r}"
+
+
+def test_the_security_page_has_the_roles_that_certificates_name():
+    text = (DOCS / "security.md").read_text(encoding="utf-8")
+    section = text.partition("\n## TLS\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"\b(\w+)\.baton\b", section)) == set(tls.ROLES)
+    (heads,) = re.findall(r"^\| may call \| (.*) \|$", section, re.M)
+    assert heads.split(" | ") == list(tls.ROLES)
 
 
 def test_every_row_of_the_failures_page_names_tests_that_exist():

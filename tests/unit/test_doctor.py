@@ -13,7 +13,7 @@ import pytest
 
 from baton.cli import doctor as command
 from baton.cli import main as cli
-from baton.client import Completion, Model, Route
+from baton.client import Completion, Route
 from baton.errors import BatonError, ConfigError, KvMismatch, TransferFailed, Unauthenticated
 from baton.local import doctor, etcd_process
 from baton.local.doctor import Finding
@@ -226,6 +226,7 @@ ROLES = {"p": common_pb2.WORKER_ROLE_PREFILL, "d": common_pb2.WORKER_ROLE_DECODE
 def cpu(name, host=HOST, **fields):
     """A worker on a CPU; names begin with p or d, for their role."""
     known = {
+        "model": "demo", "max_context": 600,
         "incarnation": name, "role": ROLES[name[0]], "host_id": host, "transports": [SHM, GLOO],
         "kv": common_pb2.KvDescriptor(dtype="bfloat16", block_size=16),
         "hardware": common_pb2.Hardware(torch_version="2.11.0"),
@@ -382,7 +383,7 @@ class Cluster:
         self.explained, self.pairs = explained, dict(pairs)
 
     def models(self, timeout):
-        return [Model("demo", 600, 300, False)]
+        raise Unauthenticated("the API key is an operator's: requests need a tenant's")
 
     def explain(self, prompt, **options):
         if isinstance(self.explained, BatonError):
@@ -391,7 +392,7 @@ class Cluster:
         return {**plain, **self.explained}
 
     def generate(self, prompt, workers, **options):
-        assert len(prompt) == 300 and max(prompt) < 300
+        assert len(prompt) == 300
         if isinstance(found := self.pairs[workers], BatonError):
             raise found
         return Completion("", (5, 6), "length", route=Route(*workers, found, 1))
@@ -415,7 +416,11 @@ class Cluster:
 )  # fmt: skip
 def test_requests_that_are_not_handed_over_are_said_and_why(served, explained, level, text):
     counts = fleet_pb2.RouterCounts(served={"handed_over": 0, **served})
-    status = fleet_pb2.GetStatusResponse(router=fleet_pb2.RouterStatus(counts=counts))
+    others = cpu("p2", model="other", max_context=64)
+    status = fleet_pb2.GetStatusResponse(
+        router=fleet_pb2.RouterStatus(counts=counts, model="demo"),
+        workers=[fleet_pb2.WorkerStatus(record=one) for one in (cpu("p"), cpu("d"), others)],
+    )
     found = check_requests(Cluster(explained), status)
     assert (found.level, found.subject) == (level, "requests")
     assert re.match(text, found.text), found.text

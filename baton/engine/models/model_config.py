@@ -314,6 +314,53 @@ class ModelConfig:
                 "not quantised: leave it out"
             )
 
+    def check_ranks(self, settings: EngineConfig) -> None:
+        """Raises ConfigError where the model cannot be split among the several ranks of --tp."""
+        ranks, experts = settings.tp, self.experts
+        sizes = {"num_attention_heads": self.num_heads}
+        if experts is None or not all(experts.layers):
+            sizes["intermediate_size"] = self.intermediate_size
+        if experts is None and settings.expert_parallel:
+            raise ConfigError("--expert-parallel: the model has no experts")
+        if experts is not None:
+            if not settings.expert_parallel:
+                sizes["moe_intermediate_size"] = experts.size
+            elif ranks > experts.count:
+                raise ConfigError(f"--tp {ranks} is more than the model's {experts.count} experts")
+            if experts.shared_size:
+                sizes["shared_expert_intermediate_size"] = experts.shared_size
+        for name, size in sizes.items():
+            if size % ranks:
+                remedy = ": add --expert-parallel" if name == "moe_intermediate_size" else ""
+                raise ConfigError(
+                    f"--tp {ranks} does not divide the model's {name}, {size}{remedy}"
+                )
+        if self.delta_rule is not None and self.num_kv_heads % ranks:
+            raise ConfigError(
+                f"--tp {ranks} does not divide the model's {self.num_kv_heads} KV heads, by "
+                "which the states of its linear attention are divided"
+            )
+        for one in self.layer_heads:  # cut as those of the pool are
+            if one.num_kv_heads % ranks and one.num_kv_heads != self.num_kv_heads:
+                raise ConfigError(
+                    f"--tp {ranks} does not divide the {one.num_kv_heads} KV heads that some of "
+                    "the model's layers have"
+                )
+        if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
+            raise ConfigError(
+                f"--tp {ranks} neither divides the model's {self.num_kv_heads} KV heads nor is a "
+                "multiple of them"
+            )
+
+    def longest_context(self, settings: EngineConfig) -> int:
+        """Most tokens of a sequence by model and settings. Raises ConfigError."""
+        if settings.max_context > self.max_context:
+            raise ConfigError(
+                f"--max-context {settings.max_context} is more than the model's own "
+                f"{self.max_context}: lower it, or leave it out"
+            )
+        return settings.max_context or self.max_context
+
     def check_device(self, settings: EngineConfig, device: str) -> None:
         """Raises ConfigError for options that the model cannot have there. device: as of
         --device."""

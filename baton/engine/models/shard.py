@@ -18,7 +18,6 @@ from torch import Tensor
 from baton.config import EngineConfig, kv_heads_of
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.quantization.linear_weight import LinearWeight
-from baton.errors import ConfigError
 
 BY_INPUTS = ("o", "down", "delta_out")
 
@@ -40,44 +39,6 @@ class Shard:
             cpus = tuple(cpus[at] for at in self._part(len(cpus)))
         threads = (settings.threads or len(settings.cpus) or torch.get_num_threads()) // self.count
         return replace(settings, cpus=cpus, threads=max(1, threads))
-
-    def check(self, config: ModelConfig) -> None:
-        """Raises ConfigError for a model that cannot be split among these ranks."""
-        ranks, experts = self.count, config.experts
-        sizes = {"num_attention_heads": config.num_heads}
-        if experts is None or not all(experts.layers):
-            sizes["intermediate_size"] = config.intermediate_size
-        if experts is None and self.expert_parallel:
-            raise ConfigError("--expert-parallel: the model has no experts")
-        if experts is not None:
-            if not self.expert_parallel:
-                sizes["moe_intermediate_size"] = experts.size
-            elif ranks > experts.count:
-                raise ConfigError(f"--tp {ranks} is more than the model's {experts.count} experts")
-            if experts.shared_size:
-                sizes["shared_expert_intermediate_size"] = experts.shared_size
-        for name, size in sizes.items():
-            if size % ranks:
-                remedy = ": add --expert-parallel" if name == "moe_intermediate_size" else ""
-                raise ConfigError(
-                    f"--tp {ranks} does not divide the model's {name}, {size}{remedy}"
-                )
-        if config.delta_rule is not None and config.num_kv_heads % ranks:
-            raise ConfigError(
-                f"--tp {ranks} does not divide the model's {config.num_kv_heads} KV heads, by "
-                "which the states of its linear attention are divided"
-            )
-        for one in config.layer_heads:  # cut as those of the pool are
-            if one.num_kv_heads % ranks and one.num_kv_heads != config.num_kv_heads:
-                raise ConfigError(
-                    f"--tp {ranks} does not divide the {one.num_kv_heads} KV heads that some of "
-                    "the model's layers have"
-                )
-        if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
-            raise ConfigError(
-                f"--tp {ranks} neither divides the model's {config.num_kv_heads} KV heads nor is a "
-                "multiple of them"
-            )
 
     def kv_heads(self, config: ModelConfig) -> range:
         """The KV heads that this rank's queries read."""

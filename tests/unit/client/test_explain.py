@@ -51,7 +51,8 @@ async def test_the_command(serve, capsys):
         return await asyncio.to_thread(cli.main, argv), capsys.readouterr().out
 
     router = router_that_says(BEST, LEFT_OUT)
-    status, out = await explain(router, "x =", "--max-tokens", "5", "--cache-salt", "s")
+    asked = ("--max-tokens", "5", "--cache-salt", "s", "--model", "sql")
+    status, out = await explain(router, "x =", *asked)
     assert status == 0
     lines = out.splitlines()
     assert lines[:2] == [
@@ -63,6 +64,7 @@ async def test_the_command(serve, capsys):
     assert lines[5].endswith("other  d1 is SILENT")
     request = router.requests[0].request
     assert (request.text, request.sampling.max_tokens, request.cache_salt) == ("x =", 5, "s")
+    assert request.model == "sql"
     _, out = await explain(router_that_says(LEFT_OUT, refused="no room", tenant="us"), "x")
     assert "of tenant us" in out and "would be refused or wait: no room" in out
     _, out = await explain(router_that_says(BEST, decode_prefills=True), "--token-ids", "1,2")

@@ -69,9 +69,20 @@ def test_model_settings_and_pool_limit_a_sequence(directory, caplog, asked, bloc
         assert not said
         return
     (text,) = said
-    assert text.startswith("contexts end at 63 tokens, and the model's at 512: --kv-cache ")
-    kv = options.size(text.split()[-3])
-    assert load(directory, kv_cache_bytes=kv, kernels="torch").max_context == 512
+    assert text.startswith("contexts end at 63 tokens, and the model's at 512: --kv-blocks ")
+    more = {"kv_blocks": int(text.split()[-3])}
+    assert load(directory, kernels="torch", **more).max_context == 512
+
+
+def test_a_pool_that_cuts_the_models_context_is_advised_as_it_was_sized(directory, caplog):
+    cut = load(directory, kv_blocks=4, kernels="torch").layout.num_bytes
+    caplog.clear()
+    assert load(directory, kv_blocks=0, kv_cache_bytes=cut, kernels="torch").max_context == 63
+    (text,) = [text for text in caplog.messages if text.startswith("contexts end at ")]
+    option, given = text.split()[-4:-2]
+    assert option == "--kv-cache"
+    more = options.size(given)
+    assert load(directory, kv_blocks=0, kv_cache_bytes=more, kernels="torch").max_context == 512
 
 
 @pytest.mark.parametrize(
@@ -79,7 +90,7 @@ def test_model_settings_and_pool_limit_a_sequence(directory, caplog, asked, bloc
     [
         (9999, 1000, "9999 is more than the model's own 512"),
         (64, 4, "64 does not fit the KV cache, which holds 64 tokens.*--max-context to 63"),
-        (512, 4, r"512 does not fit .*give it --kv-cache \d+MiB, or lower"),
+        (512, 4, r"512 does not fit .*give it --kv-blocks 33, or lower"),
     ],
 )
 def test_a_context_that_cannot_be_kept_is_refused(directory, asked, blocks, reason):

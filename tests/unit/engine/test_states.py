@@ -159,7 +159,7 @@ def test_options_that_states_rule_out_are_refused_by_name(directory):
 def test_ranks_and_devices_that_cannot_have_states_are_refused(directory):
     config = ModelConfig.load(directory)
     with pytest.raises(ConfigError, match="--tp 4 does not divide the model's 2 KV heads"):
-        Shard(0, 4).check(config)
+        config.check_ranks(EngineConfig(tp=4))
     own = Shard(1, 2).config(config).delta_rule.shape
     assert (own.key_heads, own.value_heads) == (2, 4)
     with pytest.raises(ConfigError, match="linear attention; add --tp-backend gloo"):

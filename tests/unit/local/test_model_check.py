@@ -6,7 +6,7 @@ import os
 import pytest
 
 from baton.config import ClusterConfig, EngineConfig
-from baton.errors import CheckpointError
+from baton.errors import CheckpointError, ConfigError
 from baton.local.cluster import LocalCluster
 from baton.local.model_check import check_model
 from tests.processes import PYTHON, run
@@ -51,6 +51,22 @@ async def test_a_cluster_is_not_begun(model, name, content, named):
         await cluster.__aenter__()
     assert not cluster.processes and cluster.etcd is None
     assert all(part in str(refused.value) for part in (name, *named)), refused.value
+
+
+@pytest.mark.parametrize(
+    ("engine", "of_roles", "why"),
+    [
+        ({"tp": 3}, {}, "--tp 3 does not divide the model's num_attention_heads, 4"),
+        ({}, {"decode_tp": 3}, "--tp 3 does not divide the model's num_attention_heads, 4"),
+        ({"max_context": 5000}, {}, "--max-context 5000 is more than the model's own 512"),
+    ],
+)
+async def test_options_that_the_model_cannot_have_are_said_once(model, engine, of_roles, why):
+    settings = EngineConfig(model=str(model), **engine)
+    cluster = LocalCluster(ClusterConfig(engine=settings, port=0, **of_roles))
+    with pytest.raises(ConfigError, match=why):
+        await cluster.__aenter__()
+    assert not cluster.processes and cluster.etcd is None
 
 
 def test_a_worker_needs_no_tokenizer_and_a_simulated_one_no_weights(model):

@@ -81,6 +81,9 @@ def test_a_plan_says_what_fits_and_what_to_change(tmp_path, free):
     assert found["KV"].level == "warn" and "instead of 512" in found["KV"].text
     size = re.match(r"--kv-cache (\d+)GiB", found["KV"].fix)
     assert size and plan(tmp_path, kv_cache_bytes=int(size[1]) * GIB)["KV"].level == "ok"
+    blocks = re.match(r"--kv-blocks (\d+),", plan(tmp_path, kv_blocks=4)["KV"].fix)
+    assert blocks and plan(tmp_path, kv_blocks=int(blocks[1]))["KV"].level == "ok"
+    assert plan(tmp_path, kv_blocks=int(blocks[1]) - 1)["KV"].level == "warn"
 
     need = plan(tmp_path, kv_cache_bytes=GIB)["memory"].text
     assert need.startswith("a worker needs 1.")

@@ -82,6 +82,11 @@ def test_what_can_be_done_with_a_cluster_that_is_ready():
     locked = text(engine=EngineConfig(model="/models/m"), limits=keys)
     assert "a chat in the browser: http://127.0.0.1:7780/;" in locked and "demo" not in locked
     assert 'completions -H "authorization: Bearer $KEY" -H' in locked
+    unlogged = "--access-log 1 --log-level info"
+    every = RouterLimits(access_log=1.0)
+    assert unlogged in text() and unlogged in text(limits=every)
+    assert unlogged in text(log_level="info")
+    assert unlogged not in text(limits=every, log_level="info")
     assert "BATON_API_KEY" in locked and "your api_key" in locked and "0000" not in locked
 
 

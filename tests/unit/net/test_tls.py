@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ipaddress
+import re
 import shutil
 import ssl
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 from cryptography import x509
 
 from baton.cli import main as cli
+from baton.config import TlsConfig
 from baton.errors import ConfigError, InternalError, Unauthenticated, Unavailable
 from baton.local import certs
 from baton.net import rpc, tls
@@ -357,3 +359,81 @@ def test_files_that_cannot_be_used_are_named(folder):
     with pytest.raises(ConfigError, match=r"nothing\.pem cannot be read"):
         Credentials(ca_file=folder / "nothing.pem").of_client()
     assert (folder / "ca-key.pem").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    ("role", "cert", "refused"),
+    [
+        ("worker", "worker", False), ("worker", "admin", True), ("worker", "router", True),
+        ("router", "router", False), ("router", "worker", True), ("", "admin", False),
+    ],
+)  # fmt: skip
+def test_a_service_does_not_start_with_a_certificate_that_others_would_refuse(
+    folder, role, cert, refused
+):
+    files = {"tls_cert": folder / f"{cert}.pem", "tls_key": folder / f"{cert}-key.pem"}
+    config = TlsConfig(**files, tls_ca=folder / "ca.pem")
+    wrong = rf"{cert}.pem is no certificate of a {role}: .* {role}.baton, and has {cert}.baton"
+    with pytest.raises(ConfigError, match=wrong) if refused else contextlib.nullcontext():
+        tls.use_config(config, False, role)
+    if role == "router":  # whose workers take no TLS: for its callers any certificate will do
+        tls.use_config(TlsConfig(**files), False, role)
+
+
+@pytest.mark.parametrize("command", ["router", "worker", "decode-worker"])
+def test_a_command_says_that_its_certificate_is_of_another_role(folder, command, capsys):
+    file = lambda name: str(folder / f"{name}.pem")  # noqa: E731
+    given = ["--tls-cert", file("admin"), "--tls-key", file("admin-key"), "--tls-ca", file("ca")]
+    assert cli.main([command, *given]) == 1
+    assert f"no certificate of a {command.removeprefix('decode-')}" in capsys.readouterr().err
+
+
+def test_a_new_certificate_of_another_role_is_not_taken_up(folder, caplog):
+    ours = of(folder, "worker")
+    ours.role = "worker"
+    served, called = ours.context(), ours.of_client()
+    for name in ("{}.pem", "{}-key.pem"):
+        shutil.copy(folder / name.format("admin"), folder / name.format("worker"))
+    assert ours.context() is served and ours.of_client() is called
+    assert caplog.text.count("worker.pem is no certificate of a worker") == 2
+
+
+@pytest.mark.parametrize(
+    ("days", "named", "reason"),
+    [
+        (9, "decode.baton", r"cannot be used: Hostname mismatch.*decode.baton.*--tls-name\)"),
+        (9, "", r"cannot be used: IP address mismatch.*--tls-name\)"),
+        (0, "worker.baton", r"cannot be used: certificate has expired\n"),
+    ],
+)
+async def test_who_calls_hears_what_is_wrong_with_a_certificate(
+    tmp_path, capsys, days, named, reason
+):
+    certs.write(tmp_path, [], days)
+    ca = str(tmp_path / "ca.pem")
+    tls.use(of(tmp_path, "worker"))
+    server, address = bind("127.0.0.1", 0)
+    await server.start()
+    try:
+        asked = ["health", "--target", address, "--tls-ca", ca, "--tls-name", named]
+        assert await asyncio.to_thread(cli.main, asked) == 1
+    finally:
+        await server.stop(None)
+    error = capsys.readouterr().err
+    assert re.search(f"{address} has a certificate that {reason}", error), error
+
+
+async def test_who_calls_hears_that_another_authority_signed_a_certificate(
+    folder, tmp_path, capsys
+):
+    certs.write(tmp_path / "other", [])  # an authority of the same name
+    tls.use(of(folder, "worker"))
+    server, address = bind("127.0.0.1", 0)
+    await server.start()
+    try:
+        trusted = str(tmp_path / "other" / "ca.pem")
+        asked = ["health", "--target", address, "--tls-ca", trusted, "--tls-name", "worker.baton"]
+        assert await asyncio.to_thread(cli.main, asked) == 1
+    finally:
+        await server.stop(None)
+    assert f"--tls-ca did not sign the certificate of {address}" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, Unavailable
 from baton.v1 import common_pb2, prefill_pb2
 from prefill_worker.worker import MAX_OPENED_AHEAD, peers_to_open
 from tests.unit.worker.running import (
@@ -344,6 +344,22 @@ async def test_draining_takes_nothing_new_and_finishes_what_runs_or_gives_it_bac
             paced.allow.release(9)
             await pair.router.cancel("a")
         await asyncio.wait_for(pair.prefill.life, PATIENCE_S)
+
+
+async def test_a_prompt_is_given_back_for_what_the_engine_failed_of(directory):
+    def fail(*_):
+        raise RuntimeError("broken")
+
+    with pytest.raises(InternalError, match="the engine failed: RuntimeError: broken"):
+        async with pair_of(directory) as pair:
+            paced, call = await start_paced(pair, spec("a", prompt(40)))
+            engine = pair.prefill.node.engine
+            engine.submit(lambda: setattr(engine, "_publish_report", fail))
+            paced.allow.release(9)
+            with pytest.raises(Unavailable) as given_back:
+                await messages(call)
+            await pair.router.cancel("a")
+    assert "the worker ends: the engine failed: RuntimeError: broken" in str(given_back.value)
 
 
 async def test_what_was_not_reserved_is_neither_decoded_nor_cached(pair):

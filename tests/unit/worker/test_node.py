@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -189,23 +190,27 @@ async def given_back(worker, break_it, failure, later=""):
 
 async def test_a_lost_report_ends_the_worker(directory, store):
     worker = Worker("decode", directory, store)
-    await given_back(worker, lose_reports, "report was lost: broken", "b")
+    for reason in await given_back(worker, lose_reports, "report was lost: broken", "b"):
+        assert reason == "the decode worker ends: a step's report was lost: broken"
 
 
 async def test_a_failure_of_engine_steps_or_serving_ends_the_worker(directory, store):
-    draining = "the decode worker is draining"
-    await given_back(Worker("decode", directory, store), break_engine, "broken", "b")
+    reasons = await given_back(Worker("decode", directory, store), break_engine, "broken", "b")
+    assert {*reasons} == {"the decode worker ends: the engine failed: RuntimeError: broken"}
     worker = Worker("decode", directory, store)
-    assert await given_back(worker, break_serving, "broken") == [draining]
+    assert await given_back(worker, break_serving, "broken") == ["the decode worker is draining"]
     worker = Worker("decode", directory, store)
     *reasons, last = await given_back(worker, fail_steps, r"in a row failed.*broken", "bcd")
     assert ["broken" in reason for reason in reasons] == [True, True, True]
-    assert last == draining
+    assert re.match("the decode worker ends: the engine failed: .* in a row failed", last)
 
 
 @pytest.mark.parametrize(
     ("break_it", "failure"),
-    [(break_engine, "broken"), (lose_reports, "report was lost: broken")],
+    [
+        (break_engine, "the engine failed: RuntimeError: broken"),
+        (lose_reports, "a step's report was lost: broken"),
+    ],
 )
 async def test_a_failure_while_the_worker_drains_ends_the_drain(
     directory, store, break_it, failure
@@ -222,8 +227,8 @@ async def test_a_failure_while_the_worker_drains_ends_the_drain(
             paced.allow.release(99)
             while not (reason := (await router.event("a")).abort_reason):
                 pass
-            assert reason == "the decode worker is draining"
             await asyncio.wait_for(asyncio.shield(worker.life), PATIENCE_S)
+    assert reason == f"the decode worker ends: {failure}"
 
 
 async def test_a_step_that_never_ends_does_not_keep_the_worker(directory, store, monkeypatch):
