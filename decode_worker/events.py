@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import INVALID_SPAN, Span, Tracer
 
 from baton.engine.step_report import SequenceProgress
 from baton.telemetry import tracing
@@ -74,22 +74,31 @@ class EventStream:
 
 
 class DecodeSpans:
-    """The spans of one sequence, recorded from times as they pass; only the first `end` counts."""
+    """The spans of one sequence, recorded from times as they pass; only the first `end` counts.
+
+    They begin with a reservation or its failure: a router that waits for room is refused at each
+    try, and tells of that in its own span.
+    """
 
     def __init__(self, tracer: Tracer, parent: Context) -> None:
-        self._tracer = tracer
-        self._span = tracer.start_span("decode", context=parent)
-        self._context = tracing.context_of(self._span)
-        self.trace_id = tracing.trace_id_of(self._span)  # empty if nothing is recorded
+        self._tracer, self._parent = tracer, parent
+        self.trace_id = tracing.trace_id_in(parent)  # empty if nothing is recorded
+        self._span: Span | None = None
         self._reserve_ns = time.time_ns()
         self._committed_ns = 0
         self._first_step_ns = 0
         self._tokens = 0
         self._steps = 0  # steps that gave tokens: fewer than tokens if proposed ones were accepted
 
+    def refused(self) -> None:
+        """There is no room: nothing is recorded."""
+        self._span = INVALID_SPAN
+
     def reserved(self, cached_tokens: int, started: bool) -> None:
+        # The answer may come after the report of the first step, in which it was in effect.
+        end_ns = max(self._reserve_ns, self._committed_ns) if self._first_step_ns else None
         attributes = {"baton.cached_tokens": cached_tokens, "baton.prefills_here": started}
-        self._record("decode.reserve", self._reserve_ns, None, attributes)
+        self._record("decode.reserve", self._reserve_ns, end_ns, attributes)
 
     def committed(self) -> None:
         self._committed_ns = time.time_ns()
@@ -104,21 +113,32 @@ class DecodeSpans:
         self._steps += bool(progress.token_ids)
         if not self._first_step_ns:
             self._first_step_ns = ended_ns
+            if self._committed_ns > ended_ns:  # recorded after the step that it was in time for
+                self._committed_ns = started_ns
             # The step may have begun before the Commit was recorded here.
             admitted_ns = max(self._committed_ns, started_ns)
             self._record("decode.admit", self._committed_ns, admitted_ns)
             self._record("decode.first_step", admitted_ns, ended_ns)
 
     def end(self, reason: str) -> None:
-        if not self._span.is_recording():  # it has ended
+        span = self._begun()
+        if not span.is_recording():  # it has ended
             return
         if self._first_step_ns:
             attributes = {"gen_ai.usage.output_tokens": self._tokens, "baton.steps": self._steps}
             self._record("decode.run", self._first_step_ns, None, attributes)
-        self._span.set_attribute("baton.end", reason)
-        self._span.end()
+        span.set_attribute("baton.end", reason)
+        span.end()
+
+    def _begun(self) -> Span:
+        if self._span is None:
+            start_ns = self._reserve_ns
+            self._span = self._tracer.start_span("decode", self._parent, start_time=start_ns)
+            self.trace_id = tracing.trace_id_of(self._span)
+        return self._span
 
     def _record(
         self, name: str, start_ns: int, end_ns: int | None, attributes: dict[str, int] | None = None
     ) -> None:
-        tracing.record(self._tracer, name, self._context, start_ns, end_ns, attributes)
+        parent = tracing.context_of(self._begun())
+        tracing.record(self._tracer, name, parent, start_ns, end_ns, attributes)

@@ -103,8 +103,12 @@ class Reservations:
         self, router: RouterStream, handoff_id: str, spans: DecodeSpans, error: BaseException
     ) -> None:
         """Reports to the router why nothing is reserved."""
-        spans.end(str(error) or type(error).__name__)
-        self._count("refused" if isinstance(error, Overloaded) else "failed")
+        if isinstance(error, Overloaded):
+            spans.refused()
+            self._count("refused")
+        else:
+            spans.end(str(error) or type(error).__name__)
+            self._count("failed")
         router.failed(handoff_id, error)
 
     def cancel(self, router: RouterStream, handoff_id: str) -> None:

@@ -39,6 +39,7 @@ async def test_a_full_pool_refuses_at_once_with_advice(decode, router):
     with pytest.raises(Overloaded) as refused:
         await router.reserve(spec("b", prompt(150, start=1)))
     assert refused.value.retry_after_s > 0
+    assert "decode" not in decode.spans.ended  # the router tries again, perhaps for minutes
     with pytest.raises(InvalidRequest) as used:
         await router.reserve(spec("a", prompt(20)))
     assert used.value.field == "handoff_id"
