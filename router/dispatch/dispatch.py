@@ -101,7 +101,13 @@ class Dispatch:
             finally:
                 # Recorded here, too, as the workers' spans are lost if they die.
                 if streams_ns := streams_ns or attempt.first_output_ns:
-                    tracing.record(self._tracer, "router.stream", trace, streams_ns)
+                    attributes = {}
+                    if attempt.first_output_ns and (last_at := state.last_at):
+                        last_ns = time.time_ns() - int((time.monotonic() - last_at) * 1e9)
+                        attributes["baton.last_token_ms"] = (last_ns - streams_ns) / 1e6
+                    tracing.record(
+                        self._tracer, "router.stream", trace, streams_ns, None, attributes
+                    )
                 attempt.unassign()
                 if decode is not None:
                     decode.unsubscribe(handoff_id)
@@ -149,12 +155,22 @@ class Dispatch:
                 limit.reschedule(loop.time() + self._limits.recovery_s)
             raise NoWorker(missing, room.RETRY_AFTER_S)
 
-        with tracing.span(self._tracer, "router.place", trace):
+        async def place_once() -> _Placed:
+            attempt.tries, refusals = attempt.tries + 1, attempt.refusals
+            try:
+                return await self._place_once(state, attempt, pick, trace)
+            except Overloaded as error:
+                if attempt.refusals == refusals:  # else the worker's own reason says more
+                    attempt.last_refusal = str(error)
+                raise
+
+        with tracing.span(self._tracer, "router.place", trace) as span:
+            depth = self._wait_queue.depth
             try:
                 async with asyncio.timeout(None) as limit:
                     return await self._wait_queue.place(
                         demand,
-                        lambda: self._place_once(state, attempt, pick, trace),
+                        place_once,
                         reserve_workers,
                         accepted=state.request.accepted or state.placed_at is not None,
                     )
@@ -162,6 +178,8 @@ class Dispatch:
                 raise
             except TimeoutError:
                 raise RoleMissing(missing, room.RETRY_AFTER_S) from None
+            finally:
+                _describe_place(span, attempt, depth)
 
     async def _place_once(
         self,
@@ -187,6 +205,7 @@ class Dispatch:
                 attempt.unassign()
                 decode.unsubscribe(attempt.handoff_id)
                 if isinstance(error, Overloaded):  # a refusal is an answer
+                    attempt.refusals, attempt.last_refusal = attempt.refusals + 1, str(error)
                     self._fleet.breakers.succeeded(pair.decode.incarnation)
                 else:
                     decode.cancel(attempt.handoff_id)  # it may have reserved blocks
@@ -297,6 +316,20 @@ def _pick_among(snapshot: Snapshot, demand: Demand, full: Set[str]) -> Pair:
     except (Overloaded, Unavailable) as error:
         text = f"of the workers that the request names: {error}"
         raise Unavailable(text, room.RETRY_AFTER_S) from error
+
+
+def _describe_place(span: Span, attempt: Attempt, depth: int) -> None:
+    """`depth`: requests that waited for room when this one came."""
+    if not span.is_recording():
+        return
+    attributes: dict[str, str | int] = {
+        "baton.queue_depth": depth,
+        "baton.tries": attempt.tries,
+        "baton.refusals": attempt.refusals,
+    }
+    if attempt.last_refusal:
+        attributes["baton.last_refusal"] = attempt.last_refusal
+    span.set_attributes(attributes)
 
 
 def _describe(
