@@ -272,6 +272,7 @@ class Reservations:
         """Adds what each sequence got in a step to the message for its router."""
         router: RouterStream | None = None
         handoff: Handoff | None = None
+        ended_ns = report.ended_ns
         for seq_id, token_id in report.token_ids.items():
             handoff = self._handoffs.get(seq_id)
             if handoff is None:
@@ -282,7 +283,12 @@ class Reservations:
                 if events.router is not router:
                     router = events.router
                     add_event = router.outgoing_soon.events.add
-                handoff.spans.token()
+                spans = handoff.spans
+                spans.single_tokens += 1
+                gap_ns = ended_ns - spans.last_ns
+                if gap_ns > spans.longest_gap_ns:
+                    spans.longest_gap_ns = gap_ns
+                spans.last_ns = ended_ns
                 add_event(handoff_id=seq_id, token_ids=(token_id,))
             else:
                 self._advance(handoff, SequenceProgress(seq_id, token_ids=(token_id,)), report)
@@ -502,7 +508,7 @@ class Reservations:
     def _leave(self, handoff: Handoff, reason: str, state: State = State.ENDED) -> None:
         """The handoff is over for its router."""
         handoff.enter(state)
-        handoff.spans.end(reason)
+        handoff.spans.end(reason, handoff.sequence.preemptions)
         handoff.unverified.clear()
         self._set_timer(handoff, None)
         if handoff.compiled is not None:

@@ -34,11 +34,12 @@ CONNECT = "/baton.v1.DispatchService/Connect"
 
 
 class OpenSpans(SpanProcessor):
-    """Which spans have begun and not ended, and the names of those that have."""
+    """Which spans have begun and not ended, and the names and attributes of those that have."""
 
     def __init__(self):
         self.open = []
         self.ended = []
+        self.attributes = []
 
     def on_start(self, span, parent_context=None):
         self.open.append(span.name)
@@ -46,6 +47,11 @@ class OpenSpans(SpanProcessor):
     def on_end(self, span):
         self.open.remove(span.name)
         self.ended.append(span.name)
+        self.attributes.append(dict(span.attributes))
+
+    def of(self, name):
+        """The attributes of all spans of a name."""
+        return [found for ended, found in zip(self.ended, self.attributes) if ended == name]
 
 
 class Worker:
