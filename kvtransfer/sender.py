@@ -62,8 +62,8 @@ class HandoffSender:
     The blocks of queued chunks must be held until it is left; where they were given up, it must be
     left without `conclude`, and what was sent is not used. `num_tokens`: token slots of the handoff
     (`KvGroups.handoff_end`), including cached ones · `timeout_s`: the request's remaining time ·
-    `step_timeout_s`: limit of every single wait · `parent`: the parent of the spans `kv.link` (until
-    the first block may be sent) and `kv.transfer` (from the first block to send) ·
+    `step_timeout_s`: limit of every single wait · `parent`: the parent of the spans `kv.link`
+    (until blocks may be sent) and `kv.transfer` (from when there is something to send) ·
     `token_digest`: of the tokens whose KV is sent; Commit fails if other tokens were reserved ·
     `groups`: groups of layers that share the pool; None: one without a window · `abort_wait_s`:
     time that leaving waits for the first try of an Abort; others follow in the background.
@@ -348,16 +348,17 @@ class HandoffSender:
             tracing.record(self.tracer, "kv.link", parent, began_ns, end_ns, error=error)
             return
         stats = self._stats
-        attributes: dict[str, str | int | float | bool] = {"transport": stats.transport}
-        tracing.record(self.tracer, "kv.link", parent, began_ns, self._linked_ns, attributes)
+        transport = {"transport": stats.transport}
+        tracing.record(self.tracer, "kv.link", parent, began_ns, self._linked_ns, transport)
         if not self._start_ns:
             return  # there was nothing to send yet
         num_bytes = self._checksum.num_bytes
-        attributes |= {
+        attributes: dict[str, str | int | float | bool] = {
             "baton.handoff_id": self.handoff_id,
             "baton.resends": self._resends,
             "bytes": num_bytes,
             "tokens": self._sent,
+            "transport": stats.transport,
             "rank_pairs": len(self._checksum.parts),
             "wait_ms": stats.wait_s * 1e3,
             "wire_ms": stats.wire_s * 1e3,

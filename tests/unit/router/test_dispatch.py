@@ -14,7 +14,6 @@ from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.dispatch.attempt import Attempt
 from router.fleet.member import Member
 from router.queueing import wait_queue
-
 from tests.tracing import Traces
 
 from .scripted_workers import (
