@@ -37,8 +37,9 @@ from baton.v1 import decode_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.worker.dispatch_service import RouterStream
 from baton.worker.messages import ModelLimits, compiled_grammar, sequence_of
-from decode_worker.events import DecodeSpans, EventStream
+from decode_worker.events import EventStream
 from decode_worker.handoff import Handoff, State, Transfer
+from decode_worker.spans import DecodeSpans
 from kvtransfer.incoming import IncomingLink
 from kvtransfer.pool import Slots
 from kvtransfer.rank_ends import LinkChecksum

@@ -6,7 +6,7 @@ import pytest
 from opentelemetry.context import Context
 
 from baton.engine.step_report import SequenceProgress
-from decode_worker.events import DecodeSpans
+from decode_worker.spans import DecodeSpans
 from tests.tracing import Traces
 
 MS = 1_000_000
