@@ -1,15 +1,10 @@
-"""What a decode worker reports about one sequence: events to its router, spans to its trace."""
+"""What a decode worker reports to a router about one sequence."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
-from opentelemetry.context import Context
-from opentelemetry.trace import Tracer
-
 from baton.engine.step_report import SequenceProgress
-from baton.telemetry import tracing
 from baton.worker.dispatch_service import RouterStream
 from baton.worker.messages import FINISH_REASONS, logprobs_proto, prompt_logprobs_proto
 
@@ -71,54 +66,3 @@ class EventStream:
             event.step_failed = from_step
         if progress.prompt_logprobs is not None:
             event.prompt_logprobs.CopyFrom(prompt_logprobs_proto(progress.prompt_logprobs))
-
-
-class DecodeSpans:
-    """The spans of one sequence, recorded from times as they pass; only the first `end` counts."""
-
-    def __init__(self, tracer: Tracer, parent: Context) -> None:
-        self._tracer = tracer
-        self._span = tracer.start_span("decode", context=parent)
-        self._context = tracing.context_of(self._span)
-        self.trace_id = tracing.trace_id_of(self._span)  # empty if nothing is recorded
-        self._reserve_ns = time.time_ns()
-        self._committed_ns = 0
-        self._first_step_ns = 0
-        self._tokens = 0
-        self._steps = 0  # steps that gave tokens: fewer than tokens if proposed ones were accepted
-
-    def reserved(self, cached_tokens: int, started: bool) -> None:
-        attributes = {"baton.cached_tokens": cached_tokens, "baton.prefills_here": started}
-        self._record("decode.reserve", self._reserve_ns, None, attributes)
-
-    def committed(self) -> None:
-        self._committed_ns = time.time_ns()
-
-    def token(self) -> None:
-        """Counts a step that gave one token, other than the sequence's first step here."""
-        self._tokens += 1
-        self._steps += 1
-
-    def step(self, started_ns: int, ended_ns: int, progress: SequenceProgress) -> None:
-        self._tokens += len(progress.token_ids)
-        self._steps += bool(progress.token_ids)
-        if not self._first_step_ns:
-            self._first_step_ns = ended_ns
-            # The step may have begun before the Commit was recorded here.
-            admitted_ns = max(self._committed_ns, started_ns)
-            self._record("decode.admit", self._committed_ns, admitted_ns)
-            self._record("decode.first_step", admitted_ns, ended_ns)
-
-    def end(self, reason: str) -> None:
-        if not self._span.is_recording():  # it has ended
-            return
-        if self._first_step_ns:
-            attributes = {"gen_ai.usage.output_tokens": self._tokens, "baton.steps": self._steps}
-            self._record("decode.run", self._first_step_ns, None, attributes)
-        self._span.set_attribute("baton.end", reason)
-        self._span.end()
-
-    def _record(
-        self, name: str, start_ns: int, end_ns: int | None, attributes: dict[str, int] | None = None
-    ) -> None:
-        tracing.record(self._tracer, name, self._context, start_ns, end_ns, attributes)

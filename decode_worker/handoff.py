@@ -30,7 +30,8 @@ from baton.generation.structured_output import GrammarMatcher
 from baton.kv_groups import KvGroups
 from baton.log_format import about
 from baton.v1 import handoff_pb2 as pb
-from decode_worker.events import DecodeSpans, EventStream
+from decode_worker.events import EventStream
+from decode_worker.spans import DecodeSpans
 from kvtransfer.incoming import IncomingLink
 from kvtransfer.pool import Slots, handoff_slots
 from kvtransfer.rank_ends import LinkChecksum

@@ -37,8 +37,9 @@ from baton.v1 import decode_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.worker.dispatch_service import RouterStream
 from baton.worker.messages import ModelLimits, compiled_grammar, sequence_of
-from decode_worker.events import DecodeSpans, EventStream
+from decode_worker.events import EventStream
 from decode_worker.handoff import Handoff, State, Transfer
+from decode_worker.spans import DecodeSpans
 from kvtransfer.incoming import IncomingLink
 from kvtransfer.pool import Slots
 from kvtransfer.rank_ends import LinkChecksum
@@ -103,8 +104,12 @@ class Reservations:
         self, router: RouterStream, handoff_id: str, spans: DecodeSpans, error: BaseException
     ) -> None:
         """Reports to the router why nothing is reserved."""
-        spans.end(str(error) or type(error).__name__)
-        self._count("refused" if isinstance(error, Overloaded) else "failed")
+        if isinstance(error, Overloaded):
+            spans.refused()
+            self._count("refused")
+        else:
+            spans.end(str(error) or type(error).__name__)
+            self._count("failed")
         router.failed(handoff_id, error)
 
     def cancel(self, router: RouterStream, handoff_id: str) -> None:
@@ -268,6 +273,7 @@ class Reservations:
         """Adds what each sequence got in a step to the message for its router."""
         router: RouterStream | None = None
         handoff: Handoff | None = None
+        ended_ns = report.ended_ns
         for seq_id, token_id in report.token_ids.items():
             handoff = self._handoffs.get(seq_id)
             if handoff is None:
@@ -278,7 +284,12 @@ class Reservations:
                 if events.router is not router:
                     router = events.router
                     add_event = router.outgoing_soon.events.add
-                handoff.spans.token()
+                spans = handoff.spans
+                spans.single_tokens += 1
+                gap_ns = ended_ns - spans.last_ns
+                if gap_ns > spans.longest_gap_ns:  # noqa: PLR1730 - max() costs more
+                    spans.longest_gap_ns = gap_ns
+                spans.last_ns = ended_ns
                 add_event(handoff_id=seq_id, token_ids=(token_id,))
             else:
                 self._advance(handoff, SequenceProgress(seq_id, token_ids=(token_id,)), report)
@@ -498,7 +509,7 @@ class Reservations:
     def _leave(self, handoff: Handoff, reason: str, state: State = State.ENDED) -> None:
         """The handoff is over for its router."""
         handoff.enter(state)
-        handoff.spans.end(reason)
+        handoff.spans.end(reason, handoff.sequence.preemptions)
         handoff.unverified.clear()
         self._set_timer(handoff, None)
         if handoff.compiled is not None:

@@ -16,9 +16,9 @@ from baton.v1 import handoff_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage
 from baton.worker.dispatch_service import RouterStream
 from baton.worker.node import Node, Part
-from decode_worker.events import DecodeSpans
 from decode_worker.reservations import Reservations
 from decode_worker.service import HandoffService
+from decode_worker.spans import DecodeSpans
 from kvtransfer.incoming import IncomingLinks
 from kvtransfer.interface import Transport
 from kvtransfer.rank_ends import RankPool

@@ -38,8 +38,9 @@ _PUT_GRACE_S = 1.0  # for a put to end by itself after its time-out
 class TransferStats:
     """Size and times of a handoff. `transfer_s`: from the first put to the acknowledged Commit.
 
-    Of the successful attempt: `wait_s` waiting for the link's turn and for the receiver, `wire_s`
-    moving bytes, and `hidden_s` the part of `wire_s` while the prompt was still being computed.
+    Of the successful attempt: `wait_s` waiting for the link's turn and for the receiver, from when
+    there was something to send, `wire_s` moving bytes, and `hidden_s` the part of `wire_s` while
+    the prompt was still being computed.
     `resends`: failed attempts before.
     """
 
@@ -61,7 +62,8 @@ class HandoffSender:
     The blocks of queued chunks must be held until it is left; where they were given up, it must be
     left without `conclude`, and what was sent is not used. `num_tokens`: token slots of the handoff
     (`KvGroups.handoff_end`), including cached ones · `timeout_s`: the request's remaining time ·
-    `step_timeout_s`: limit of every single wait · `parent`: the parent of the span `kv.transfer` ·
+    `step_timeout_s`: limit of every single wait · `parent`: the parent of the spans `kv.link`
+    (until blocks may be sent) and `kv.transfer` (from when there is something to send) ·
     `token_digest`: of the tokens whose KV is sent; Commit fails if other tokens were reserved ·
     `groups`: groups of layers that share the pool; None: one without a window · `abort_wait_s`:
     time that leaving waits for the first try of an Abort; others follow in the background.
@@ -98,7 +100,8 @@ class HandoffSender:
         self._put: asyncio.Future[float] | None = None  # the last put of this attempt
         self._stats: TransferStats  # of this attempt, like `_checksum` and `_sent`, in tokens
         self._resends = 0
-        self._start_ns = 0
+        # Unix ns, 0 until then: sending may begin; there is a block to send; its put begins.
+        self._linked_ns = self._start_ns = self._put_ns = 0
         self._task: asyncio.Task[TransferStats]
         self._committed = False
 
@@ -181,6 +184,16 @@ class HandoffSender:
             await wait_at_most(self.abort_wait_s, tried.wait())
 
     async def _run(self) -> TransferStats:
+        began_ns = time.time_ns()
+        try:
+            stats = await self._transfer()
+        except BaseException as error:
+            self._record(began_ns, error)
+            raise
+        self._record(began_ns)
+        return stats
+
+    async def _transfer(self) -> TransferStats:
         try:
             async with asyncio.timeout(self._deadline.left_s()):
                 link = self._link = await self.links.acquire(self.target, self._deadline)
@@ -203,7 +216,11 @@ class HandoffSender:
         self._first = self._groups.handoff_start(self.target.cached_tokens, self.num_tokens)
         sent, granted = 0, tuple[int, ...]()
         if link.transport.one_sided and self.num_tokens > self._first:
+            start = time.perf_counter()
             granted = await self._ready(link, self._first, self.num_tokens - self._first)
+            if self._linked_ns:  # otherwise nothing was to be sent yet
+                stats.wait_s += time.perf_counter() - start
+        self._linked_ns = self._linked_ns or time.time_ns()
         while sent < len(self._chunks) or self._first_token_id is None:
             if sent == len(self._chunks):
                 self._queued.clear()
@@ -222,6 +239,7 @@ class HandoffSender:
             first_token_id=self._first_token_id,
             token_digest=self.token_digest,
         )
+        self._start_ns = self._start_ns or time.time_ns()
         start = time.perf_counter()
         await self._call(link, request)
         stats.wait_s += time.perf_counter() - start
@@ -229,6 +247,7 @@ class HandoffSender:
     async def _send_chunk(
         self, link: OutgoingLink, slots: Slots, num_tokens: int, granted: tuple[int, ...]
     ) -> None:
+        self._start_ns = self._start_ns or time.time_ns()
         start, timeout_s = time.perf_counter(), self._time_left_s()
         try:
             async with asyncio.timeout(timeout_s):
@@ -259,7 +278,7 @@ class HandoffSender:
     ) -> tuple[asyncio.Future[float], float]:
         """The put, and its time-out."""
         self._stats.wait_s += time.perf_counter() - start
-        self._start_ns = self._start_ns or time.time_ns()
+        self._put_ns = self._put_ns or time.time_ns()
         with self.links.closing_on_failure(link, self._deadline):
             timeout_s, remote = self._time_left_s(), replace(slots, block_ids=ids)
             self._put = link.put(slots, remote, self._checksum, timeout_s)
@@ -317,27 +336,39 @@ class HandoffSender:
         return self._deadline.left_s(self.step_timeout_s)
 
     def _finished(self) -> TransferStats:
-        end_ns = time.time_ns()
-        start_ns = self._start_ns or end_ns
         stats, stats.num_bytes = self._stats, self._checksum.num_bytes
-        stats.transfer_s, stats.resends = (end_ns - start_ns) / 1e9, self._resends
+        stats.transfer_s = (time.time_ns() - self._put_ns) / 1e9 if self._put_ns else 0.0
+        stats.resends = self._resends
+        return stats
+
+    def _record(self, began_ns: int, error: BaseException | None = None) -> None:
+        """Records the spans up to now; `error` ended the one that was not over."""
+        parent, end_ns = self.parent or Context(), time.time_ns()
+        if not self._linked_ns:
+            tracing.record(self.tracer, "kv.link", parent, began_ns, end_ns, error=error)
+            return
+        stats = self._stats
+        transport = {"transport": stats.transport}
+        tracing.record(self.tracer, "kv.link", parent, began_ns, self._linked_ns, transport)
+        if not self._start_ns:
+            return  # there was nothing to send yet
+        num_bytes = self._checksum.num_bytes
         attributes: dict[str, str | int | float | bool] = {
             "baton.handoff_id": self.handoff_id,
-            "baton.resends": stats.resends,
-            "bytes": stats.num_bytes,
+            "baton.resends": self._resends,
+            "bytes": num_bytes,
             "tokens": self._sent,
             "transport": stats.transport,
             "rank_pairs": len(self._checksum.parts),
             "wait_ms": stats.wait_s * 1e3,
             "wire_ms": stats.wire_s * 1e3,
             "hidden_ms": stats.hidden_s * 1e3,
-            "gb_per_s": stats.num_bytes / 1e9 / stats.wire_s if stats.wire_s else 0.0,
+            "gb_per_s": num_bytes / 1e9 / stats.wire_s if stats.wire_s else 0.0,
             "chunks": stats.chunks,
         }
         if self._groups.slide and (slots := sum(slots.num_tokens for slots, _ in self._chunks)):
             # As much as it would be if all layers attended to all tokens.
             tokens = (self.num_tokens - self.target.cached_tokens) * len(self._groups)
-            attributes["full_bytes"] = stats.num_bytes // slots * tokens
-        parent = self.parent or Context()
-        tracing.record(self.tracer, "kv.transfer", parent, start_ns, end_ns, attributes)
-        return stats
+            attributes["full_bytes"] = num_bytes // slots * tokens
+        span = parent, self._start_ns, end_ns
+        tracing.record(self.tracer, "kv.transfer", *span, attributes, error)

@@ -74,6 +74,8 @@ class Prompt:
         default_factory=asyncio.Queue
     )
     spans: list[Callable[[], None]] = field(default_factory=list)  # recorded at the prompt's end
+    chunk_ended_ns: int = 0  # of the last chunk
+    longest_gap_ns: int = 0  # between two chunks
 
 
 class PrefillPart(Part):
@@ -203,6 +205,9 @@ class PrefillPart(Part):
                 raise
             except TimeoutError:
                 raise DeadlineExceeded("the deadline passed during prefill") from None
+            finally:
+                span.set_attribute("baton.preemptions", sequence.preemptions)
+                span.set_attribute("baton.longest_gap_ms", prompt.longest_gap_ns / 1e6)
 
     async def _run(self, prompt: Prompt, request: prefill_pb2.PrefillRequest, send: Send) -> None:
         sequence, seq_id = prompt.sequence, prompt.sequence.seq_id
@@ -234,6 +239,9 @@ class PrefillPart(Part):
                     )
                     send(prefill_pb2.PrefillResponse(committed=committed))
         finally:  # not earlier: the blocks must be held until the handoff is aborted
+            if prompt.computed is None:  # it ended before its first chunk
+                waited = prompt.trace, prompt.arrived_ns
+                tracing.record(self.tracer, "prefill.queue", *waited)
             for record in prompt.spans:
                 record()
             del self._prompts[seq_id]
@@ -341,6 +349,9 @@ class PrefillPart(Part):
         span = prompt.trace, report.started_ns, report.ended_ns
         record = partial(tracing.record, self.tracer, "prefill.chunk", *span, attributes)
         prompt.spans.append(record)
+        if ended_ns := prompt.chunk_ended_ns:
+            prompt.longest_gap_ns = max(prompt.longest_gap_ns, report.started_ns - ended_ns)
+        prompt.chunk_ended_ns = report.ended_ns
 
 
 def peers_to_open(records: Mapping[str, WorkerRecord], incarnation: str) -> set[str]:

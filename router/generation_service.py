@@ -41,7 +41,7 @@ from router.output.text_stream import TextStream
 from router.placement.explain import explain
 from router.placement.room import RETRY_AFTER_S
 from router.request import LimitReached, RequestState, TokenizedRequest
-from router.telemetry.request_span import RequestSpan, first_attributes
+from router.telemetry.request_span import RequestSpan, admission_times, first_attributes
 from router.telemetry.stats import RequestRecord, RouterStats
 
 # In a turn of the event loop, so that streams wait no longer when many requests come together.
@@ -227,7 +227,7 @@ class GenerationService:
                 record.callers_id = callers_id
                 span.set_attribute("baton.callers_request_id", callers_id)
             trace = tracing.context_of(span)
-            with tracing.span(self._tracer, "router.admit", trace):
+            with tracing.span(self._tracer, "router.admit", trace) as admit:
                 await self._entrance.acquire()
                 asyncio.get_running_loop().call_soon(self._entrance.release)
                 # A further choice was accepted with the first one.
@@ -240,6 +240,7 @@ class GenerationService:
                 state, lease = await self._admit(
                     target, request, caller, record, choices, number, stack
                 )
+                admit.set_attributes(admission_times(state.request))
             span.set_attribute("baton.request_id", record.request_id)
             details = RequestSpan(span, version.admission.tokenizer, self.limits.trace_content)
             details.admitted(request, state.request, choices.of_prompt)

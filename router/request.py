@@ -130,6 +130,8 @@ class TokenizedRequest:
     workers: frozenset[str] = frozenset()  # the only ones that may serve it; empty: any
     output_format: OutputFormat | None = None  # None: all output is content
     stream_interval: int = 1  # least number of tokens delivered together
+    tokenize_s: float = 0.0  # in which the prompt was rendered and tokenized, waits included
+    grammar_s: float = 0.0  # in which its grammar was made and compiled; 0 without one
     scoring: Scoring | None = None  # of the prompt's labels, if they were asked for
 
     @property

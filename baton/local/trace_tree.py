@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from baton.local.span_store import AttributeValue, Span, is_request
 
-# Spans that only measure an interval which other spans make up.
-_MEASURES = frozenset({"router.first_token"})
+# Spans that only measure an interval which other spans make up: the router's waits for workers,
+# whose own spans say what they did.
+_MEASURES = frozenset({"router.first_token", "router.prefill", "router.stream"})
 _HEX = frozenset("0123456789abcdef")
 
 _BAR_COLUMNS = 20

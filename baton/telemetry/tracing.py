@@ -174,14 +174,18 @@ def _recorded(
     entered = tracer.start_span(name, context=parent, attributes=dict(attributes or {}), kind=kind)
     try:
         yield entered
-    except (asyncio.CancelledError, GeneratorExit):
-        entered.set_attribute("baton.cancelled", True)
-        raise
-    except Exception as error:
-        failed(entered, error)
+    except BaseException as error:
+        _ended_by(entered, error)
         raise
     finally:
         entered.end()
+
+
+def _ended_by(span: Span, error: BaseException) -> None:
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        span.set_attribute("baton.cancelled", True)
+    elif isinstance(error, Exception):
+        failed(span, error)
 
 
 def failed(span: Span, error: Exception) -> None:
@@ -197,10 +201,16 @@ def record(
     start_ns: int,
     end_ns: int | None = None,
     attributes: Attributes | None = None,
+    error: BaseException | None = None,
 ) -> None:
-    """Records a past span from its times in Unix nanoseconds (`time.time_ns`)."""
+    """Records a past span from its times in Unix nanoseconds (`time.time_ns`).
+
+    `error`: what ended it, if it failed or was cancelled.
+    """
     if isinstance(tracer, trace.NoOpTracer):
         return
     known = dict(attributes or {})
     span = tracer.start_span(name, parent, attributes=known, start_time=start_ns)
+    if error is not None:
+        _ended_by(span, error)
     span.end(end_ns if end_ns is not None else time.time_ns())

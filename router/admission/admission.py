@@ -135,6 +135,7 @@ class Admission:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         deadline = time.monotonic() + timeout_s
         check_fields(request)
+        began = time.perf_counter()
         params = await self._params(request, choices, number)
         check_stop_strings(request.stop)
         if request.stop and not self.tokenizer.has_text:
@@ -142,9 +143,11 @@ class Admission:
         limit = self.prompts.context_limit(max_context)
         resumed = tuple(request.resumed_token_ids)
         prompt = await self._prompt(request, params, max_context, timeout_s, tenant, choices)
+        tokenized = time.perf_counter()
         params, output_format = await self._chat_output(request, params, prompt)
         if params.structured_output is not None:
             await self._check_grammar(request, params, resumed, deadline)
+        compiled = time.perf_counter()
         check_resumed(request, params)
         limits = self.limits.max_prompt_tokens, tenant.config.max_prompt_tokens
         vocab_size = self.tokenizer.vocab_size
@@ -172,6 +175,8 @@ class Admission:
             output_format=output_format,
             stream_interval=self._stream_interval(request),
             scoring=self.scoring if params.classification else None,
+            tokenize_s=tokenized - began,
+            grammar_s=compiled - tokenized if params.structured_output is not None else 0.0,
         )
 
     def enter(

@@ -38,6 +38,9 @@ class Attempt:
         self.finished_on_decode = False
         self.pooled: Sequence[float] = ()
         self.prompt_logprobs = common_pb2.PromptLogprobs()  # those received so far
+        self.tries = 0  # to find room on workers
+        self.refusals = 0  # of decode workers that seemed to have room
+        self.last_refusal = ""  # why a try failed, the last one
         self.first_output_ns = 0  # wall clock
         self._decoding = False
         self._handed_over = False  # decode has all it needs, if anything

@@ -13,13 +13,14 @@ from collections.abc import Callable, Set
 from functools import partial
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Tracer
+from opentelemetry.trace import SpanKind, Tracer
 
 from baton.config import RouterLimits
 from baton.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable
 from baton.telemetry import propagation, tracing
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.dispatch.attempt import Attempt, Deliver
+from router.dispatch.attempt_spans import describe_attempt, describe_place
 from router.dispatch.failover import RoleMissing, run_with_failover
 from router.fleet.fleet import Fleet
 from router.fleet.kv_index import AssignedPrompt
@@ -77,7 +78,11 @@ class Dispatch:
             state.prompt_logprobs = attempt.prompt_logprobs
             pair, decode, reserved = await self._reserve(state, attempt, trace)
             attempt.on_decoding = partial(self._on_decoding, pair.decode.incarnation)
-            _describe(span, pair, reserved, state)
+            state.route = common_pb2.Route(
+                prefill="" if reserved.started else pair.prefill.incarnation,
+                decode=pair.decode.incarnation if state.decodes else "",
+            )
+            describe_attempt(span, pair, reserved, state)
             streams_ns = time.time_ns() if reserved.started else 0
             prefill: Member | None = None
             try:
@@ -101,7 +106,13 @@ class Dispatch:
             finally:
                 # Recorded here, too, as the workers' spans are lost if they die.
                 if streams_ns := streams_ns or attempt.first_output_ns:
-                    tracing.record(self._tracer, "router.stream", trace, streams_ns)
+                    attributes = {}
+                    if attempt.first_output_ns and (last_at := state.last_at):
+                        last_ns = time.time_ns() - int((time.monotonic() - last_at) * 1e9)
+                        attributes["baton.last_token_ms"] = (last_ns - streams_ns) / 1e6
+                    tracing.record(
+                        self._tracer, "router.stream", trace, streams_ns, None, attributes
+                    )
                 attempt.unassign()
                 if decode is not None:
                     decode.unsubscribe(handoff_id)
@@ -149,12 +160,22 @@ class Dispatch:
                 limit.reschedule(loop.time() + self._limits.recovery_s)
             raise NoWorker(missing, room.RETRY_AFTER_S)
 
-        with tracing.span(self._tracer, "router.place", trace):
+        async def place_once() -> _Placed:
+            attempt.tries, refusals = attempt.tries + 1, attempt.refusals
+            try:
+                return await self._place_once(state, attempt, pick, trace)
+            except Overloaded as error:
+                if attempt.refusals == refusals:  # else the worker's own reason says more
+                    attempt.last_refusal = str(error)
+                raise
+
+        with tracing.span(self._tracer, "router.place", trace) as span:
+            depth = self._wait_queue.depth
             try:
                 async with asyncio.timeout(None) as limit:
                     return await self._wait_queue.place(
                         demand,
-                        lambda: self._place_once(state, attempt, pick, trace),
+                        place_once,
                         reserve_workers,
                         accepted=state.request.accepted or state.placed_at is not None,
                     )
@@ -162,6 +183,8 @@ class Dispatch:
                 raise
             except TimeoutError:
                 raise RoleMissing(missing, room.RETRY_AFTER_S) from None
+            finally:
+                describe_place(span, attempt, depth)
 
     async def _place_once(
         self,
@@ -187,6 +210,7 @@ class Dispatch:
                 attempt.unassign()
                 decode.unsubscribe(attempt.handoff_id)
                 if isinstance(error, Overloaded):  # a refusal is an answer
+                    attempt.refusals, attempt.last_refusal = attempt.refusals + 1, str(error)
                     self._fleet.breakers.succeeded(pair.decode.incarnation)
                 else:
                     decode.cancel(attempt.handoff_id)  # it may have reserved blocks
@@ -297,30 +321,3 @@ def _pick_among(snapshot: Snapshot, demand: Demand, full: Set[str]) -> Pair:
     except (Overloaded, Unavailable) as error:
         text = f"of the workers that the request names: {error}"
         raise Unavailable(text, room.RETRY_AFTER_S) from error
-
-
-def _describe(
-    span: Span, pair: Pair, reserved: decode_pb2.ReserveResponse, state: RequestState
-) -> None:
-    prefill = "" if reserved.started else pair.prefill.incarnation
-    decode = pair.decode.incarnation if state.decodes else ""
-    state.route = common_pb2.Route(prefill=prefill, decode=decode)
-    if not span.is_recording():
-        return
-    attributes: dict[str, str | int | float | bool] = {
-        "attempt": state.attempts,
-        "prefill": prefill or "(decode prefills)",
-        "decode": decode or "(the prompt alone)",
-        "decode_cached_tokens": reserved.cached_tokens,
-        "placement.predicted_ttft_ms": round(pair.ttft_s * 1e3, 3),
-        "placement.predicted_tpot_ms": round(pair.on_decode.tpot_s * 1e3, 3),
-        "placement.score_ms": round(pair.score_ms, 3),
-        "placement.queue_tokens": pair.on_prefill.queue_tokens,
-        "placement.prefill_cached_tokens": pair.on_prefill.cached,
-        "placement.decode_cached_tokens": pair.on_decode.cached,
-        "placement.decode_prefills": pair.decode_prefills,
-        "placement.same_host": pair.same_host,
-        "placement.candidates": pair.candidates,
-    }
-    for name, value in attributes.items():
-        span.set_attribute(f"baton.{name}", value)

@@ -31,6 +31,14 @@ def first_attributes(operation: str) -> dict[str, str]:
     }
 
 
+def admission_times(admitted: TokenizedRequest) -> dict[str, float]:
+    """Attributes of the span in which a request was admitted: what took time, in milliseconds."""
+    times = {"baton.tokenize_ms": admitted.tokenize_s * 1e3}
+    if admitted.grammar_s:
+        times["baton.grammar_ms"] = admitted.grammar_s * 1e3
+    return times
+
+
 class RequestSpan:
     """Writes a request's settings and result into its span.
 

@@ -248,7 +248,7 @@ class Spans:
     trace_id = ""
 
     def __init__(self, reasons, handoff_id):
-        self.end = lambda reason: reasons.setdefault(handoff_id, reason)
+        self.end = lambda reason, preemptions=0: reasons.setdefault(handoff_id, reason)
 
     def reserved(self, *_):
         pass

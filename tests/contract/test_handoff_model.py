@@ -40,10 +40,10 @@ from baton.v1 import common_pb2, decode_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.v1.dispatch_pb2 import WorkerMessage
 from baton.worker.messages import ModelLimits
-from decode_worker.events import DecodeSpans
 from decode_worker.handoff import BEFORE_COMMIT, DECODING, State
 from decode_worker.reservations import Reservations
 from decode_worker.service import HandoffService
+from decode_worker.spans import DecodeSpans
 from kvtransfer import incoming
 from kvtransfer.incoming import IncomingLinks
 from kvtransfer.pool import Checksum, KvPool, Slots

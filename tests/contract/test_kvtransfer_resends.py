@@ -119,7 +119,7 @@ async def test_a_link_lost_in_the_middle_is_opened_anew_for_the_handoff(join, na
 
 @verified_before_decoding
 async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name):
-    """The span of a handoff that succeeds after all counts them."""
+    """Its span, also that of a handoff that fails, counts them."""
     traces = Traces()
     prefill, decode = await join(name)
     prefill.tracer = traces.tracer
@@ -132,8 +132,35 @@ async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name
     assert not decode.writing("h")
     commits.calls = 1
     await prefill.hand_over(decode.reserve("i", 4, 1), "i", slots(4, 5))
+    assert [span.name for span in traces.spans] == ["kv.link", "kv.transfer"] * 2
+    transfers = traces.spans[1::2]
+    assert [span.attributes["baton.resends"] for span in transfers] == [MAX_RESENDS] * 2
+    assert [span.attributes.get("error.type") for span in transfers] == ["KvCorrupted", None]
+
+
+async def test_the_spans_of_a_handoff_contain_its_waits(join):
+    """A one-sided sender waits for its grant before there is a block to send."""
+    for name in ("gloo", "shm"):
+        traces = Traces()
+        prefill, decode = await join(name)
+        prefill.tracer = traces.tracer
+        decode.before["ready"] = lambda request: asyncio.sleep(0.02)
+        await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
+        link, transfer = traces.spans
+        took_ms = [(span.end_time - span.start_time) / 1e6 for span in (link, transfer)]
+        assert transfer.attributes["wait_ms"] <= took_ms[1]
+        assert max(took_ms[0], transfer.attributes["wait_ms"]) >= 19
+
+
+async def test_a_link_that_cannot_be_opened_has_a_span_with_the_error(join):
+    traces = Traces()
+    prefill, decode = await join("memory")
+    prefill.tracer = traces.tracer
+    decode.before["offer"] = Times(9, errors.KvMismatch("other blocks"))
+    with pytest.raises(errors.KvMismatch):
+        await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
     [span] = traces.spans
-    assert (span.name, span.attributes["baton.resends"]) == ("kv.transfer", MAX_RESENDS)
+    assert (span.name, span.attributes["error.type"]) == ("kv.link", "KvMismatch")
 
 
 @pytest.mark.parametrize(

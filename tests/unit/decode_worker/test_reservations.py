@@ -39,6 +39,7 @@ async def test_a_full_pool_refuses_at_once_with_advice(decode, router):
     with pytest.raises(Overloaded) as refused:
         await router.reserve(spec("b", prompt(150, start=1)))
     assert refused.value.retry_after_s > 0
+    assert "decode" not in decode.spans.ended  # the router tries again, perhaps for minutes
     with pytest.raises(InvalidRequest) as used:
         await router.reserve(spec("a", prompt(20)))
     assert used.value.field == "handoff_id"
@@ -104,6 +105,32 @@ async def test_neither_a_first_token_nor_those_of_a_lone_stream_wait_for_others(
     assert [[*(await router.event(name)).token_ids] for name in "ab"] == [[5], [5]]
     for name in "ab":
         handoffs._give_up(handoffs._handoffs[name], "enough")
+
+
+async def test_the_span_of_a_run_tells_of_its_longest_gap_and_its_preemptions(decode, router):
+    await router.reserve(spec("a", prompt(9)))
+    handoffs = decode.decoding._handoffs
+    handoff = handoffs._handoffs["a"]
+    handoff.enter(State.WRITING)  # as far as its events go, it runs
+    handoff.enter(State.RUNNING)
+    ms, load = 1_000_000, decode.node.engine.load()
+    first = [SequenceProgress("a", 1, (5,))]
+    handoffs.on_step(StepReport(10 * ms, 20 * ms, 1, first, load))
+    for ended_ms in (25, 60, 66):
+        started_ns, ended_ns = (ended_ms - 1) * ms, ended_ms * ms
+        handoffs.on_step(StepReport(started_ns, ended_ns, 1, [], load, token_ids={"a": 6}))
+    two = [SequenceProgress("a", 6, (7, 8))]
+    handoffs.on_step(StepReport(70 * ms, 80 * ms, 2, two, load))
+    handoff.sequence.preemptions = 2
+    handoffs._give_up(handoff, "enough")
+    assert decode.spans.of("decode.run") == [
+        {
+            "gen_ai.usage.output_tokens": 6,
+            "baton.steps": 5,
+            "baton.preemptions": 2,
+            "baton.longest_gap_ms": 35.0,
+        }
+    ]
 
 
 async def test_tokens_come_together_by_the_stream_interval(decode, router):

@@ -113,6 +113,8 @@ def test_a_span_below_itself_does_not_hang():
                 entry(10, 90),
                 span("generate", "baton-client", "client", 0, 100),
                 span("router.first_token", "baton-router", "r/f", 10, 90),
+                span("router.prefill", "baton-router", "r/p", 20, 70),
+                span("router.stream", "baton-router", "r/s", 30, 90),
                 span("router.admit", "baton-router", "r/a", 0, 20),
                 span("decode.run", "baton-decode", "r/d", 80, 500),
             ],

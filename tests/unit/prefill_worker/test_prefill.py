@@ -287,15 +287,20 @@ async def test_a_prompt_preempted_after_blocks_were_queued_fails_and_can_be_repe
         assert made == expected
         assert len(await pair.prompts.tokens("grows")) == 4
         assert (await pair.prefill.blocks()).preemptions == 1
+        await until(lambda: len(pair.prefill.spans.of("prefill")) == 1 + queued)
+    first = pair.prefill.spans.of("prefill")[0]
+    assert first["baton.preemptions"] == 1 and first["baton.longest_gap_ms"] >= 0
+    assert [run["baton.preemptions"] for run in pair.prefill.spans.of("decode.run")] == [0]
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [0, 1, 4])
 async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair, steps):
     paced, wanted = Paced(pair.prefill), spec("a", prompt(100))
     to = target(pair.decode, await pair.router.reserve(wanted))
     gate = pair.decode.hold_engine()  # Commit needs it
-    wanted.time_left_ms = 100 * steps
-    paced.allow.release(steps)
+    wanted.time_left_ms = 100 * max(steps, 1)
+    if steps:
+        paced.allow.release(steps)
     with pytest.raises(DeadlineExceeded):
         await messages(pair.prompts.prefill(wanted, to))
     await asyncio.wait_for(pair.prefill.node.idle(), PATIENCE_S)
@@ -303,6 +308,7 @@ async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair, steps):
     assert (await pair.prefill.blocks()).blocks_held == 0
     gate.set()
     await pair.router.cancel("a")
+    assert len(pair.prefill.spans.of("prefill.queue")) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+from functools import partial
 
 import pytest
 from opentelemetry.trace import INVALID_SPAN
@@ -13,6 +14,7 @@ from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.dispatch.attempt import Attempt
 from router.fleet.member import Member
 from router.queueing import wait_queue
+from tests.tracing import Traces
 
 from .scripted_workers import (
     LENGTH,
@@ -412,6 +414,46 @@ async def test_a_full_fleet_is_waited_for_and_no_change_is_lost(cluster, when):
             decode.tell(blocks_free=10)
         assert await running == (counting(5), LENGTH)
     assert (state.attempts, cluster.wait_queue.depth) == (1, 0)
+
+
+async def test_the_span_of_a_placement_tells_of_tries_and_refusals(cluster_of):
+    traces = Traces()
+    cluster = await cluster_of(tracer=traces.tracer)
+    decode = cluster.decodes[0]
+    running = []
+    async with asyncio.timeout(TIMEOUT_S):
+        for name in "ab":
+            decode.reserves, state = [refuse], request_state(request_id=name)
+            running.append(asyncio.create_task(cluster.run(state)))
+            await cluster.until_waiting(len(running))
+        decode.tell(blocks_free=20)
+        await asyncio.gather(*running)
+    places = [dict(span.attributes) for span in traces.spans if span.name == "router.place"]
+    places.sort(key=lambda place: place["baton.queue_depth"])
+    assert [place["baton.queue_depth"] for place in places] == [0, 1]
+    for place in places:
+        assert (place["baton.refusals"], place["baton.last_refusal"]) == (1, "no blocks")
+        assert place["baton.tries"] >= 2
+
+
+async def test_the_span_of_a_stream_tells_when_its_last_token_came(cluster_of):
+    """A worker that falls silent, until the caller leaves, is visible."""
+    traces = Traces()
+    cluster = await cluster_of(tracer=traces.tracer)
+    decode = cluster.decodes[0]
+    decode.runs = [partial(decode.run_to_end, most=2)]
+    state = request_state()
+    running = asyncio.create_task(cluster.run(state))
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(state.delivered) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        silent_ns = time.time_ns()
+        await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait({running})
+    [span] = [span for span in traces.spans if span.name == "router.stream"]
+    last_ns = span.start_time + span.attributes["baton.last_token_ms"] * 1e6
+    assert span.start_time - 1e6 <= last_ns <= silent_ns + 1e6 < span.end_time
 
 
 async def test_waiting_requests_get_room_in_order_of_virtual_finish(cluster):

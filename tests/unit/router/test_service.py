@@ -22,6 +22,7 @@ from opentelemetry.trace import StatusCode
 from baton.cli import main as cli
 from baton.errors import Cancelled, Unauthenticated
 from baton.generation.sampling_params import SamplingParams, StructuredOutput
+from baton.generation.structured_output import GrammarCompiler
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
 from baton.net import rpc, tls
@@ -420,6 +421,26 @@ async def test_a_caller_that_hangs_up_frees_everything_and_its_spans_end(router_
     assert len(ended) == len(traces.spans)
     assert ended["router.attempt"].attributes["baton.cancelled"] is True
     assert ended["text_completion tiny"].attributes["baton.cancelled"] is True
+
+
+async def test_the_span_of_an_admission_tells_what_took_its_time(router_of, tmp_path):
+    traces = Traces()
+    router = await router_of(cluster={"tracer": traces.tracer})
+    router.admission._grammars = GrammarCompiler(tmp_path, 257, {0})
+    await router.complete()
+    with_grammar = request_of()
+    with_grammar.sampling.structured_output.regex = "[a-f]+"
+    with_grammar.sampling.ignore_eos = False
+    async with asyncio.timeout(TIMEOUT_S):
+        async for _ in router.stub.Generate(with_grammar):
+            pass
+    await router.service.idle()
+    plain, matched = [span for span in traces.spans if span.name == "router.admit"]
+    assert plain.attributes["baton.tokenize_ms"] > 0 and len(plain.attributes) == 1
+    assert matched.attributes["baton.grammar_ms"] > 0
+    for span in (plain, matched):
+        took_ms = (span.end_time - span.start_time) / 1e6
+        assert sum(span.attributes.values()) <= took_ms + 1
 
 
 # Refusals.

@@ -34,11 +34,12 @@ CONNECT = "/baton.v1.DispatchService/Connect"
 
 
 class OpenSpans(SpanProcessor):
-    """Which spans have begun and not ended, and the names of those that have."""
+    """Which spans have begun and not ended, and what those that have were called and told."""
 
     def __init__(self):
         self.open = []
         self.ended = []
+        self._attributes = []
 
     def on_start(self, span, parent_context=None):
         self.open.append(span.name)
@@ -46,6 +47,11 @@ class OpenSpans(SpanProcessor):
     def on_end(self, span):
         self.open.remove(span.name)
         self.ended.append(span.name)
+        self._attributes.append((span.name, dict(span.attributes)))
+
+    def of(self, name):
+        """The attributes of all spans of a name."""
+        return [attributes for ended, attributes in self._attributes if ended == name]
 
 
 class Worker:
