@@ -415,7 +415,7 @@ class GenerationService:
         def on_tokens(num_tokens: int, gap_s: float | None) -> None:
             lease.delivered(num_tokens)
             version.output_tokens += num_tokens
-            self.stats.delivered(num_tokens, gap_s)
+            self.stats.delivered(record, num_tokens, gap_s)
 
         def on_first() -> None:  # records a span as long as the time to first token
             tracing.record(self._tracer, "router.first_token", trace, state.started_ns)

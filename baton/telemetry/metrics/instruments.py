@@ -87,7 +87,8 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     # What callers see, measured at the router.
     Instrument("gen_ai.server.request.duration", HISTOGRAM, "s", (ROUTER,),
         "From arrival to the end, of requests that were admitted. `error.type` is empty for those "
-        "that ended OK, CANCELLED where the caller left, else the error's name.",
+        "that ended OK, CANCELLED where the caller left, else the error's name. Like all times of "
+        "requests without those of batches, for which nobody waits.",
         (*GEN_AI, "error.type"), WHOLE_S),
     Instrument("gen_ai.server.time_to_first_token", HISTOGRAM, "s", (ROUTER,),
         "From arrival to the first token on its way to the caller.",
