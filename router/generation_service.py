@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from opentelemetry.context import Context
@@ -64,6 +64,19 @@ def is_callers_id(text: str) -> bool:
     return re.fullmatch(CALLERS_ID_PATTERN, text) is not None
 
 
+@dataclass(eq=False)
+class Siblings:
+    """Requests of one body, such as the choices of a prompt: they arrived together.
+
+    trace: context of the span around all of them · arrived: `time.monotonic()`.
+    """
+
+    trace: Context
+    arrived: float = field(default_factory=time.monotonic)
+    input_tokens: int = 0  # of those that ended, a prompt once
+    output_tokens: int = 0
+
+
 @dataclass(frozen=True)
 class Caller:
     """What a request's transport provides: headers (lower-case names) and the deadline."""
@@ -72,6 +85,7 @@ class Caller:
     time_left_s: float | None = None  # None: no deadline of its own
     tenant: str = ""  # name, for callers within this process, which have no key
     resumes: bool = False  # whether it can resume an interrupted stream at another router
+    siblings: Siblings | None = None  # where its body stands for several requests
 
     @property
     def request_id(self) -> str:
@@ -172,6 +186,31 @@ class GenerationService:
             return type(error)(text, error.retry_after_s)
         return type(error)(text)
 
+    @contextlib.contextmanager
+    def siblings(
+        self, request: inference_pb2.GenerateRequest, caller: Caller, count: int
+    ) -> Iterator[Caller]:
+        """Yields the caller of `count` requests like this one, which have one trace and arrive now.
+
+        Their times count from here, however late each of them begins.
+        """
+        operation = tracing.operation_of(request)
+        parent, known = self._trace_of(caller), dict[str, str | int](first_attributes(operation))
+        known["gen_ai.request.choice.count"] = count
+        with tracing.span(self._tracer, "router.choices", parent, known, SpanKind.SERVER) as span:
+            siblings = Siblings(tracing.context_of(span))
+            try:
+                yield replace(caller, siblings=siblings)
+            finally:
+                span.set_attribute("gen_ai.usage.input_tokens", siblings.input_tokens)
+                span.set_attribute("gen_ai.usage.output_tokens", siblings.output_tokens)
+
+    def _trace_of(self, caller: Caller) -> Context:
+        """The context in which a request's span begins."""
+        if caller.siblings is not None:
+            return caller.siblings.trace
+        return propagation.extract(caller.metadata if self.joins_traces else ())
+
     async def generate(
         self,
         request: inference_pb2.GenerateRequest,
@@ -211,7 +250,7 @@ class GenerationService:
         number: int,
         target: Target | None,
     ) -> None:
-        parent = propagation.extract(caller.metadata if self.joins_traces else ())
+        parent, siblings = self._trace_of(caller), caller.siblings
         operation = tracing.operation_of(request)
         known = first_attributes(operation)
         with (
@@ -220,6 +259,8 @@ class GenerationService:
             contextlib.ExitStack() as stack,
         ):
             record.set_span(span, operation)
+            if siblings is not None:
+                record.arrived = siblings.arrived
             record.in_batch, record.asked_model = bool(caller.tenant), request.model
             if callers_id := caller.request_id:
                 record.callers_id = callers_id
@@ -250,6 +291,9 @@ class GenerationService:
                 await self._run(version, state, delivery, record, trace, caller, ticket)
             finally:
                 details.ended(str(version), state, delivery.finish_reason)
+                if siblings is not None:
+                    siblings.input_tokens += 0 if number else len(state.request.prompt)
+                    siblings.output_tokens += len(state.delivered)
 
     async def tokenize(
         self,
@@ -417,7 +461,7 @@ class GenerationService:
             version.output_tokens += num_tokens
             self.stats.delivered(record, num_tokens, gap_s)
 
-        def on_first() -> None:  # records a span as long as the time to first token
+        def on_first() -> None:  # from the arrival, or from where one of several requests begins
             tracing.record(self._tracer, "router.first_token", trace, state.started_ns)
             self.stats.first_token(record)
 

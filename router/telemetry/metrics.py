@@ -131,7 +131,8 @@ class RouterMetrics(RequestListener):
         state, context = record.state, _exemplar(record)
         if not record.in_batch:
             self._record("gen_ai.server.time_to_first_token", record, state.ttft_s, context)
-        if state.predicted_ttft_s and state.ttft_s and not state.request.resumed:
+        began_late = state.request.resumed or state.request.is_further_choice
+        if state.predicted_ttft_s and state.ttft_s and not began_late:
             ratio = state.predicted_ttft_s / state.ttft_s
             self._recorder.record("baton.request.ttft_prediction", ratio, context=context)
 
@@ -143,8 +144,9 @@ class RouterMetrics(RequestListener):
         tenant = state.request.tenant if state else record.tenant
         count("baton.requests.ended", 1, {"status": outcome.status, "tenant": tenant})
         if state is not None and state.placed_at is not None:
-            count("baton.tokens.input", len(state.request.prompt), record.labels)
-            count("baton.tokens.cached", state.cached_tokens or 0, record.labels)
+            if not state.request.is_further_choice:  # of a prompt that is counted once
+                count("baton.tokens.input", len(state.request.prompt), record.labels)
+                count("baton.tokens.cached", state.cached_tokens or 0, record.labels)
             if not record.in_batch:
                 waited_s = state.placed_at - state.started
                 self._recorder.record("baton.request.queue_time", waited_s, context=context)
@@ -158,7 +160,10 @@ class RouterMetrics(RequestListener):
             new_tokens = len(state.delivered) - len(state.request.resumed)
             if new_tokens > 1 and not record.in_batch:
                 self._record("gen_ai.server.time_per_output_token", record, state.tpot_s, context)
-            for kind, number in (("input", len(state.request.prompt)), ("output", new_tokens)):
+            used = {"output": new_tokens}
+            if not state.request.is_further_choice:
+                used["input"] = len(state.request.prompt)
+            for kind, number in used.items():
                 more = {"gen_ai.token.type": kind}
                 self._record("gen_ai.client.token.usage", record, number, context, more)
         if not (

@@ -310,6 +310,18 @@ def test_times_are_those_of_requests_that_someone_waits_for(world):
         assert world.value(name, **labels) == count, name
 
 
+def test_a_prompt_of_several_choices_counts_once(world):
+    for number in range(4):
+        world.request(cached=2, predicted_ttft_s=0.3, is_further_choice=number > 0)
+    tokens = [world.value(f"baton_tokens_{what}_total", **MODEL) for what in ("input", "cached")]
+    assert tokens == [3, 2]
+    for kind, count, total in (("input", 1, 3), ("output", 4, 12)):
+        labels = {**LABELS, "gen_ai_token_type": kind}
+        assert world.value("gen_ai_client_token_usage_count", **labels) == count
+        assert world.value("gen_ai_client_token_usage_sum", **labels) == total
+    assert world.value("baton_request_ttft_prediction_ratio_count") == 1, "of what began at once"
+
+
 def test_all_that_a_router_lists_is_measured(world):
     world.request(predicted_ttft_s=0.1)
     world.request(InternalError("x"))
