@@ -93,6 +93,17 @@ class ScheduledStep:
         known = ((item.count, item.count - len(item.proposed)) for item in self.sequences)
         return sum(count for count, rows in known if rows > self.decode_rows)
 
+    @property
+    def num_chunks(self) -> int:
+        """Sequences with rows of a prompt, or of what they have to compute again."""
+        if not (self.prompts or self.has_chunks):
+            return 0
+        return sum(
+            item.start < item.sequence.prompt_tokens
+            or item.count - len(item.proposed) > self.decode_rows
+            for item in self.sequences
+        )
+
 
 class Scheduler:
     """Owns the queues and the batch. Used by the engine thread only."""
