@@ -81,7 +81,8 @@ def test_sequences_of_prompts_are_told_from_those_that_decode():
     assert (len(step.sequences), step.num_chunks) == (3, 0)
     run(scheduler, step)
     scheduler._preempt(next(one for one in scheduler.running if one.seq_id == "b"))
-    assert ("b", 8, 2) in shape(step := scheduler.schedule())
+    step = scheduler.schedule()
+    assert ("b", 8, 2) in shape(step)
     assert step.num_chunks == 1, "what is computed again delays streams as a prompt does"
 
 
