@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from opentelemetry.trace import SpanKind, Tracer
 from baton.config import RouterLimits
 from baton.errors import (
     BatonError,
+    DeadlineExceeded,
     KvMismatch,
     Overloaded,
     RetryableError,
@@ -316,12 +317,24 @@ class GenerationService:
         given = caller.time_left_s
         return self.limits.default_timeout_s if given is None else given
 
+    @contextlib.asynccontextmanager
+    async def within(self, caller: Caller) -> AsyncIterator[None]:
+        """Ends what waits inside, and raises DeadlineExceeded, at the caller's deadline."""
+        try:
+            async with asyncio.timeout(self.time_left_s(caller)):
+                yield
+        except DeadlineExceeded:  # a TimeoutError, too
+            raise
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed before the request was run") from None
+
     async def detokenize(self, model: str, token_ids: Sequence[int], caller: Caller) -> str:
         """The text of token ids; special tokens appear by their names."""
         tenant = self.tenants.tenant_for(caller.metadata)
         version = self.resolve(model, "", caller).version
         tenant.charge_request()
-        text = await version.admission.prompts.detokenize(token_ids)
+        async with self.within(caller):
+            text = await version.admission.prompts.detokenize(token_ids)
         tenant.charge_tokens(len(token_ids))
         return text
 
@@ -407,17 +420,18 @@ class GenerationService:
         if not (number or resumes):
             version.wait_queue.check_room(tenant.share)
         snapshot = version.fleet.snapshot()
-        admitted = await version.admission.admit(
-            request,
-            caller.time_left_s,
-            snapshot.max_context,
-            secrets.token_hex(8),
-            tenant,
-            choices,
-            number,
-            version.full_name,
-            target.adapter,
-        )
+        async with self.within(caller):  # work on threads may wait behind that of others
+            admitted = await version.admission.admit(
+                request,
+                caller.time_left_s,
+                snapshot.max_context,
+                secrets.token_hex(8),
+                tenant,
+                choices,
+                number,
+                version.full_name,
+                target.adapter,
+            )
         if resumes and tickets.is_for(ticket, admitted.prompt, admitted.kv_salt):
             admitted.has_ticket = True
         rate = version.fleet.snapshot().prefill_rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -35,6 +36,18 @@ class Call:
         """Adds a request id from the body; an id in the headers takes precedence."""
         return replace(self, caller=with_request_id(self.exchange, self.caller, request_id))
 
+    async def with_result(self, work: Awaitable[T]) -> tuple[T, Call]:
+        """What `work` returns, and this call with the time that is left then.
+
+        Raises DeadlineExceeded where the call's deadline passes before.
+        """
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + self.service.time_left_s(self.caller)
+        async with self.service.within(self.caller):
+            result = await work
+        left_s = max(0.0, ends_at - loop.time())
+        return result, replace(self, caller=replace(self.caller, time_left_s=left_s))
+
     def limit_headers(self) -> dict[bytes, bytes]:
         """Response headers with what is left of the tenant's rate limits."""
         return limit_headers(self.service.tenant_of(self.caller), self.exchange.path)
@@ -58,18 +71,20 @@ class Endpoint(Generic[T]):
         call = Call(service, caller or caller_of(exchange), exchange)
         exchange.answer_headers |= call.limit_headers()
         service.tenant_of(call.caller).check()
-        await self.answer(await self._parsed(service, exchange), call)
-
-    async def _parsed(self, service: GenerationService, exchange: HttpExchange) -> T:
-        """Parses the body as JSON under any content-type, because `curl -d` sends a form's.
-
-        Web pages can therefore post here, but without a key, which browsers do not add.
-        """
         max_bytes = max_request_bytes(service.max_context)
         body = await exchange.body(max_bytes, MAX_BODY_BYTES)
         if body is None:
             close = ((b"connection", b"close"),)  # the rest of the body is not read
             raise HttpError(413, f"the body may have {max_bytes} bytes: send a shorter one", close)
+        await self.answer(*await call.with_result(self._parsed(service, exchange, body, max_bytes)))
+
+    async def _parsed(
+        self, service: GenerationService, exchange: HttpExchange, body: bytes, max_bytes: int
+    ) -> T:
+        """Parses the body as JSON under any content-type, because `curl -d` sends a form's.
+
+        Web pages can therefore post here, but without a key, which browsers do not add.
+        """
         if codings := exchange.headers.get(b"content-encoding"):
             body = await service.run_in_thread(decompressed, body, codings, max_bytes)
         try:
