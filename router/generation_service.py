@@ -11,12 +11,12 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from opentelemetry.context import Context
-from opentelemetry.trace import SpanKind, Tracer
+from opentelemetry.trace import Span, SpanKind, Tracer
 
 from baton.config import RouterLimits
 from baton.errors import (
@@ -87,6 +87,10 @@ class Caller:
     tenant: str = ""  # name, for callers within this process, which have no key
     resumes: bool = False  # whether it can resume an interrupted stream at another router
     siblings: Siblings | None = None  # where its body stands for several requests
+    # Attributes of its span: milliseconds that were spent before it came here.
+    times: Mapping[str, float] = field(default_factory=dict, compare=False)
+    # Output that waits in this process until the caller reads on; None: not known.
+    unread_bytes: Callable[[], int] | None = field(default=None, compare=False)
 
     @property
     def request_id(self) -> str:
@@ -200,9 +204,11 @@ class GenerationService:
         known["gen_ai.request.choice.count"] = count
         with tracing.span(self._tracer, "router.choices", parent, known, SpanKind.SERVER) as span:
             siblings = Siblings(tracing.context_of(span))
+            span.set_attributes(caller.times)
             try:
-                yield replace(caller, siblings=siblings)
+                yield replace(caller, siblings=siblings, times={}, unread_bytes=None)
             finally:
+                _describe_reader(span, caller)
                 span.set_attribute("gen_ai.usage.input_tokens", siblings.input_tokens)
                 span.set_attribute("gen_ai.usage.output_tokens", siblings.output_tokens)
 
@@ -266,6 +272,8 @@ class GenerationService:
             if callers_id := caller.request_id:
                 record.callers_id = callers_id
                 span.set_attribute("baton.callers_request_id", callers_id)
+            span.set_attributes(caller.times)
+            stack.callback(_describe_reader, span, caller)
             trace = tracing.context_of(span)
             with tracing.span(self._tracer, "router.admit", trace):
                 await self._entrance.acquire()
@@ -517,6 +525,12 @@ class GenerationService:
             raise delivery.timeout_error from None
         finally:
             self._deliveries.discard(delivery)
+
+
+def _describe_reader(span: Span, caller: Caller) -> None:
+    """Records at a request's end how much of its output the caller has still to read."""
+    if caller.unread_bytes is not None:
+        span.set_attribute("baton.http.unread_bytes", caller.unread_bytes())
 
 
 @contextlib.contextmanager

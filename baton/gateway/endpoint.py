@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -68,15 +69,24 @@ class Endpoint(Generic[T]):
         self, service: GenerationService, exchange: HttpExchange, caller: Caller | None = None
     ) -> None:
         """Answers a POST; `caller` replaces the caller that the headers name."""
-        call = Call(service, caller or caller_of(exchange), exchange)
+        if caller is None:
+            caller = replace(caller_of(exchange), unread_bytes=lambda: exchange.unread_bytes)
+        call = Call(service, caller, exchange)
         exchange.answer_headers |= call.limit_headers()
         service.tenant_of(call.caller).check()
-        max_bytes = max_request_bytes(service.max_context)
+        max_bytes, began = max_request_bytes(service.max_context), time.monotonic()
         body = await exchange.body(max_bytes, MAX_BODY_BYTES)
         if body is None:
             close = ((b"connection", b"close"),)  # the rest of the body is not read
             raise HttpError(413, f"the body may have {max_bytes} bytes: send a shorter one", close)
-        await self.answer(*await call.with_result(self._parsed(service, exchange, body, max_bytes)))
+        came = time.monotonic()
+        parsing = self._parsed(service, exchange, body, max_bytes)
+        parsed, call = await call.with_result(parsing)
+        times = {
+            "baton.http.body_ms": (came - began) * 1e3,
+            "baton.http.parse_ms": (time.monotonic() - came) * 1e3,
+        }
+        await self.answer(parsed, replace(call, caller=replace(call.caller, times=times)))
 
     async def _parsed(
         self, service: GenerationService, exchange: HttpExchange, body: bytes, max_bytes: int

@@ -148,6 +148,31 @@ async def test_the_callers_trace_is_continued_and_returned(gateway_of):
     provider.shutdown()
 
 
+async def test_a_trace_shows_a_slow_body_and_a_slow_reader(gateway_of, monkeypatch):
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    gateway = await gateway_of(cluster={"tracer": provider.get_tracer("test")})
+    monkeypatch.setattr(http_server.HttpExchange, "unread_bytes", 12345)
+    read, sent = http_server.HttpExchange.body, []
+
+    async def late(*args):
+        body = await read(*args)
+        began = time.monotonic()
+        await asyncio.sleep(0.05)
+        sent.append((time.monotonic() - began) * 1e3)
+        return body
+
+    monkeypatch.setattr(http_server.HttpExchange, "body", late)
+    for n in (1, 2):
+        spans.clear()
+        assert (await gateway.complete(n=n)).status_code == 200
+        (root,) = (span for span in spans.get_finished_spans() if span.parent is None)
+        assert root.attributes["baton.http.body_ms"] >= sent.pop()
+        assert root.attributes["baton.http.parse_ms"] >= 0
+        assert root.attributes["baton.http.unread_bytes"] == 12345
+    provider.shutdown()
+
+
 class Records(RequestListener):
     """Keeps what requests have been."""
 
