@@ -96,12 +96,9 @@ class ScheduledStep:
     @property
     def num_chunks(self) -> int:
         """Sequences with rows of a prompt, or of what they have to compute again."""
-        if not (self.prompts or self.has_chunks):
-            return 0
+        rows, found = self.decode_rows, self.sequences if self.prompts or self.has_chunks else ()
         return sum(
-            item.start < item.sequence.prompt_tokens
-            or item.count - len(item.proposed) > self.decode_rows
-            for item in self.sequences
+            i.start < i.sequence.prompt_tokens or i.count - len(i.proposed) > rows for i in found
         )
 
 

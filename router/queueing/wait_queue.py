@@ -153,10 +153,8 @@ class WaitQueue:
             raise self._full(f"{self._capacity} requests are waiting already")
 
     def _full(self, why: str) -> QueueFull:
-        shortest, longest = RETRY_AFTER_S
-        rate = self.drain_rate()
-        tokens = sum(waiter.num_tokens for waiter in self._waiting)
-        half_s = tokens / rate / 2 if rate else 0.0
+        (shortest, longest), rate = RETRY_AFTER_S, self.drain_rate()
+        half_s = sum(one.num_tokens for one in self._waiting) / rate / 2 if rate else 0.0
         return QueueFull(why, min(longest, max(shortest, half_s)))
 
     def _displaced_by(self, owner: TenantShare) -> _Waiter | None:
