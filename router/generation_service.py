@@ -11,16 +11,17 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from opentelemetry.context import Context
-from opentelemetry.trace import SpanKind, Tracer
+from opentelemetry.trace import Span, SpanKind, Tracer
 
 from baton.config import RouterLimits
 from baton.errors import (
     BatonError,
+    DeadlineExceeded,
     KvMismatch,
     Overloaded,
     RetryableError,
@@ -64,6 +65,19 @@ def is_callers_id(text: str) -> bool:
     return re.fullmatch(CALLERS_ID_PATTERN, text) is not None
 
 
+@dataclass(eq=False)
+class Siblings:
+    """Requests of one body, such as the choices of a prompt: they arrived together.
+
+    trace: context of the span around all of them · arrived: `time.monotonic()`.
+    """
+
+    trace: Context
+    arrived: float = field(default_factory=time.monotonic)
+    input_tokens: int = 0  # of those that ended, a prompt once
+    output_tokens: int = 0
+
+
 @dataclass(frozen=True)
 class Caller:
     """What a request's transport provides: headers (lower-case names) and the deadline."""
@@ -73,6 +87,11 @@ class Caller:
     tenant: str = ""  # name, for callers within this process, which have no key
     own_id: str = ""  # the router's id of the request, if it has one; else it gets one
     resumes: bool = False  # whether it can resume an interrupted stream at another router
+    siblings: Siblings | None = None  # where its body stands for several requests
+    # Attributes of its span: milliseconds that were spent before it came here.
+    times: Mapping[str, float] = field(default_factory=dict, compare=False)
+    # Output that waits in this process until the caller reads on; None: not known.
+    unread_bytes: Callable[[], int] | None = field(default=None, compare=False)
 
     @property
     def request_id(self) -> str:
@@ -173,6 +192,33 @@ class GenerationService:
             return type(error)(text, error.retry_after_s)
         return type(error)(text)
 
+    @contextlib.contextmanager
+    def siblings(
+        self, request: inference_pb2.GenerateRequest, caller: Caller, count: int
+    ) -> Iterator[Caller]:
+        """Yields the caller of `count` requests like this one, which have one trace and arrive now.
+
+        Their times count from here, however late each of them begins.
+        """
+        operation = tracing.operation_of(request)
+        parent, known = self._trace_of(caller), dict[str, str | int](first_attributes(operation))
+        known["gen_ai.request.choice.count"] = count
+        with tracing.span(self._tracer, "router.choices", parent, known, SpanKind.SERVER) as span:
+            siblings = Siblings(tracing.context_of(span))
+            span.set_attributes(caller.times)
+            try:
+                yield replace(caller, siblings=siblings, times={}, unread_bytes=None)
+            finally:
+                _describe_reader(span, caller)
+                span.set_attribute("gen_ai.usage.input_tokens", siblings.input_tokens)
+                span.set_attribute("gen_ai.usage.output_tokens", siblings.output_tokens)
+
+    def _trace_of(self, caller: Caller) -> Context:
+        """The context in which a request's span begins."""
+        if caller.siblings is not None:
+            return caller.siblings.trace
+        return propagation.extract(caller.metadata if self.joins_traces else ())
+
     async def generate(
         self,
         request: inference_pb2.GenerateRequest,
@@ -212,7 +258,7 @@ class GenerationService:
         number: int,
         target: Target | None,
     ) -> None:
-        parent = propagation.extract(caller.metadata if self.joins_traces else ())
+        parent, siblings = self._trace_of(caller), caller.siblings
         operation = tracing.operation_of(request)
         known = first_attributes(operation)
         with (
@@ -222,10 +268,14 @@ class GenerationService:
         ):
             record.set_span(span, operation)
             record.request_id = caller.own_id or secrets.token_hex(8)
+            if siblings is not None:
+                record.arrived = siblings.arrived
             record.in_batch, record.asked_model = bool(caller.tenant), request.model
             if callers_id := caller.request_id:
                 record.callers_id = callers_id
                 span.set_attribute("baton.callers_request_id", callers_id)
+            span.set_attributes(caller.times)
+            stack.callback(_describe_reader, span, caller)
             trace = tracing.context_of(span)
             with tracing.span(self._tracer, "router.admit", trace) as admit:
                 await self._entrance.acquire()
@@ -253,6 +303,9 @@ class GenerationService:
                 await self._run(version, state, delivery, record, trace, caller, ticket)
             finally:
                 details.ended(str(version), state, delivery.finish_reason)
+                if siblings is not None:
+                    siblings.input_tokens += 0 if number else len(state.request.prompt)
+                    siblings.output_tokens += len(state.delivered)
 
     async def tokenize(
         self,
@@ -275,12 +328,24 @@ class GenerationService:
         given = caller.time_left_s
         return self.limits.default_timeout_s if given is None else given
 
+    @contextlib.asynccontextmanager
+    async def within(self, caller: Caller) -> AsyncIterator[None]:
+        """Ends what waits inside, and raises DeadlineExceeded, at the caller's deadline."""
+        try:
+            async with asyncio.timeout(self.time_left_s(caller)):
+                yield
+        except DeadlineExceeded:  # a TimeoutError, too
+            raise
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed before the request was run") from None
+
     async def detokenize(self, model: str, token_ids: Sequence[int], caller: Caller) -> str:
         """The text of token ids; special tokens appear by their names."""
         tenant = self.tenants.tenant_for(caller.metadata)
         version = self.resolve(model, "", caller).version
         tenant.charge_request()
-        text = await version.admission.prompts.detokenize(token_ids)
+        async with self.within(caller):
+            text = await version.admission.prompts.detokenize(token_ids)
         tenant.charge_tokens(len(token_ids))
         return text
 
@@ -366,17 +431,18 @@ class GenerationService:
         if not (number or resumes):
             version.wait_queue.check_room(tenant.share)
         snapshot = version.fleet.snapshot()
-        admitted = await version.admission.admit(
-            request,
-            caller.time_left_s,
-            snapshot.max_context,
-            record.request_id,
-            tenant,
-            choices,
-            number,
-            version.full_name,
-            target.adapter,
-        )
+        async with self.within(caller):  # work on threads may wait behind that of others
+            admitted = await version.admission.admit(
+                request,
+                caller.time_left_s,
+                snapshot.max_context,
+                record.request_id,
+                tenant,
+                choices,
+                number,
+                version.full_name,
+                target.adapter,
+            )
         if resumes and tickets.is_for(ticket, admitted.prompt, admitted.kv_salt):
             admitted.has_ticket = True
         rate = version.fleet.snapshot().prefill_rate
@@ -418,9 +484,9 @@ class GenerationService:
         def on_tokens(num_tokens: int, gap_s: float | None) -> None:
             lease.delivered(num_tokens)
             version.output_tokens += num_tokens
-            self.stats.delivered(num_tokens, gap_s)
+            self.stats.delivered(record, num_tokens, gap_s)
 
-        def on_first() -> None:  # records a span as long as the time to first token
+        def on_first() -> None:  # from the arrival, or from where one of several requests begins
             tracing.record(self._tracer, "router.first_token", trace, state.started_ns)
             self.stats.first_token(record)
 
@@ -462,6 +528,12 @@ class GenerationService:
             raise delivery.timeout_error from None
         finally:
             self._deliveries.discard(delivery)
+
+
+def _describe_reader(span: Span, caller: Caller) -> None:
+    """Records at a request's end how much of its output the caller has still to read."""
+    if caller.unread_bytes is not None:
+        span.set_attribute("baton.http.unread_bytes", caller.unread_bytes())
 
 
 @contextlib.contextmanager

@@ -158,9 +158,10 @@ def goodput_of(sent: Sequence[Outcome], per_s: float, limits: dict[str, float]) 
     """Share and rate of requests that met every limit, and shares for each limit."""
 
     def meets(outcome: Outcome, name: str, limit_s: float) -> bool:
-        # An answer of one token has no time per output token, and meets any limit on it.
         value_s: float | None = getattr(outcome, f"{name}_s")
-        return outcome.ok and (value_s is None or value_s <= limit_s)
+        if value_s is None:  # without tokens; one token has no time per output token
+            return outcome.ok and name == "tpot" and bool(outcome.token_times_s)
+        return outcome.ok and value_s <= limit_s
 
     count = max(1, len(sent))
     good = sum(all(meets(o, *limit) for limit in limits.items()) for o in sent)

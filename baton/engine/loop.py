@@ -354,6 +354,7 @@ class EngineLoop:
                 sum(len(one.token_ids) - 1 for one in progress if len(one.token_ids) > 1),
                 token_ids or {},
                 waited_s,
+                step.num_chunks,
             )
         )
 

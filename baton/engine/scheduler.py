@@ -93,6 +93,14 @@ class ScheduledStep:
         known = ((item.count, item.count - len(item.proposed)) for item in self.sequences)
         return sum(count for count, rows in known if rows > self.decode_rows)
 
+    @property
+    def num_chunks(self) -> int:
+        """Sequences with rows of a prompt, or of what they have to compute again."""
+        rows, found = self.decode_rows, self.sequences if self.prompts or self.has_chunks else ()
+        return sum(
+            i.start < i.sequence.prompt_tokens or i.count - len(i.proposed) > rows for i in found
+        )
+
 
 class Scheduler:
     """Owns the queues and the batch. Used by the engine thread only."""

@@ -62,7 +62,8 @@ class StepReport:
     · num_tokens: rows computed, proposed tokens included · token_ids: by sequence id, for sequences
     that got one token and nothing else, so that hundreds of them cost little; others: all others ·
     num_proposed: proposed tokens among num_tokens, of which num_accepted were accepted ·
-    waited_s: time that the host waited for the device, near 0 if the host was late.
+    waited_s: time that the host waited for the device, near 0 if the host was late · num_chunks:
+    sequences with rows of a prompt, or of what they have to compute again.
     """
 
     started_ns: int
@@ -75,6 +76,7 @@ class StepReport:
     num_accepted: int = 0
     token_ids: Mapping[str, int] = field(default_factory=dict)
     waited_s: float = 0.0
+    num_chunks: int = 0
 
     @property
     def progress(self) -> list[SequenceProgress]:

@@ -23,6 +23,7 @@ from baton.gateway.conversation_store import (
     stored_items,
 )
 from baton.gateway.endpoint import Endpoint
+from baton.gateway.headers import caller_of
 from baton.gateway.openapi import ERRORS, Operation, Routes
 from baton.gateway.responses import InputItem, check_items, shown_items
 from baton.gateway.responses_api import ItemsQuery, ResponseApi
@@ -90,7 +91,8 @@ class ConversationApi:
         tenant, key = self._tenant_of(exchange), secrets.token_hex(16)
         new = StoredConversation(f"conv_{key}", int(time.time()), _encode(body.metadata or {}))
         items = _new_items(body.items or [], key)
-        await self._database.call(ConversationStore.create_conversation, tenant, new, items)
+        async with self.service.within(caller_of(exchange)):
+            await self._database.call(ConversationStore.create_conversation, tenant, new, items)
         _answer(exchange, new)
 
     async def _update(self, body: ConversationUpdate, exchange: HttpExchange) -> None:
@@ -131,7 +133,8 @@ class ConversationApi:
     ) -> Any:
         """Calls `work(store, tenant, id, …)` for the conversation of the path."""
         tenant = self._tenant_of(exchange)
-        return await self._database.call(work, tenant, _ids(exchange)[0], *args, **kwargs)
+        async with self.service.within(caller_of(exchange)):
+            return await self._database.call(work, tenant, _ids(exchange)[0], *args, **kwargs)
 
     @staticmethod
     def _endpoint(

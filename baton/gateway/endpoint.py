@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -37,6 +39,18 @@ class Call:
         """Adds a request id from the body; an id in the headers takes precedence."""
         return replace(self, caller=with_request_id(self.exchange, self.caller, request_id))
 
+    async def with_result(self, work: Awaitable[T]) -> tuple[T, Call]:
+        """What `work` returns, and this call with the time that is left then.
+
+        Raises DeadlineExceeded where the call's deadline passes before.
+        """
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + self.service.time_left_s(self.caller)
+        async with self.service.within(self.caller):
+            result = await work
+        left_s = max(0.0, ends_at - loop.time())
+        return result, replace(self, caller=replace(self.caller, time_left_s=left_s))
+
     def limit_headers(self) -> dict[bytes, bytes]:
         """Response headers with what is left of the tenant's rate limits."""
         return limit_headers(self.service.tenant_of(self.caller), self.exchange.path)
@@ -62,21 +76,32 @@ class Endpoint(Generic[T]):
         self, service: GenerationService, exchange: HttpExchange, caller: Caller | None = None
     ) -> None:
         """Answers a POST; `caller` replaces the caller that the headers name."""
-        call = Call(service, caller or caller_of(exchange), exchange)
+        if caller is None:
+            caller = replace(caller_of(exchange), unread_bytes=lambda: exchange.unread_bytes)
+        call = Call(service, caller, exchange)
         exchange.answer_headers |= call.limit_headers()
         service.tenant_of(call.caller).check()
-        await self.answer(await self._parsed(service, exchange), call)
-
-    async def _parsed(self, service: GenerationService, exchange: HttpExchange) -> T:
-        """Parses the body as JSON under any content-type, because `curl -d` sends a form's.
-
-        Web pages can therefore post here, but without a key, which browsers do not add.
-        """
-        max_bytes = max_request_bytes(service.max_context)
+        max_bytes, began = max_request_bytes(service.max_context), time.monotonic()
         body = await exchange.body(max_bytes, MAX_BODY_BYTES)
         if body is None:
             close = ((b"connection", b"close"),)  # the rest of the body is not read
             raise HttpError(413, f"the body may have {max_bytes} bytes: send a shorter one", close)
+        came = time.monotonic()
+        parsing = self._parsed(service, exchange, body, max_bytes)
+        parsed, call = await call.with_result(parsing)
+        times = {
+            "baton.http.body_ms": (came - began) * 1e3,
+            "baton.http.parse_ms": (time.monotonic() - came) * 1e3,
+        }
+        await self.answer(parsed, replace(call, caller=replace(call.caller, times=times)))
+
+    async def _parsed(
+        self, service: GenerationService, exchange: HttpExchange, body: bytes, max_bytes: int
+    ) -> T:
+        """Parses the body as JSON under any content-type, because `curl -d` sends a form's.
+
+        Web pages can therefore post here, but without a key, which browsers do not add.
+        """
         if codings := exchange.headers.get(b"content-encoding"):
             body = await service.run_in_thread(decompressed, body, codings, max_bytes)
         try:

@@ -301,15 +301,27 @@ async def run_choices(
     Choices are admitted one after the other, because the first is charged as the tenant's request,
     and because a hundred choices of a long prompt must not block the event loop. A prompt's other
     choices start once the first has its first token: the prompt is cached then, and is computed
-    once. If a choice fails, all end.
+    once. If a choice fails, all end. All have one trace and one arrival.
     """
+    if (total := parsed.num_prompts * parsed.n) > 1:
+        with service.siblings(parsed.base, caller, total) as sibling:
+            await _run_several(service, parsed, sibling, sinks, target)
+        return
+    choices = PromptChoices(cut_output=not parsed.max_tokens_given)
+    await service.generate(parsed.request(0), caller, sinks[0], choices, target=target)
+
+
+async def _run_several(
+    service: GenerationService,
+    parsed: ParsedRequest,
+    caller: Caller,
+    sinks: Sequence[Sink],
+    target: Target,
+) -> None:
+    """Runs all choices as siblings; see `run_choices`."""
     num_prompts, n = parsed.num_prompts, parsed.n
     total = num_prompts * n
     cut = not parsed.max_tokens_given
-    if total == 1:
-        choices = PromptChoices(cut_output=cut)
-        await service.generate(parsed.request(0), caller, sinks[0], choices, target=target)
-        return
     loop = asyncio.get_running_loop()
     # Shared by all choices, including those that start later.
     deadline = loop.time() + service.time_left_s(caller)

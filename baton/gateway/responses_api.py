@@ -6,7 +6,9 @@ Without `--response-dir` nothing is stored. Responses belong to the tenant that 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,7 +43,7 @@ from baton.gateway.responses_types import Response
 from baton.gateway.tokenize import count_chat
 from baton.net.http_errors import HttpError
 from baton.net.http_server import HttpExchange
-from router.generation_service import GenerationService
+from router.generation_service import Caller, GenerationService
 
 _encode = msgspec.json.encode
 _PREFIX = "/v1/responses/"
@@ -112,12 +114,15 @@ class ResponseApi:
 
     async def _create(self, parsed: ParsedRequest, call: Call) -> None:
         tenant = call.service.tenant_of(call.caller).name
-        parsed = await self._with_context(parsed, tenant)
+        parsed, call = await call.with_result(self._with_context(parsed, tenant))
         body = parsed.options
         assert isinstance(body, ResponsesRequest)
         stores = self._folder is not None and body.store is not False
         if not body.background:
-            keep = partial(self._keep, tenant, body) if stores or body.conversation else None
+            keep = None
+            if stores or body.conversation:
+                ends_at = time.monotonic() + self.service.time_left_s(call.caller)
+                keep = partial(self._keep_until, ends_at, call.caller, tenant, body)
             start = partial(ResponseGeneration, keep=keep, stores=stores)
             await generate(start, parsed, call)
             return
@@ -140,7 +145,8 @@ class ResponseApi:
             call.answer(response)
 
     async def _count(self, parsed: ParsedRequest, call: Call) -> None:
-        parsed = await self._with_context(parsed, call.service.tenant_of(call.caller).name)
+        tenant = call.service.tenant_of(call.caller).name
+        parsed, call = await call.with_result(self._with_context(parsed, tenant))
         call.answer(InputTokens(await count_chat(parsed, call)))
 
     async def _with_context(self, parsed: ParsedRequest, tenant: str) -> ParsedRequest:
@@ -166,6 +172,19 @@ class ResponseApi:
             ConversationStore.context, tenant, previous, conversation, body.references
         )
         return await self.service.run_in_thread(parsed_response, body, context)
+
+    async def _keep_until(
+        self,
+        ends_at: float,
+        caller: Caller,
+        tenant: str,
+        body: ResponsesRequest,
+        response: Response,
+    ) -> None:
+        """As `_keep`, but raises DeadlineExceeded at a time of `time.monotonic()`."""
+        left_s = max(0.0, ends_at - time.monotonic())
+        async with self.service.within(replace(caller, time_left_s=left_s)):
+            await self._keep(tenant, body, response)
 
     async def _keep(self, tenant: str, body: ResponsesRequest, response: Response) -> None:
         """Stores a response to `body`, which may still run."""
@@ -207,7 +226,8 @@ class ResponseApi:
     async def delete(self, exchange: HttpExchange) -> None:
         """Deletes a response; one that runs ends."""
         response_id, tenant = _id(exchange), self.tenant_of(exchange)
-        await self.database.call(ResponseStore.delete, tenant, response_id)
+        async with self.service.within(caller_of(exchange)):
+            await self.database.call(ResponseStore.delete, tenant, response_id)
         self._background.cancel(response_id)
         exchange.answer(200, _encode(ResponseDeleted(response_id)))
 
@@ -218,7 +238,9 @@ class ResponseApi:
         if stored.is_running:
             response = msgspec.structs.replace(response, status="cancelled", error=None)
             tenant, body = self.tenant_of(exchange), _encode(response)
-            if not await self.database.call(ResponseStore.end, tenant, stored.id, body):
+            async with self.service.within(caller_of(exchange)):
+                has_ended = await self.database.call(ResponseStore.end, tenant, stored.id, body)
+            if not has_ended:
                 response = shown(await self._stored(exchange))  # it has just ended
             else:
                 self._background.cancel(stored.id)
@@ -239,7 +261,9 @@ class ResponseApi:
         exchange.answer(200, _encode(InputItems(**page)))
 
     async def _stored(self, exchange: HttpExchange) -> StoredResponse:
-        return await self.database.call(ResponseStore.get, self.tenant_of(exchange), _id(exchange))
+        tenant = self.tenant_of(exchange)
+        async with self.service.within(caller_of(exchange)):
+            return await self.database.call(ResponseStore.get, tenant, _id(exchange))
 
     def tenant_of(self, exchange: HttpExchange) -> str:
         """The caller's tenant. Raises HttpError if nothing is stored."""

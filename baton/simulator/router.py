@@ -77,7 +77,8 @@ class _Attempt:
     on_end: Callable[[], None]
     deadline: asyncio.TimerHandle | None = None
     assigned_to: str = ""
-    workers: list[str] = field(default_factory=list)
+    # With their workers, which count it as a request of theirs.
+    sequences: list[tuple[str, SimulatedSequence]] = field(default_factory=list)
     has_ended: bool = False
 
 
@@ -167,6 +168,12 @@ class SimulatedRouter:
         if attempt.has_ended:
             return
         attempt.has_ended, request.refused = True, refused
+        self._unassign(attempt)
+        while attempt.sequences:
+            name, sequence = attempt.sequences[-1]
+            self._forget(attempt, name, sequence)
+            if refused:
+                self._worker(name).drop(sequence)
         self.fair_queue.remove(attempt.demand.pending)
         if attempt.deadline is not None:
             attempt.deadline.cancel()
@@ -226,7 +233,7 @@ class SimulatedRouter:
         self, attempt: _Attempt, pair: Pair, sequence: SimulatedSequence
     ) -> bool | None:
         name = pair.decode.incarnation
-        self.fleet.count_request(name, 1)
+        self._count(attempt, name, sequence)
         answer: asyncio.Future[bool | None] = self._loop.create_future()
 
         def set_answer(started: bool | None) -> None:
@@ -236,19 +243,25 @@ class SimulatedRouter:
         self._worker(name).reserve(sequence, pair.local_prefill_max_tokens, set_answer)
         started = await answer
         if started is None:
-            self.fleet.count_request(name, -1)
-        else:
-            attempt.workers.append(name)
+            self._forget(attempt, name, sequence)
         return started
+
+    def _count(self, attempt: _Attempt, name: str, sequence: SimulatedSequence) -> None:
+        attempt.sequences.append((name, sequence))
+        self.fleet.count_request(name, 1)
+
+    def _forget(self, attempt: _Attempt, name: str, sequence: SimulatedSequence) -> None:
+        attempt.sequences.remove((name, sequence))
+        self.fleet.count_request(name, -1)
 
     def _prefill(self, attempt: _Attempt, pair: Pair, decoding: SimulatedSequence) -> None:
         """Has the prompt computed, and its KV sent to the decode worker, which goes on then."""
         name = pair.prefill.incarnation
         if attempt.assigned_to != name:
             self._assign(attempt, name, pair.on_prefill.uncached)
-        self.fleet.count_request(name, 1)
         worker, costs = self._worker(name), self._costs
         prompt = self._sequence(attempt, 1, hands_over=True)
+        self._count(attempt, name, prompt)
         first = prompt.on_token
 
         def hand_over() -> None:
@@ -263,8 +276,10 @@ class SimulatedRouter:
             self._loop.call_at(sent + costs.handoff_s, commit, now)
 
         def commit(first_at: float) -> None:
+            if attempt.has_ended:
+                return
             worker.release(prompt)
-            self.fleet.count_request(name, -1)
+            self._forget(attempt, name, prompt)
             if decoding.new_tokens > 1:
                 decoding.new_tokens -= 1
                 self._worker(pair.decode.incarnation).resume(decoding, first_at)
@@ -297,8 +312,6 @@ class SimulatedRouter:
 
     def _last(self, attempt: _Attempt) -> None:
         attempt.request.last_at = self._loop.time() + self._costs.router_s / 2
-        for name in attempt.workers:
-            self.fleet.count_request(name, -1)
         self._end(attempt)
 
     def _assign(self, attempt: _Attempt, name: str, num_tokens: int) -> None:

@@ -66,6 +66,7 @@ class SimulatedSequence:
     num_cached: int = 0  # of its prompt, when it came
     block_ids: list[int] = field(default_factory=list)
     in_batch: bool = False
+    is_registered: bool = False  # it counts among its worker's sequences
     has_token: bool = False
     last_token_at: float = 0.0  # of one that waits for its next one
     since: int = 0  # worker's step at which it began to decode
@@ -203,9 +204,22 @@ class SimulatedWorker:
     def release(self, sequence: SimulatedSequence) -> None:
         """Ends a sequence that has been handed over, or will not be."""
 
+        self._submit(lambda: self._unregister(sequence))
+
+    def drop(self, sequence: SimulatedSequence) -> None:
+        """Ends a sequence wherever it is; one that was refused or has ended is left alone."""
+
         def run() -> None:
-            self._free(sequence)
-            self._num_sequences -= 1
+            if not sequence.is_registered:
+                return
+            entry = (*sequence.order, sequence)
+            for queue in (self._prompts, self._ready):
+                if entry in queue:
+                    queue.remove(entry)
+            if sequence in self._decoding:
+                self._stop_decoding(sequence)
+            self._joined.pop(sequence, None)
+            self._unregister(sequence)
 
         self._submit(run)
 
@@ -360,8 +374,7 @@ class SimulatedWorker:
         self._queue(sequence)
 
     def _end(self, sequence: SimulatedSequence) -> None:
-        self._free(sequence)
-        self._num_sequences -= 1
+        self._unregister(sequence)
         sequence.on_end()
 
     # Decoding sequences: their contexts and blocks are counted in sum.
@@ -420,7 +433,13 @@ class SimulatedWorker:
 
     def _register(self, sequence: SimulatedSequence) -> None:
         sequence.priority -= self._lag_s
+        sequence.is_registered = True
         self._num_sequences += 1
+
+    def _unregister(self, sequence: SimulatedSequence) -> None:
+        self._free(sequence)
+        sequence.is_registered = False
+        self._num_sequences -= 1
 
     def _queue(self, sequence: SimulatedSequence) -> None:
         sequence.arrival = sequence.arrival or next(self._arrivals)

@@ -260,12 +260,7 @@ class ExpertImbalance:
 
 
 def kind_of(report: StepReport) -> str:
-    """What a step computed: "prefill", "decode" or "mixed".
-
-    A decode row is one token that gives one, drafts aside; all other rows belong to prompts.
-    """
-    rows = report.num_sequences
-    sampling = len(report.token_ids) + sum(bool(p.token_ids) for p in report.others)
-    if report.num_tokens - report.num_proposed == rows == sampling:
+    """What a step computed: "prefill", "decode" or "mixed"."""
+    if not report.num_chunks:
         return "decode"
-    return "mixed" if sampling and rows > 1 else "prefill"
+    return "mixed" if report.num_sequences > report.num_chunks else "prefill"

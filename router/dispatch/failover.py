@@ -29,6 +29,7 @@ from baton.errors import (
 )
 from baton.log_format import about
 from baton.telemetry import tracing
+from router.queueing.wait_queue import QueueFull
 from router.request import RequestState
 from router.telemetry.stats import RouterStats
 
@@ -98,7 +99,7 @@ def _is_retryable(error: BatonError, state: RequestState) -> bool:
     """Whether another attempt may succeed; a call's or a worker's limit is not the deadline."""
     if isinstance(error, DeadlineExceeded):
         return state.request.time_left_s > 0
-    return isinstance(error, _WORKER_ERRORS) and not isinstance(error, RoleMissing)
+    return isinstance(error, _WORKER_ERRORS) and not isinstance(error, (RoleMissing, QueueFull))
 
 
 def _backoff_s(failures: float) -> float:

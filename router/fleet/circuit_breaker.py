@@ -47,6 +47,7 @@ class CircuitBreaker:
     key: Key
     failed_ever: dict[Key, CircuitBreaker]  # of all breakers
     not_closed: dict[Key, CircuitBreaker]  # of all breakers
+    on_open: Callable[[Key, str], None]  # called with why it opens
     recent: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=RECENT_CALLS))
     open_until: float | None = None  # None: closed
     probe_until: float | None = None  # a probe is under way, and counts as one until then
@@ -100,6 +101,7 @@ class CircuitBreaker:
         self.cool_down_s = max(shortest_s, self.cool_down_s)
         self.open_until, self.probe_until, self.why = now + self.cool_down_s, None, why
         self.not_closed[self.key] = self
+        self.on_open(self.key, why)
 
     def _outlying(self, now: float) -> str:
         """Why the recent calls are too bad; empty when they are not."""
@@ -127,11 +129,13 @@ class CircuitBreakers:
         self._breakers: dict[Key, CircuitBreaker] = {}
         self._not_closed: dict[Key, CircuitBreaker] = {}
         self.num_closed = 0  # times that a probe has closed one
+        # Called with a key and why each time that its breaker opens, also after a failed probe.
+        self.on_open: Callable[[Key, str], None] = lambda key, why: None
 
     def __getitem__(self, key: Key) -> CircuitBreaker:
         """The key's breaker; before its first failure a new one each time, which is not stored."""
         return self._breakers.get(key) or CircuitBreaker(
-            self._clock, key, self._breakers, self._not_closed
+            self._clock, key, self._breakers, self._not_closed, self.on_open
         )
 
     def sent(self, key: Key) -> None:

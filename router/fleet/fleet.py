@@ -45,6 +45,7 @@ class Fleet:
         """`decode_alone`: decode workers serve alone where no prefill worker is READY."""
         self._decode_alone = decode_alone
         self.breakers = CircuitBreakers()
+        self.breakers.on_open = self._ejected
         self.on_ejected: Callable[[Key], None] = lambda key: None
         # Called at each change of members, of their load, or of open breakers.
         self.listeners: list[Callable[[], None]] = []
@@ -211,15 +212,15 @@ class Fleet:
         for member in list(self._members.values()):
             member.tick()
         opened = self.breakers.all_open()
-        for key in opened.keys() - self._open:
-            self.on_ejected(key)
-            name = key if isinstance(key, str) else " to ".join(key)
-            log.warning("ejected %s: %s", name, opened[key])
         # A probe may begin and end between two ticks, and meanwhile others found no worker.
         closed = self.breakers.num_closed
         if opened.keys() != self._open or closed != self._closed:
             self._open, self._closed = opened.keys(), closed
             self.announce()
+
+    def _ejected(self, key: Key, why: str) -> None:
+        self.on_ejected(key)
+        log.warning("ejected %s: %s", key if isinstance(key, str) else " to ".join(key), why)
 
     def announce(self) -> None:
         """Lets what waits for a change look again: workers may have room."""

@@ -46,6 +46,10 @@ class NoWorker(Overloaded):
     """No worker can serve the request at all: others need not wait behind it."""
 
 
+class QueueFull(Overloaded):
+    """The request may not wait: it is refused at once, as it would be at its arrival."""
+
+
 @dataclass(eq=False)
 class _Waiter:
     """An entry, and the handshake between its request's task and the task that wakes entries."""
@@ -141,19 +145,17 @@ class WaitQueue:
         return slack_s
 
     def check_room(self, owner: TenantShare) -> None:
-        """Raises Overloaded when the queue is full and no other tenant exceeds its share of it.
+        """Raises QueueFull when the queue is full and no other tenant exceeds its share of it.
 
         The error's time is when half of the queue should be placed.
         """
         if self.depth >= self._capacity and self._displaced_by(owner) is None:
             raise self._full(f"{self._capacity} requests are waiting already")
 
-    def _full(self, why: str) -> Overloaded:
-        shortest, longest = RETRY_AFTER_S
-        rate = self.drain_rate()
-        tokens = sum(waiter.num_tokens for waiter in self._waiting)
-        half_s = tokens / rate / 2 if rate else 0.0
-        return Overloaded(why, min(longest, max(shortest, half_s)))
+    def _full(self, why: str) -> QueueFull:
+        (shortest, longest), rate = RETRY_AFTER_S, self.drain_rate()
+        half_s = sum(one.num_tokens for one in self._waiting) / rate / 2 if rate else 0.0
+        return QueueFull(why, min(longest, max(shortest, half_s)))
 
     def _displaced_by(self, owner: TenantShare) -> _Waiter | None:
         """The entry that gives way to one more of a tenant when the queue is full: the last one of
@@ -181,7 +183,7 @@ class WaitQueue:
         """Returns the result of `attempt` once it finds room; it is tried at once if none waits.
 
         `attempt` raises Overloaded if there is no room; any other error ends the wait. Raises
-        Overloaded itself when the queue is full or the entry is displaced by another tenant's,
+        QueueFull itself when the queue is full or the entry is displaced by another tenant's,
         unless the request was `accepted` before. The caller limits the time by cancelling.
         """
         tried_at, no_worker = None, False

@@ -129,8 +129,10 @@ class RouterMetrics(RequestListener):
     def first_token(self, record: RequestRecord) -> None:
         assert record.state is not None
         state, context = record.state, _exemplar(record)
-        self._record("gen_ai.server.time_to_first_token", record, state.ttft_s, context)
-        if state.predicted_ttft_s and state.ttft_s and not state.request.resumed:
+        if not record.in_batch:
+            self._record("gen_ai.server.time_to_first_token", record, state.ttft_s, context)
+        began_late = state.request.resumed or state.request.is_further_choice
+        if state.predicted_ttft_s and state.ttft_s and not began_late:
             ratio = state.predicted_ttft_s / state.ttft_s
             self._recorder.record("baton.request.ttft_prediction", ratio, context=context)
 
@@ -142,21 +144,26 @@ class RouterMetrics(RequestListener):
         tenant = state.request.tenant if state else record.tenant
         count("baton.requests.ended", 1, {"status": outcome.status, "tenant": tenant})
         if state is not None and state.placed_at is not None:
-            count("baton.tokens.input", len(state.request.prompt), record.labels)
-            count("baton.tokens.cached", state.cached_tokens or 0, record.labels)
-            waited_s = state.placed_at - state.started
-            self._recorder.record("baton.request.queue_time", waited_s, context=context)
+            if not state.request.is_further_choice:  # of a prompt that is counted once
+                count("baton.tokens.input", len(state.request.prompt), record.labels)
+                count("baton.tokens.cached", state.cached_tokens or 0, record.labels)
+            if not record.in_batch:
+                waited_s = state.placed_at - state.started
+                self._recorder.record("baton.request.queue_time", waited_s, context=context)
         elif outcome.error is not None and not record.in_batch:
             count("baton.requests.refused", 1, {"cause": _refusal_cause(record, outcome.error)})
-        if state is not None:
+        if state is not None and not record.in_batch:
             kind = type(outcome.error).__name__ if outcome.error else outcome.status
             failed = {"error.type": "" if outcome.status == OK else kind}
             self._record("gen_ai.server.request.duration", record, state.e2e_s, context, failed)
         if outcome.status == OK and state is not None:
             new_tokens = len(state.delivered) - len(state.request.resumed)
-            if new_tokens > 1:
+            if new_tokens > 1 and not record.in_batch:
                 self._record("gen_ai.server.time_per_output_token", record, state.tpot_s, context)
-            for kind, number in (("input", len(state.request.prompt)), ("output", new_tokens)):
+            used = {"output": new_tokens}
+            if not state.request.is_further_choice:
+                used["input"] = len(state.request.prompt)
+            for kind, number in used.items():
                 more = {"gen_ai.token.type": kind}
                 self._record("gen_ai.client.token.usage", record, number, context, more)
         if not (

@@ -52,7 +52,7 @@ class RequestRecord:
     route: str = ""  # name of the route that chose the model's version
     fleet: Fleet | None = None  # the model's workers
     traffic: Traffic | None = None  # of the model's version
-    in_batch: bool = False  # of a batch: a refusal only delays it
+    in_batch: bool = False  # of a batch: nobody waits for it, and a refusal only delays it
     state: RequestState | None = None  # None until it is admitted
     finished: bool = False  # the caller has received everything
     arrived: float = field(default_factory=time.monotonic)
@@ -120,13 +120,15 @@ class Traffic:
                 counts.turned_away += for_want_of_room
         elif outcome.status == OK and state is not None:
             counts.served[state.prompt_path] += 1
+            if record.in_batch:
+                return
             ttft_s, target_s = state.ttft_s, state.request.ttft_target_s
             counts.with_target += target_s > 0
             counts.late += 0 < target_s < ttft_s
             self._latencies.append((now, ttft_s * 1e3, state.tpot_s * 1e3))
 
     def latency(self, now: float) -> fleet_pb2.Latency:
-        """Percentiles over the last minute."""
+        """Percentiles over the last minute, without requests of batches."""
         recent = np.array([taken[1:] for taken in self._latencies if taken[0] >= now - _LATENCY_S])
         if not len(recent):
             return fleet_pb2.Latency()
@@ -160,7 +162,7 @@ class RouterStats:
         return self._all.counts
 
     def latency(self) -> fleet_pb2.Latency:
-        """Percentiles over the last minute, of all requests."""
+        """Percentiles over the last minute, of all requests but those of batches."""
         return self._all.latency(self._clock())
 
     @contextlib.contextmanager
@@ -190,10 +192,10 @@ class RouterStats:
             traffic.counts.admitted += 1
             traffic.counts.prompt_tokens += len(state.request.prompt)
 
-    def delivered(self, num_tokens: int, gap_s: float | None) -> None:
+    def delivered(self, record: RequestRecord, num_tokens: int, gap_s: float | None) -> None:
         """Counts delivered tokens; `gap_s`: seconds since the request's last ones, if measured."""
         self.counts.output_tokens += num_tokens
-        if gap_s is not None:
+        if gap_s is not None and not record.in_batch:
             self.on_gap(gap_s)
 
     def first_token(self, record: RequestRecord) -> None:

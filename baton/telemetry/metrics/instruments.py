@@ -87,7 +87,8 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     # What callers see, measured at the router.
     Instrument("gen_ai.server.request.duration", HISTOGRAM, "s", (ROUTER,),
         "From arrival to the end, of requests that were admitted. `error.type` is empty for those "
-        "that ended OK, CANCELLED where the caller left, else the error's name.",
+        "that ended OK, CANCELLED where the caller left, else the error's name. Like all times of "
+        "requests without those of batches, for which nobody waits.",
         (*GEN_AI, "error.type"), WHOLE_S),
     Instrument("gen_ai.server.time_to_first_token", HISTOGRAM, "s", (ROUTER,),
         "From arrival to the first token on its way to the caller.",
@@ -99,7 +100,8 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "Every single gap between two outputs of a stream, pauses of a failover included.",
         (), BETWEEN_TOKENS_S),
     Instrument("gen_ai.client.token.usage", HISTOGRAM, "{token}", (ROUTER,),
-        "Tokens of a request that ended OK: of its prompt, and of its output.",
+        "Tokens of a request that ended OK: of its prompt, and of its output. A prompt with "
+        "several choices counts once, each of their outputs by itself.",
         (*GEN_AI, "gen_ai.token.type"), TOKENS),
     Instrument("baton.requests.ended", COUNTER, "{request}", (ROUTER,),
         "Requests that ended, by gRPC status; CANCELLED where the caller left before its deadline, "
@@ -131,7 +133,8 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument("baton.failovers", COUNTER, "{attempt}", (ROUTER,),
         "Attempts that failed and were followed by another, by the error's name.", ("reason",)),
     Instrument("baton.tokens.input", COUNTER, "{token}", (ROUTER,),
-        "Prompt tokens of requests that were placed.", MODEL),
+        "Prompt tokens of requests that were placed; those of a prompt with several choices once.",
+        MODEL),
     Instrument("baton.tokens.cached", COUNTER, "{token}", (ROUTER,),
         "Of those, the tokens whose KV came from a prefix cache.", MODEL),
     Instrument("baton.tokens.output", COUNTER, "{token}", (ROUTER,),

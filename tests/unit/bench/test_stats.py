@@ -97,6 +97,14 @@ def test_goodput_is_of_all_that_were_sent(slo, good, met):
     assert goodput["met"] == met and goodput["slo"].keys() == met.keys()
 
 
+def test_an_answer_without_a_token_meets_no_limit():
+    """It may be one that ended at once, and would make an empty answer the best one."""
+    stats = stats_of([outcome(), FAST], 1.0, Slo.parse("ttft=9,tpot=9,e2e=9"))
+    assert stats["requests"]["ok"] == 2
+    assert stats["goodput"]["share"] == 0.5
+    assert stats["goodput"]["met"] == {"ttft": 0.5, "tpot": 0.5, "e2e": 0.5}
+
+
 def test_the_knee_is_the_last_rate_that_is_served_well():
     def knee(*good):
         """Of stages with so many good requests of ten."""

@@ -65,6 +65,27 @@ def test_a_long_prompt_catches_up_in_chunks_then_decodes():
     assert rounds(scheduler, 5) == expected
 
 
+def test_sequences_of_prompts_are_told_from_those_that_decode():
+    """Also where several prompts end in a step, or one row of a prompt is left to compute."""
+    scheduler = make_scheduler(chunk_tokens=16)
+    for name, length, first in (("a", 5, 0), ("b", 7, 50), ("c", 5, 100)):
+        scheduler.add(make_sequence(name, length, first))
+    step = scheduler.schedule()
+    assert (shape(step)[:2], step.num_chunks) == ([("a", 0, 5), ("b", 0, 7)], 3)
+    run(scheduler, step)
+    step = scheduler.schedule()
+    rows = [("a", 5, 1), ("b", 7, 1), ("c", 4, 1)]
+    assert (sorted(shape(step)), step.num_chunks) == (rows, 1)
+    run(scheduler, step)
+    step = scheduler.schedule()
+    assert (len(step.sequences), step.num_chunks) == (3, 0)
+    run(scheduler, step)
+    scheduler._preempt(next(one for one in scheduler.running if one.seq_id == "b"))
+    step = scheduler.schedule()
+    assert ("b", 8, 2) in shape(step)
+    assert step.num_chunks == 1, "what is computed again delays streams as a prompt does"
+
+
 def test_prompts_pass_one_that_lacks_rows_to_score():
     chunk = ChunkBudget(2 * SCORED_ROWS, min_tokens=2 * SCORED_ROWS)
     scheduler = Scheduler(BlockManager(256, SIZE), chunk, max_batch=4)

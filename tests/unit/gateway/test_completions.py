@@ -36,6 +36,15 @@ def sequences(gateway):
     return [request.sequence for request in gateway.cluster.prefills[0].requests]
 
 
+def service_with(generate):
+    """The part of a service that runs the choices of a body."""
+    return SimpleNamespace(
+        time_left_s=lambda caller: WAIT_S,
+        generate=generate,
+        siblings=lambda request, caller, count: contextlib.nullcontext(caller),
+    )
+
+
 async def test_a_completion_whole_and_streamed(gateway):
     response = await gateway.complete()
     answer = response.json()
@@ -448,7 +457,7 @@ async def test_prompts_that_come_together_share_what_is_the_same(gateway, more):
         kept.append(await admission.admit(request, 10.0, 32, "id", tenant, choices, number))
         sink.start(inference_pb2.Started())
 
-    service = SimpleNamespace(time_left_s=lambda caller: WAIT_S, generate=generate)
+    service = service_with(generate)
     sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
     before = resident_bytes()
     with contextlib.suppress(BatonError):
@@ -482,7 +491,7 @@ async def test_others_have_a_turn_of_the_loop_between_two_choices(gateway):
         sink.start(inference_pb2.Started())
 
     parsed = parse_completion(json.dumps({"prompt": ["a"] * 20, "max_tokens": 1}).encode())
-    service = SimpleNamespace(time_left_s=lambda caller: WAIT_S, generate=generate)
+    service = service_with(generate)
     sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
     with turns_of_the_loop() as turn:
         await run_choices(service, parsed, Caller(), [sink] * 20, None)
@@ -518,7 +527,7 @@ async def test_few_choices_of_a_request_run_at_a_time(gateway, monkeypatch, n):
         running -= 1
 
     body = {"prompt": ["a"] * (20 // n), "n": n, "max_tokens": 1}
-    service = SimpleNamespace(time_left_s=lambda caller: WAIT_S, generate=generate)
+    service = service_with(generate)
     sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
     parsed = parse_completion(json.dumps(body).encode())
     await run_choices(service, parsed, Caller(), [sink] * 20, None)

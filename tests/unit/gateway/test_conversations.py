@@ -1,7 +1,9 @@
 """Conversations and references to stored items, asked by OpenAI's client."""
 
+import asyncio
 import contextlib
 import json
+import threading
 
 import openai
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.gateway import conversation_store, responses_store
 from baton.gateway.conversation_store import ConversationStore, StoredConversation, StoredItem
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 from .conftest import CALLS
 from .test_responses import TOOLS
@@ -18,6 +20,30 @@ from .test_responses_store import LETTERS, TURNS, client_of, roles
 
 def message(text, role="user"):
     return {"type": "message", "role": role, "content": text}
+
+
+async def test_calls_to_a_busy_database_end_with_the_deadline(says, config, monkeypatch):
+    """Each waits for another process's transaction, and behind those that do already."""
+    gateway, busy = await says("abc", api=config), threading.Event()
+    monkeypatch.setattr(ConversationStore, "conversation", lambda *args: busy.wait())
+    asked = {"model": "tiny", "input": "Hi"}
+    try:
+        for method, path, body in (
+            ("GET", "/v1/conversations/conv_a", None),
+            ("POST", "/v1/conversations", {}),
+            ("POST", "/v1/responses", {**asked, "previous_response_id": "resp_a"}),
+            ("POST", "/v1/responses", {**asked, "store": True}),
+            ("POST", "/v1/responses/input_tokens", {**asked, "previous_response_id": "resp_a"}),
+            ("GET", "/v1/responses/resp_a", None),
+            ("POST", "/v1/responses/resp_a/cancel", {}),
+            ("DELETE", "/v1/responses/resp_a", None),
+        ):
+            late = {"x-request-timeout": "0.3"}
+            sent = gateway.client.request(method, path, json=body, headers=late)
+            answer = await asyncio.wait_for(sent, WAIT_S)
+            assert (answer.status_code, "deadline" in answer.text) == (504, True), (method, path)
+    finally:
+        busy.set()
 
 
 async def test_a_conversation_is_made_changed_and_deleted(says, config):

@@ -1,7 +1,10 @@
 """The Responses API, asked by OpenAI's client; the workers' model says what a test writes."""
 
 import asyncio
+import gzip
 import json
+import threading
+from concurrent.futures import wait
 
 import openai
 import pydantic
@@ -16,6 +19,7 @@ from baton.v1 import common_pb2
 from router.admission import prompt_tokenizer
 from router.output.output_parser import ParsedOutput
 from router.output.sink import Piece
+from tests.waiting import WAIT_S
 
 from .conftest import CALLS
 
@@ -301,6 +305,32 @@ async def test_tokenizing_ends_with_the_deadline(says, monkeypatch):
     }.items():
         answer = await gateway.post(path, body, {"x-request-timeout": "0.2"})
         assert answer.status_code == 504 and "the deadline passed" in answer.text, path
+
+
+async def test_work_on_threads_ends_with_the_deadline(says):
+    """A long body, a compressed one, tools' grammars and bad words wait behind those of others."""
+    gateway = await says("a")
+    busy, threads = threading.Event(), gateway.admission.prompts._threads
+    taken = [threads.submit(busy.wait) for _ in range(2)]
+    late, message = {"x-request-timeout": "0.2"}, {"role": "user", "content": "Hi"}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    bodies = [
+        {"messages": [{**message, "content": "a" * (1 << 17)}]},
+        {"messages": [message], "tools": [tool], "tool_choice": "required"},
+        {"messages": [message], "bad_words": ["word" * 100] * 200},
+    ]
+    try:
+        for body in bodies:
+            sent = gateway.client.post("/v1/chat/completions", json=body, headers=late)
+            answer = await asyncio.wait_for(sent, WAIT_S)
+            assert (answer.status_code, "the deadline passed" in answer.text) == (504, True)
+        zipped = {**late, "content-encoding": "gzip"}
+        packed = gzip.compress(json.dumps({"messages": [message]}).encode())
+        sent = gateway.client.post("/v1/chat/completions", content=packed, headers=zipped)
+        assert (await asyncio.wait_for(sent, WAIT_S)).status_code == 504
+    finally:
+        busy.set()
+        wait(taken)
 
 
 async def test_an_output_without_text_has_an_empty_message(says, client_of):

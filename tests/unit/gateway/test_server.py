@@ -9,10 +9,13 @@ import json
 import re
 import socket
 import time
+from collections import Counter
 
 import msgspec
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from baton.config import ApiConfig, RouterConfig, host_names, origins
 from baton.errors import ConfigError
@@ -24,6 +27,7 @@ from baton.net.http_server import listen
 from baton.v1 import common_pb2
 from router.admission.tenants import Tenants
 from router.output.sink import Piece
+from router.telemetry.stats import RequestListener
 from tests.unit.router.scripted_workers import DRAINING, TIMEOUT_S, seen
 from tests.unit.router.small_tokenizers import byte_tokenizer, ids_only_tokenizer
 
@@ -141,6 +145,83 @@ async def test_the_callers_trace_is_continued_and_returned(gateway_of):
     assert len(own.headers["x-trace-id"]) == 32
     assert own.headers["x-trace-id"] != TRACE
     assert "traceparent" not in own.headers
+    provider.shutdown()
+
+
+async def test_a_trace_shows_a_slow_body_and_a_slow_reader(gateway_of, monkeypatch):
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    gateway = await gateway_of(cluster={"tracer": provider.get_tracer("test")})
+    monkeypatch.setattr(http_server.HttpExchange, "unread_bytes", 12345)
+    read, sent = http_server.HttpExchange.body, []
+
+    async def late(*args):
+        body = await read(*args)
+        began = time.monotonic()
+        await asyncio.sleep(0.05)
+        sent.append((time.monotonic() - began) * 1e3)
+        return body
+
+    monkeypatch.setattr(http_server.HttpExchange, "body", late)
+    for n in (1, 2):
+        spans.clear()
+        assert (await gateway.complete(n=n)).status_code == 200
+        (root,) = (span for span in spans.get_finished_spans() if span.parent is None)
+        assert root.attributes["baton.http.body_ms"] >= sent.pop()
+        assert root.attributes["baton.http.parse_ms"] >= 0
+        assert root.attributes["baton.http.unread_bytes"] == 12345
+    provider.shutdown()
+
+
+class Records(RequestListener):
+    """Keeps what requests have been."""
+
+    def __init__(self, gateway):
+        self.ended_ones = []
+        gateway.service.stats.listeners = (self,)
+
+    def ended(self, record, outcome):
+        self.ended_ones.append(record)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+async def test_choices_of_a_prompt_and_inputs_of_a_body_have_one_trace_and_arrival(
+    gateway_of, traced
+):
+    """Else only the first has the trace that the caller is told, and the others seem quick."""
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    gateway = await gateway_of(cluster={"tracer": provider.get_tracer("test")} if traced else {})
+    records = Records(gateway)
+    headers = {"traceparent": TRACEPARENT}
+    for path, headers, body in (
+        (
+            "/v1/completions",
+            {"traceparent": TRACEPARENT},
+            {"prompt": PROMPT, "max_tokens": 5, "n": 3},
+        ),
+        ("/v1/embeddings", {"traceparent": TRACEPARENT}, {"input": [[1, 2], [3]]}),
+        ("/v1/completions", {}, {"prompt": PROMPT, "max_tokens": 5, "n": 2}),
+    ):
+        response = await gateway.post(path, body, headers)
+        assert response.status_code == 200
+        ended, records.ended_ones = records.ended_ones, []
+        assert len(ended) > 1 and len({record.arrived for record in ended}) == 1
+        assert {record.state.started for record in ended} == {ended[0].arrived}
+        assert {record.trace_id for record in ended} == {response.headers.get("x-trace-id", "")}
+    found = spans.get_finished_spans()
+    whole = [span for span in found if span.name == "router.choices"]
+    assert [span.parent and f"{span.parent.trace_id:032x}" for span in whole] == (
+        [TRACE, TRACE, None] if traced else []
+    )
+    used = [
+        [span.attributes[f"gen_ai.usage.{kind}_tokens"] for kind in ("input", "output")]
+        for span in whole
+    ]
+    assert used == ([[3, 15], [3, 0], [3, 10]] if traced else [])
+    parents = Counter(span.parent.span_id for span in found if span.name.endswith(" tiny"))
+    assert [parents.pop(span.context.span_id) for span in whole] == ([3, 2, 2] if traced else [])
+    assert not parents
     provider.shutdown()
 
 

@@ -12,6 +12,7 @@ from baton.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
+    Overloaded,
     Stale,
     TransferFailed,
     Unavailable,
@@ -32,7 +33,7 @@ from .scripted_workers import (
     started,
     token,
 )
-from .snapshots import decode_views, prefill_views
+from .snapshots import decode_views, pending, prefill_views
 
 QUICK = LivenessConfig(silence_s=0.6, stall_s=2.0)
 
@@ -303,6 +304,25 @@ async def test_attempts_that_bring_tokens_do_not_use_up_the_bound(cluster_of):
     decode.runs = [pauses(decode, each - 1) for _ in range(5)]
     after = {99 + each * (i + 1): gives_up(decode, f"r-{i + 1}") for i in range(5)}
     await assert_goes_on(cluster, request_state(max_tokens=6 * each), attempts=6, after=after)
+
+
+async def test_a_full_queue_is_no_failure_of_a_worker(cluster_of):
+    """Who may not wait, or no longer, is refused at once."""
+    cluster = await cluster_of(max_queue=2)
+    await cluster.fill()
+    states = [request_state(request_id=str(at), pending=pending(at)) for at in (1.0, 2.0, 3.0)]
+    first, second = [asyncio.create_task(cluster.run(state)) for state in states[:2]]
+    await cluster.until_waiting(2)
+    with pytest.raises(Overloaded, match="2 requests are waiting already"):
+        await cluster.run(states[2])
+    light = request_state(request_id="l", tenant="l", pending=pending(4.0, tenant="l"))
+    third = asyncio.create_task(cluster.run(light))
+    with pytest.raises(Overloaded, match="took its place"):
+        await second
+    assert [state.attempts for state in (*states, light)] == [1, 1, 1, 1]
+    assert cluster.dispatch.stats.counts.failovers == 0
+    cluster.decodes[0].tell(blocks_free=20)
+    assert await asyncio.gather(first, third) == [(counting(5), LENGTH)] * 2
 
 
 @pytest.mark.parametrize("error", [Unavailable("u"), InternalError("i"), TransferFailed("t")])

@@ -223,6 +223,27 @@ async def test_a_worker_that_fails_is_ejected_and_probed_after_its_cool_down(clu
     await cluster.until_state(worker, "READY")
 
 
+async def test_a_probe_that_succeeds_is_no_further_ejection(cluster_of, caplog):
+    cluster = await cluster_of(decode=2)
+    fleet, ejected = cluster.fleet, []
+    fleet.on_ejected = ejected.append
+    fail(cluster, "d1", ("p0", "d1"))
+    breaker, worker = fleet.breakers["d1"], cluster.decodes[1]
+    await cluster.until_state(worker, "EJECTED")
+    await cluster.until_state(worker, "READY")
+    await cluster.store_seen()  # ticks see it half-open
+    breaker.sent()
+    await cluster.until_state(worker, "EJECTED")
+    await cluster.store_seen()
+    breaker.succeeded()
+    await cluster.until_state(worker, "READY")
+    assert ejected == ["d1", ("p0", "d1")]
+    assert [text for text in caplog.messages if text.startswith("ejected ")] == [
+        f"ejected {name}: its last 3 calls failed, the last with: it broke"
+        for name in ("d1", "p0 to d1")
+    ]
+
+
 async def test_a_pair_that_fails_is_excluded_and_listed(cluster_of):
     cluster = await cluster_of(decode=2)
     link = worker_pb2.PairStatus(prefill="p0", decode="d0", state="OPEN", epoch=3)

@@ -129,7 +129,7 @@ class World(Traces):
         if tokens:
             state.placed_at = state.started + 0.02
             for number in range(tokens):
-                self.stats.delivered(1, state.deliver([number]))
+                self.stats.delivered(record, 1, state.deliver([number]))
                 self.version.output_tokens += 1
             state.first_at = state.started + ttft_s
             state.last_at = state.first_at + tpot_s * (tokens - 1)
@@ -290,6 +290,39 @@ def test_a_request_that_ends_well_is_measured(world):
     assert value("baton_request_ttft_prediction_ratio_count") == 1
 
 
+def test_times_are_those_of_requests_that_someone_waits_for(world):
+    """A batch's lines wait for room by design: alerts and the planner go by the others' times."""
+    world.request(predicted_ttft_s=0.3)
+    world.request(ttft_s=30.0, tpot_s=1.0, ttft_target_s=0.1, in_batch=True)
+    world.request(InternalError("x"), in_batch=True)
+    latency = world.stats.latency()
+    assert (latency.requests, latency.ttft_p95_ms) == (1, pytest.approx(100))
+    assert latency == world.traffic.latency(time.monotonic())
+    assert (world.stats.counts.with_target, sum(world.stats.counts.served.values())) == (0, 2)
+    counts = {
+        "baton_request_queue_time_seconds_count": ({}, 1),
+        "baton_request_inter_token_latency_seconds_count": ({}, 2),
+        "gen_ai_server_time_to_first_token_seconds_count": (LABELS, 1),
+        "gen_ai_server_time_per_output_token_seconds_count": (LABELS, 1),
+        "gen_ai_server_request_duration_seconds_count": ({**LABELS, "error_type": ""}, 1),
+        "gen_ai_client_token_usage_count": ({**LABELS, "gen_ai_token_type": "input"}, 2),
+    }
+    for name, (labels, count) in counts.items():
+        assert world.value(name, **labels) == count, name
+
+
+def test_a_prompt_of_several_choices_counts_once(world):
+    for number in range(4):
+        world.request(cached=2, predicted_ttft_s=0.3, is_further_choice=number > 0)
+    tokens = [world.value(f"baton_tokens_{what}_total", **MODEL) for what in ("input", "cached")]
+    assert tokens == [3, 2]
+    for kind, count, total in (("input", 1, 3), ("output", 4, 12)):
+        labels = {**LABELS, "gen_ai_token_type": kind}
+        assert world.value("gen_ai_client_token_usage_count", **labels) == count
+        assert world.value("gen_ai_client_token_usage_sum", **labels) == total
+    assert world.value("baton_request_ttft_prediction_ratio_count") == 1, "of what began at once"
+
+
 def test_all_that_a_router_lists_is_measured(world):
     world.request(predicted_ttft_s=0.1)
     world.request(InternalError("x"))
@@ -317,7 +350,7 @@ def test_goodput_is_counted_by_class_and_not_of_what_callers_did(world):
         ("fast", "true"): 0, ("fast", "false"): 4, ("slow", "true"): 2, ("slow", "false"): 2
     }  # fmt: skip
     assert world.value("baton_requests_ended_total", status="CANCELLED", tenant="t") == 1
-    kinds = {"": 3, "InternalError": 1, "Overloaded": 1, "InvalidRequest": 1, "CANCELLED": 1}
+    kinds = {"": 2, "InternalError": 1, "Overloaded": 1, "InvalidRequest": 1, "CANCELLED": 1}
     for kind, count in kinds.items():
         name = "gen_ai_server_request_duration_seconds_count"
         assert world.value(name, **LABELS, error_type=kind) == count

@@ -107,3 +107,25 @@ def test_deadlines_end_requests_that_wait_or_run():
     assert late
     assert in_time
     assert all(one.last_at - one.arrived_at <= 2.0 + SPEC.chunk_s for one in in_time)
+
+
+@pytest.mark.parametrize("roles", [PAIR, {"mixed": 2}])
+@pytest.mark.parametrize("timeout_s", [0.03, 0.5, 2.0])
+def test_requests_whose_deadline_passes_leave_nothing_on_workers(roles, timeout_s):
+    """In a reservation, in the queue, while their prompt is computed and sent, while they run."""
+    kept = []
+
+    def follow(now, router):
+        for one in router.fleet.members.values():
+            left = one.worker.blocks.num_held, one.worker._num_sequences, one.worker.totals.steps
+            kept.append((*left, one.num_requests, len(one.assigned)))
+
+    simulation = Simulation(SPEC, roles, RouterLimits(default_timeout_s=timeout_s))
+    late = Demand(30.0, ((1000, 16),), 1)  # the others have ended by then
+    found = simulation.run(
+        [*load(rate=100, count=150, output=500), late], follow=follow, interval_s=4.0
+    )
+    ended = [one.refused for one in found.requests]
+    assert ended.count("its deadline passed") > 20
+    (*_, steps, _, _), (*_, others, _, _) = kept[:2]
+    assert kept[:14] == [(0, 0, steps, 0, 0), (0, 0, others, 0, 0)] * 7, "nor do they run on"

@@ -25,10 +25,10 @@ from baton.worker.metrics import (
 LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0, 2000.0, 120)
 
 
-def step(num_tokens, *sampled, ended_ns=5_000_000):
-    """A step whose sequences have sampled a token or not."""
+def step(num_tokens, *sampled, ended_ns=5_000_000, chunks=0):
+    """A step whose sequences have sampled a token or not, and some of which compute prompts."""
     progress = [SequenceProgress(str(n), 1, (7,) if one else ()) for n, one in enumerate(sampled)]
-    return StepReport(0, ended_ns, num_tokens, progress, LOAD)
+    return StepReport(0, ended_ns, num_tokens, progress, LOAD, num_chunks=chunks)
 
 
 DRAFTED = StepReport(
@@ -46,12 +46,13 @@ DRAFTED = StepReport(
     ("report", "kind"),
     [
         (step(3, True, True, True), "decode"),
-        (step(512, False), "prefill"),
-        (step(100, True), "prefill"),  # the last chunk samples the first token
-        (step(102, True, True, False), "mixed"),
-        (step(150, False, False), "prefill"),
+        (step(512, False, chunks=1), "prefill"),
+        (step(100, True, chunks=1), "prefill"),  # the last chunk samples the first token
+        (step(200, True, True, chunks=2), "prefill"),
+        (step(102, True, True, False, chunks=1), "mixed"),
+        (step(150, False, False, chunks=2), "prefill"),
         (DRAFTED, "decode"),
-        (dataclasses.replace(DRAFTED, num_tokens=66), "mixed"),
+        (dataclasses.replace(DRAFTED, num_tokens=66, num_chunks=1), "mixed"),
     ],
 )
 def test_what_a_step_computed(report, kind):
@@ -209,13 +210,13 @@ def test_a_watcher_gets_all_that_is_cached_and_then_the_net_effect():
 
 def test_a_load_has_the_time_of_decode_steps_whatever_their_batch():
     tracker = LoadTracker()
-    tracker.update(step(100, False, ended_ns=50_000_000))
+    tracker.update(step(100, False, ended_ns=50_000_000, chunks=1))
     assert (tracker.load.prefill_tokens_per_s, tracker.load.chunk_tokens) == (2000, 120)
     assert tracker.load.step_ms == 0
     tracker.update(step(40, *[True] * 40, ended_ns=10_000_000))
     assert tracker.load.step_ms == 10
     assert 0.01 < tracker.mean_step_s < 0.05
-    for other in (cache_step(), step(41, *[True] * 40), step(3, True)):
+    for other in (cache_step(), step(41, *[True] * 40, chunks=1), step(3, True, chunks=1)):
         tracker.update(other)
         assert tracker.load.step_ms == 10
 

@@ -51,7 +51,9 @@ async def test_an_idle_worker_is_not_busy_with_prompts_for_ever(directory, store
         Router(worker, heartbeat_ms=50) as router,
     ):
         late = time.time_ns() + 500_000_000
-        worker.node.load_tracker.update(StepReport(late - 5_000_000_000, late, 30, [], load))
+        worker.node.load_tracker.update(
+            StepReport(late - 5_000_000_000, late, 30, [], load, num_chunks=1)
+        )
         assert worker.node.load().prefill_share == 1
         for is_seen in (lambda share: share == 1, lambda share: share < 0.8):
             report = await asyncio.wait_for(router.reports.get(), PATIENCE_S)
