@@ -337,7 +337,7 @@ class GenerationService:
         except DeadlineExceeded:  # a TimeoutError, too
             raise
         except TimeoutError:
-            raise DeadlineExceeded("the deadline passed before the request was run") from None
+            raise DeadlineExceeded("the deadline passed while the request waited") from None
 
     async def detokenize(self, model: str, token_ids: Sequence[int], caller: Caller) -> str:
         """The text of token ids; special tokens appear by their names."""

@@ -11,6 +11,7 @@ from msgspec import Struct
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Unavailable
 from baton.gateway import openai
 from baton.gateway.endpoint import Call, Endpoint
+from baton.gateway.headers import TIMEOUT_HEADER
 from baton.gateway.openapi import ERRORS, Operation, Routes
 from baton.net import rpc
 from baton.v1 import fleet_pb2
@@ -51,7 +52,7 @@ async def _load(body: LoadLoraAdapter, call: Call) -> None:
         name=body.lora_name, directory=body.lora_path, model=body.base_model_name or ""
     )
     with _fields_of_body():
-        results = await adapters.load(call.service.models, request, call.caller.time_left_s)
+        results = await adapters.load(call.service.models, request, _time_left_s(call))
         _answer(call, "load", results)
 
 
@@ -59,8 +60,13 @@ async def _unload(body: UnloadLoraAdapter, call: Call) -> None:
     call.service.check_operator(call.caller)
     request = fleet_pb2.UnloadFleetAdapterRequest(name=body.lora_name)
     with _fields_of_body(model="lora_name"):
-        results = await adapters.unload(call.service.models, request, call.caller.time_left_s)
+        results = await adapters.unload(call.service.models, request, _time_left_s(call))
         _answer(call, "unload", results)
+
+
+def _time_left_s(call: Call) -> float | None:
+    """None where the caller has no deadline: adapters may take longer than what is generated."""
+    return call.caller.time_left_s if TIMEOUT_HEADER.encode() in call.exchange.headers else None
 
 
 @contextmanager

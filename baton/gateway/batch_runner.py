@@ -206,7 +206,7 @@ class BatchRunner:
             return LineAnswer(
                 int(status.split()[1]),
                 await reader.readexactly(int(headers["content-length"])),
-                headers["x-request-id"],
+                headers["x-request-id"] or "",
                 ADMITTED_HEADER in headers,
                 float(headers["retry-after"] or 0),
             )

@@ -39,12 +39,7 @@ _EXPOSED = (
 
 def caller_of(exchange: HttpExchange) -> Caller:
     """The caller's key, trace and deadline. Raises InvalidRequest for an invalid deadline."""
-    headers = exchange.headers
-    metadata: list[tuple[str, str | bytes]] = [
-        (name.decode(), headers[name].decode("latin-1"))
-        for name in (b"traceparent", b"tracestate")
-        if name in headers
-    ]
+    headers, metadata = exchange.headers, _trace_of(exchange)
     if (key := headers.get(b"authorization")) is not None:
         metadata.append(("authorization", key))
     elif (key := headers.get(_API_KEY)) is not None:  # Anthropic's clients send it
@@ -53,6 +48,12 @@ def caller_of(exchange: HttpExchange) -> Caller:
         metadata.append((CALLERS_ID, request_id.decode("latin-1")))
     time_left_s = _time_left_s(headers.get(TIMEOUT_HEADER.encode()))
     return Caller(tuple(metadata), time_left_s, own_id=exchange.request_id)
+
+
+def _trace_of(exchange: HttpExchange) -> list[tuple[str, str | bytes]]:
+    """The headers that name the caller's trace."""
+    found = ((name, exchange.headers.get(name.encode())) for name in ("traceparent", "tracestate"))
+    return [(name, value.decode("latin-1")) for name, value in found if value is not None]
 
 
 def session_of(exchange: HttpExchange) -> str:
@@ -69,7 +70,7 @@ def id_headers(exchange: HttpExchange, trace_id: str = "") -> dict[bytes, bytes]
     if exchange.path.startswith(MESSAGES_PATH):
         headers[b"request-id"] = exchange.request_id.encode()
     if b"traceparent" in exchange.headers:
-        parent = propagation.extract(caller_of(exchange).metadata)
+        parent = propagation.extract(_trace_of(exchange))
         if found := tracing.trace_id_in(parent):
             trace_id = found
             headers[b"traceparent"] = dict(propagation.inject(parent))["traceparent"].encode()

@@ -337,14 +337,13 @@ async def run(start: Callable[[AsyncExitStack], Awaitable[Supervisor]], say: Say
     """
     had_terminal = _has_terminal()
     cancel = cancel_on_signals(say)
-    restart, is_closed = asyncio.Event(), False
+    restart, task = asyncio.Event(), asyncio.current_task()
+    assert task is not None
 
     def hang_up() -> None:
-        nonlocal is_closed
         if not had_terminal or _has_terminal():
             restart.set()
-        elif not is_closed:  # the kernel and the shell may both report it
-            is_closed = True
+        elif not task.cancelling():  # a second cancellation would kill what still drains
             cancel()  # ctrl-C is no longer possible
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)

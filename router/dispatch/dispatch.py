@@ -109,7 +109,7 @@ class Dispatch:
                     attributes = {}
                     if attempt.first_output_ns and (last_at := state.last_at):
                         last_ns = time.time_ns() - int((time.monotonic() - last_at) * 1e9)
-                        attributes["baton.last_token_ms"] = (last_ns - streams_ns) / 1e6
+                        attributes["baton.last_token_ms"] = max(0, last_ns - streams_ns) / 1e6
                     tracing.record(
                         self._tracer, "router.stream", trace, streams_ns, None, attributes
                     )
@@ -177,7 +177,7 @@ class Dispatch:
                         demand,
                         place_once,
                         reserve_workers,
-                        accepted=state.request.accepted or state.placed_at is not None,
+                        accepted=state.request.accepted or state.attempts > 1,  # has waited
                     )
             except DeadlineExceeded:  # a TimeoutError, too
                 raise

@@ -120,12 +120,11 @@ class Traffic:
                 counts.turned_away += for_want_of_room
         elif outcome.status == OK and state is not None:
             counts.served[state.prompt_path] += 1
-            if record.in_batch:
-                return
             ttft_s, target_s = state.ttft_s, state.request.ttft_target_s
             counts.with_target += target_s > 0
             counts.late += 0 < target_s < ttft_s
-            self._latencies.append((now, ttft_s * 1e3, state.tpot_s * 1e3))
+            if not record.in_batch:
+                self._latencies.append((now, ttft_s * 1e3, state.tpot_s * 1e3))
 
     def latency(self, now: float) -> fleet_pb2.Latency:
         """Percentiles over the last minute, without requests of batches."""

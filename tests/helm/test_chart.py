@@ -449,6 +449,12 @@ def test_a_mistake_is_an_error_that_names_the_value(values, error):
     assert type(caught.value).__name__ == "InstallError"
 
 
+def test_a_planner_with_tenants_may_have_its_key_from_elsewhere():
+    key = {"name": "BATON_API_KEY", "valueFrom": {"secretKeyRef": {"name": "k", "key": "planner"}}}
+    planner = {"enabled": True, "env": [key]}
+    assert install(**DEVELOPMENT, router={"tenantsSecret": "t"}, planner=planner)
+
+
 def test_the_image_of_a_chart_from_a_package_has_all_files(tmp_path):
     """`helm package` follows the links to compose's files."""
     helm_sdkpy = pytest.importorskip("helm_sdkpy")

@@ -283,7 +283,9 @@ async def test_a_writer_that_hangs_does_not_keep_an_entry_for_ever(directory, st
         assert await decode.clean()
 
 
-async def test_a_deadline_ends_a_request_in_any_state_and_is_no_fault_of_the_worker(decode, router):
+async def test_a_deadline_ends_a_request_in_any_state_and_is_no_fault_of_the_worker(
+    decode, router, monkeypatch
+):
     with pytest.raises(DeadlineExceeded):  # on a slow machine it may pass during the call
         await router.reserve(spec("reserved", prompt(20), time_left_ms=50))
         await router.event("reserved")
@@ -293,16 +295,22 @@ async def test_a_deadline_ends_a_request_in_any_state_and_is_no_fault_of_the_wor
     handoffs._expire(early, early.deadline)  # as timers come, by up to a millisecond
     with pytest.raises(DeadlineExceeded):
         await router.event("early")
-    gate = threading.Event()
+    gates, reserve = list[threading.Event](), decode.node.engine.reserve
+
+    def reserve_and_hold(*args):  # it would soon have generated all tokens
+        reserved = reserve(*args)
+        gates.append(decode.hold_engine())
+        return reserved
+
+    monkeypatch.setattr(decode.node.engine, "reserve", reserve_and_hold)
     try:
         with pytest.raises(DeadlineExceeded):
             runs = spec("runs", prompt(20), max_tokens=200, time_left_ms=700)
             await router.reserve(runs, local=20)
-            gate = decode.hold_engine()  # at once: it would soon have generated all tokens
             while event := await router.event("runs"):
                 assert not event.finish_reason
     finally:
-        gate.set()
+        gates[0].set()
 
 
 async def test_a_connection_that_breaks_ends_its_routers_sequences_alone(decode):

@@ -413,8 +413,10 @@ async def test_a_deadline_is_a_status_or_a_streams_last_event(gateway_of):
     assert error_of(response, 504)["code"] == "deadline_exceeded"
     await gateway.cluster.all_freed()
     for bad in ("soon", "-1", "0", "inf", "nan"):
-        error = error_of(await gateway.complete({"x-request-timeout": bad}), 400)
-        assert error["param"] == "x-request-timeout"
+        parent = {"traceparent": f"00-{'ab' * 16}-00f067aa0ba902b7-01"}
+        response = await gateway.complete({"x-request-timeout": bad, **parent})
+        assert error_of(response, 400)["param"] == "x-request-timeout"
+        assert response.headers["x-trace-id"] == "ab" * 16 and response.headers["x-request-id"]
     *chunks, last = await gateway.events()
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a"]
     assert last["error"]["code"] == "deadline_exceeded"

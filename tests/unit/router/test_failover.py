@@ -321,8 +321,12 @@ async def test_a_full_queue_is_no_failure_of_a_worker(cluster_of):
         await second
     assert [state.attempts for state in (*states, light)] == [1, 1, 1, 1]
     assert cluster.dispatch.stats.counts.failovers == 0
-    cluster.decodes[0].tell(blocks_free=20)
-    assert await asyncio.gather(first, third) == [(counting(5), LENGTH)] * 2
+    again = request_state(request_id="again", pending=pending(5.0))
+    again.attempts = 1  # its worker failed after it had waited
+    fourth = asyncio.create_task(cluster.run(again))
+    await cluster.until_waiting(3)
+    cluster.decodes[0].tell(blocks_free=30)
+    assert await asyncio.gather(first, third, fourth) == [(counting(5), LENGTH)] * 3
 
 
 @pytest.mark.parametrize("error", [Unavailable("u"), InternalError("i"), TransferFailed("t")])
