@@ -49,10 +49,12 @@ async def generate(client, model, tokens=TOKENS):
 
 
 async def test_adapters_come_and_go_and_a_killed_workers_stream_keeps_its_own(clusters, adapted):
+    """With torch's kernels, whose steps are slow enough for a stream to be found on its worker."""
     directory, expected = adapted
     engine = EngineConfig(
-        model=str(directory / "base"), max_loras=2, dtype="float32", kv_blocks=400, threads=1
-    )
+        model=str(directory / "base"), max_loras=2, dtype="float32", kernels="torch",
+        kv_blocks=400, threads=1,
+    )  # fmt: skip
     cluster, client = await clusters(
         alone=True, engine=engine, decode=2, model_name="base", restart=True
     )
