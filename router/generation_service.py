@@ -193,16 +193,13 @@ class GenerationService:
         return type(error)(text)
 
     @contextlib.contextmanager
-    def siblings(
-        self, request: inference_pb2.GenerateRequest, caller: Caller, count: int
-    ) -> Iterator[Caller]:
-        """Yields the caller of `count` requests like this one, which have one trace and arrive now.
+    def siblings(self, caller: Caller, count: int) -> Iterator[Caller]:
+        """Yields the caller of `count` requests, which have one trace and arrive now.
 
-        Their times count from here, however late each of them begins.
+        Their times count from here, however late each of them begins. Conventional attributes of
+        usage are those of their own spans, which are summed: sums have other names.
         """
-        operation = tracing.operation_of(request)
-        parent, known = self._trace_of(caller), dict[str, str | int](first_attributes(operation))
-        known["gen_ai.request.choice.count"] = count
+        parent, known = self._trace_of(caller), {"baton.choices": count}
         with tracing.span(self._tracer, "router.choices", parent, known, SpanKind.SERVER) as span:
             siblings = Siblings(tracing.context_of(span))
             span.set_attributes(caller.times)
@@ -210,8 +207,8 @@ class GenerationService:
                 yield replace(caller, siblings=siblings, times={}, unread_bytes=None)
             finally:
                 _describe_reader(span, caller)
-                span.set_attribute("gen_ai.usage.input_tokens", siblings.input_tokens)
-                span.set_attribute("gen_ai.usage.output_tokens", siblings.output_tokens)
+                span.set_attribute("baton.input_tokens", siblings.input_tokens)
+                span.set_attribute("baton.output_tokens", siblings.output_tokens)
 
     def _trace_of(self, caller: Caller) -> Context:
         """The context in which a request's span begins."""

@@ -304,7 +304,7 @@ async def run_choices(
     once. If a choice fails, all end. All have one trace and one arrival.
     """
     if (total := parsed.num_prompts * parsed.n) > 1:
-        with service.siblings(parsed.base, caller, total) as sibling:
+        with service.siblings(caller, total) as sibling:
             await _run_several(service, parsed, sibling, sinks, target)
         return
     choices = PromptChoices(cut_output=not parsed.max_tokens_given)

@@ -41,7 +41,7 @@ def service_with(generate):
     return SimpleNamespace(
         time_left_s=lambda caller: WAIT_S,
         generate=generate,
-        siblings=lambda request, caller, count: contextlib.nullcontext(caller),
+        siblings=lambda caller, count: contextlib.nullcontext(caller),
     )
 
 

@@ -215,13 +215,13 @@ async def test_choices_of_a_prompt_and_inputs_of_a_body_have_one_trace_and_arriv
         [TRACE, TRACE, None] if traced else []
     )
     used = [
-        [span.attributes[f"gen_ai.usage.{kind}_tokens"] for kind in ("input", "output")]
-        for span in whole
+        [span.attributes[f"baton.{kind}_tokens"] for kind in ("input", "output")] for span in whole
     ]
     assert used == ([[3, 15], [3, 0], [3, 10]] if traced else [])
     parents = Counter(span.parent.span_id for span in found if span.name.endswith(" tiny"))
     assert [parents.pop(span.context.span_id) for span in whole] == ([3, 2, 2] if traced else [])
     assert not parents
+    assert not any(name.startswith("gen_ai.") for span in whole for name in span.attributes)
     provider.shutdown()
 
 

@@ -87,7 +87,7 @@ class InputBatch:
             samples = np.array([item.samples for item in work])
             self._write_chunks(work[num_decodes:], shape, into)
             into.logit_rows[:num_decodes] = at[:num_decodes]
-        sources = np.where(samples[:num_decodes], sources, KNOWN)
+            sources = np.where(samples[:num_decodes], sources, KNOWN)
         into.context_lens[at] = starts
         into.positions[at] = np.where(samples, ends, 0)
         into.sources[:num_decodes] = sources
