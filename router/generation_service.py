@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -83,13 +83,13 @@ class Caller:
     """What a request's transport provides: headers (lower-case names) and the deadline."""
 
     metadata: tuple[tuple[str, str | bytes], ...] = ()
-    time_left_s: float | None = None  # None: no deadline of its own
+    deadline: float | None = None  # `time.monotonic()`; None: it has none of its own
     tenant: str = ""  # name, for callers within this process, which have no key
     own_id: str = ""  # the router's id of the request, if it has one; else it gets one
     resumes: bool = False  # whether it can resume an interrupted stream at another router
     siblings: Siblings | None = None  # where its body stands for several requests
     # Attributes of its span: milliseconds that were spent before it came here.
-    times: Mapping[str, float] = field(default_factory=dict, compare=False)
+    times: dict[str, float] = field(default_factory=dict, compare=False)
     # Output that waits in this process until the caller reads on; None: not known.
     unread_bytes: Callable[[], int] | None = field(default=None, compare=False)
 
@@ -316,20 +316,22 @@ class GenerationService:
         tenant.charge_request()
         max_context = version.fleet.snapshot().max_context
         prompts = version.admission.prompts
-        token_ids = await prompts.tokenize(request, max_context, self.time_left_s(caller), tenant)
+        left_s = self.deadline_of(caller) - time.monotonic()
+        token_ids = await prompts.tokenize(request, max_context, left_s, tenant)
         tenant.charge_tokens(len(token_ids))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=version.max_context)
 
-    def time_left_s(self, caller: Caller) -> float:
-        """Seconds until the deadline of a caller's request."""
-        given = caller.time_left_s
-        return self.limits.default_timeout_s if given is None else given
+    def deadline_of(self, caller: Caller) -> float:
+        """`time.monotonic()` at a caller's deadline: its own, or the default from now."""
+        if caller.deadline is not None:
+            return caller.deadline
+        return time.monotonic() + self.limits.default_timeout_s
 
     @contextlib.asynccontextmanager
     async def within(self, caller: Caller) -> AsyncIterator[None]:
         """Ends what waits inside, and raises DeadlineExceeded, at the caller's deadline."""
         try:
-            async with asyncio.timeout(self.time_left_s(caller)):
+            async with asyncio.timeout(self.deadline_of(caller) - time.monotonic()):
                 yield
         except DeadlineExceeded:  # a TimeoutError, too
             raise
@@ -378,7 +380,7 @@ class GenerationService:
         snapshot = version.fleet.snapshot().holding(target.adapter)
         admitted = await admission.admit(
             request,
-            caller.time_left_s,
+            self.deadline_of(caller),
             snapshot.max_context,
             "explained",
             tenant,
@@ -431,7 +433,7 @@ class GenerationService:
         async with self.within(caller):  # work on threads may wait behind that of others
             admitted = await version.admission.admit(
                 request,
-                caller.time_left_s,
+                self.deadline_of(caller),
                 snapshot.max_context,
                 record.request_id,
                 tenant,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
@@ -264,5 +265,5 @@ def authorize(tenants: Tenants, method: str, context: Any) -> None:
 
 def caller_of(context: Any) -> Caller:
     """The caller of a call, with its metadata and remaining time."""
-    metadata = tuple(context.invocation_metadata() or ())
-    return Caller(metadata, context.time_remaining(), resumes=True)
+    metadata, left_s = tuple(context.invocation_metadata() or ()), context.time_remaining()
+    return Caller(metadata, None if left_s is None else time.monotonic() + left_s, resumes=True)

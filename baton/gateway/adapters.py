@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
@@ -66,7 +67,9 @@ async def _unload(body: UnloadLoraAdapter, call: Call) -> None:
 
 def _time_left_s(call: Call) -> float | None:
     """None where the caller has no deadline: adapters may take longer than what is generated."""
-    return call.caller.time_left_s if TIMEOUT_HEADER.encode() in call.exchange.headers else None
+    if TIMEOUT_HEADER.encode() not in call.exchange.headers:
+        return None
+    return max(0.0, call.service.deadline_of(call.caller) - time.monotonic())
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import zlib
 from collections.abc import Awaitable, Callable
@@ -39,17 +38,10 @@ class Call:
         """Adds a request id from the body; an id in the headers takes precedence."""
         return replace(self, caller=with_request_id(self.exchange, self.caller, request_id))
 
-    async def with_result(self, work: Awaitable[T]) -> tuple[T, Call]:
-        """What `work` returns, and this call with the time that is left then.
-
-        Raises DeadlineExceeded where the call's deadline passes before.
-        """
-        loop = asyncio.get_running_loop()
-        ends_at = loop.time() + self.service.time_left_s(self.caller)
+    async def run_in_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Runs long work on a thread. Raises DeadlineExceeded at the call's deadline."""
         async with self.service.within(self.caller):
-            result = await work
-        left_s = max(0.0, ends_at - loop.time())
-        return result, replace(self, caller=replace(self.caller, time_left_s=left_s))
+            return await self.service.run_in_thread(work, *args)
 
     def limit_headers(self) -> dict[bytes, bytes]:
         """Response headers with what is left of the tenant's rate limits."""
@@ -76,9 +68,8 @@ class Endpoint(Generic[T]):
         self, service: GenerationService, exchange: HttpExchange, caller: Caller | None = None
     ) -> None:
         """Answers a POST; `caller` replaces the caller that the headers name."""
-        if caller is None:
-            caller = replace(caller_of(exchange), unread_bytes=lambda: exchange.unread_bytes)
-        call = Call(service, caller, exchange)
+        caller = caller or caller_of(exchange)
+        call = Call(service, replace(caller, deadline=service.deadline_of(caller)), exchange)
         exchange.answer_headers |= call.limit_headers()
         service.tenant_of(call.caller).check()
         max_bytes, began = max_request_bytes(service.max_context), time.monotonic()
@@ -87,31 +78,28 @@ class Endpoint(Generic[T]):
             close = ((b"connection", b"close"),)  # the rest of the body is not read
             raise HttpError(413, f"the body may have {max_bytes} bytes: send a shorter one", close)
         came = time.monotonic()
-        parsing = self._parsed(service, exchange, body, max_bytes)
-        parsed, call = await call.with_result(parsing)
-        times = {
-            "baton.http.body_ms": (came - began) * 1e3,
-            "baton.http.parse_ms": (time.monotonic() - came) * 1e3,
-        }
-        await self.answer(parsed, replace(call, caller=replace(call.caller, times=times)))
+        parsed = await self._parsed(call, body, max_bytes)
+        times, parsed_at = call.caller.times, time.monotonic()
+        times["baton.http.body_ms"] = (came - began) * 1e3
+        times["baton.http.parse_ms"] = (parsed_at - came) * 1e3
+        await self.answer(parsed, call)
 
-    async def _parsed(
-        self, service: GenerationService, exchange: HttpExchange, body: bytes, max_bytes: int
-    ) -> T:
+    async def _parsed(self, call: Call, body: bytes, max_bytes: int) -> T:
         """Parses the body as JSON under any content-type, because `curl -d` sends a form's.
 
         Web pages can therefore post here, but without a key, which browsers do not add.
         """
-        if codings := exchange.headers.get(b"content-encoding"):
-            body = await service.run_in_thread(decompressed, body, codings, max_bytes)
+        headers = call.exchange.headers
+        if codings := headers.get(b"content-encoding"):
+            body = await call.run_in_thread(decompressed, body, codings, max_bytes)
         try:
             if len(body) <= _LARGE_BODY_BYTES:
                 return self.parse(body)
-            return await service.run_in_thread(self.parse, body)
+            return await call.run_in_thread(self.parse, body)
         except RecursionError as error:
             raise InvalidRequest("the body is nested too deeply") from error
         except InvalidRequest as error:
-            kind = exchange.headers.get(b"content-type", b"").decode("latin-1")
+            kind = headers.get(b"content-type", b"").decode("latin-1")
             if error.field or "json" in kind.lower():
                 raise
             raise InvalidRequest(

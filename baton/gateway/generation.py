@@ -322,9 +322,8 @@ async def _run_several(
     num_prompts, n = parsed.num_prompts, parsed.n
     total = num_prompts * n
     cut = not parsed.max_tokens_given
-    loop = asyncio.get_running_loop()
     # Shared by all choices, including those that start later.
-    deadline = loop.time() + service.time_left_s(caller)
+    caller = replace(caller, deadline=service.deadline_of(caller))
     reserved = ReservedChoices()
     shared = [
         PromptChoices(total, n, first=i == 0, cut_output=cut, reserved=reserved)
@@ -346,11 +345,10 @@ async def _run_several(
         request = parsed.request(index, number)
         shared[index].params = shared[0].params
         sink = _ChoiceSink(sinks[choice], entrance.release, partial(on_computed, index))
-        left = replace(caller, time_left_s=deadline - loop.time())
-        if choice:
-            left = replace(left, own_id="")
+        own_id = "" if choice else caller.own_id
         try:
-            await service.generate(request, left, sink, shared[index], number, target)
+            one_caller = replace(caller, own_id=own_id)
+            await service.generate(request, one_caller, sink, shared[index], number, target)
         except asyncio.CancelledError as end:
             without_frames(end)
             raise

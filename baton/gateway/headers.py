@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -46,8 +47,12 @@ def caller_of(exchange: HttpExchange) -> Caller:
         metadata.append(("authorization", b"Bearer " + key))
     if (request_id := headers.get(_REQUEST_ID)) is not None:
         metadata.append((CALLERS_ID, request_id.decode("latin-1")))
-    time_left_s = _time_left_s(headers.get(TIMEOUT_HEADER.encode()))
-    return Caller(tuple(metadata), time_left_s, own_id=exchange.request_id)
+    return Caller(
+        tuple(metadata),
+        _deadline_of(headers.get(TIMEOUT_HEADER.encode())),
+        own_id=exchange.request_id,
+        unread_bytes=lambda: exchange.unread_bytes,
+    )
 
 
 def _trace_of(exchange: HttpExchange) -> list[tuple[str, str | bytes]]:
@@ -131,7 +136,7 @@ def preflight_headers(exchange: HttpExchange, methods: str) -> list[Header]:
     ]
 
 
-def _time_left_s(text: bytes | None) -> float | None:
+def _deadline_of(text: bytes | None) -> float | None:
     if text is None:
         return None
     try:
@@ -143,4 +148,4 @@ def _time_left_s(text: bytes | None) -> float | None:
             f"{TIMEOUT_HEADER} must be seconds between {MIN_TIMEOUT_S} and {MAX_TIMEOUT_S:.0f}",
             TIMEOUT_HEADER,
         )
-    return seconds
+    return time.monotonic() + seconds

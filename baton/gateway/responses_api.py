@@ -6,9 +6,7 @@ Without `--response-dir` nothing is stored. Responses belong to the tenant that 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -114,15 +112,14 @@ class ResponseApi:
 
     async def _create(self, parsed: ParsedRequest, call: Call) -> None:
         tenant = call.service.tenant_of(call.caller).name
-        parsed, call = await call.with_result(self._with_context(parsed, tenant))
+        parsed = await self._with_context(parsed, call.caller, tenant)
         body = parsed.options
         assert isinstance(body, ResponsesRequest)
         stores = self._folder is not None and body.store is not False
         if not body.background:
             keep = None
             if stores or body.conversation:
-                ends_at = time.monotonic() + self.service.time_left_s(call.caller)
-                keep = partial(self._keep_until, ends_at, call.caller, tenant, body)
+                keep = partial(self._keep_until, call.caller, tenant, body)
             start = partial(ResponseGeneration, keep=keep, stores=stores)
             await generate(start, parsed, call)
             return
@@ -146,10 +143,12 @@ class ResponseApi:
 
     async def _count(self, parsed: ParsedRequest, call: Call) -> None:
         tenant = call.service.tenant_of(call.caller).name
-        parsed, call = await call.with_result(self._with_context(parsed, tenant))
+        parsed = await self._with_context(parsed, call.caller, tenant)
         call.answer(InputTokens(await count_chat(parsed, call)))
 
-    async def _with_context(self, parsed: ParsedRequest, tenant: str) -> ParsedRequest:
+    async def _with_context(
+        self, parsed: ParsedRequest, caller: Caller, tenant: str
+    ) -> ParsedRequest:
         """The request behind the response or conversation, and with the items, that it names."""
         body = parsed.options
         assert isinstance(body, ResponsesRequest)
@@ -168,22 +167,17 @@ class ResponseApi:
         if previous and conversation:
             text = "give either previous_response_id or conversation"
             raise InvalidRequest(text, "previous_response_id")
-        context = await self.database.call(
-            ConversationStore.context, tenant, previous, conversation, body.references
-        )
-        return await self.service.run_in_thread(parsed_response, body, context)
+        async with self.service.within(caller):
+            context = await self.database.call(
+                ConversationStore.context, tenant, previous, conversation, body.references
+            )
+            return await self.service.run_in_thread(parsed_response, body, context)
 
     async def _keep_until(
-        self,
-        ends_at: float,
-        caller: Caller,
-        tenant: str,
-        body: ResponsesRequest,
-        response: Response,
+        self, caller: Caller, tenant: str, body: ResponsesRequest, response: Response
     ) -> None:
-        """As `_keep`, but raises DeadlineExceeded at a time of `time.monotonic()`."""
-        left_s = max(0.0, ends_at - time.monotonic())
-        async with self.service.within(replace(caller, time_left_s=left_s)):
+        """As `_keep`, but raises DeadlineExceeded at the caller's deadline."""
+        async with self.service.within(caller):
             await self._keep(tenant, body, response)
 
     async def _keep(self, tenant: str, body: ResponsesRequest, response: Response) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -122,17 +122,15 @@ class ResponseGeneration(Generation):
         chat, version = self.parsed.base.chat, self.target.version
         most = version.max_context - (self._body.max_output_tokens or 1)
         tenant, prompts = self.service.tenant_of(self.caller), version.admission.prompts
-        ends_at = time.monotonic() + self.service.time_left_s(self.caller)
         while version.max_context:
             request = inference_pb2.TokenizeRequest(chat=chat)
-            left_s = ends_at - time.monotonic()
+            left_s = self.service.deadline_of(self.caller) - time.monotonic()
             with contextlib.suppress(ContextOverflow):
                 tokens = await prompts.tokenize(request, version.max_context, left_s, tenant)
                 if len(tokens) <= most:
                     break
             if not drop_oldest(chat):
                 break
-        self.caller = replace(self.caller, time_left_s=ends_at - time.monotonic())
 
     async def answer(self) -> bytes:
         return _encode(self._ended())

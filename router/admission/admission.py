@@ -111,7 +111,7 @@ class Admission:
     async def admit(
         self,
         request: inference_pb2.GenerateRequest,
-        time_left_s: float | None,
+        deadline: float,
         max_context: int,
         request_id: str,
         tenant: Tenant,
@@ -122,18 +122,16 @@ class Admission:
     ) -> TokenizedRequest:
         """Validates and tokenizes a request.
 
-        `number`: index of the choice, which is added to the seed. `max_context`: the workers'
-        limit, 0 if not known. `model`: full name of the version that serves it. `adapter`:
-        identity of its LoRA adapter. The tenant is charged by `enter` only, but Overloaded is
-        raised while none of its requests may enter.
+        `deadline`: `time.monotonic()`. `number`: index of the choice, which is added to the seed.
+        `max_context`: the workers' limit, 0 if not known. `model`: full name of the version that
+        serves it. `adapter`: identity of its LoRA adapter. The tenant is charged by `enter` only,
+        but Overloaded is raised while none of its requests may enter.
         Raises InvalidRequest or DeadlineExceeded.
         """
         if charged := choices.num_charged(number):
             tenant.check(charged)
-        timeout_s = self.limits.default_timeout_s if time_left_s is None else time_left_s
-        if timeout_s <= 0:
+        if time.monotonic() >= deadline:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
-        deadline = time.monotonic() + timeout_s
         check_fields(request)
         began = time.perf_counter()
         params = await self._params(request, choices, number)
@@ -142,7 +140,7 @@ class Admission:
             raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
         limit = self.prompts.context_limit(max_context)
         resumed = tuple(request.resumed_token_ids)
-        prompt = await self._prompt(request, params, max_context, timeout_s, tenant, choices)
+        prompt = await self._prompt(request, params, max_context, deadline, tenant, choices)
         tokenized = time.perf_counter()
         params, output_format = await self._chat_output(request, params, prompt)
         if params.structured_output is not None:
@@ -228,7 +226,7 @@ class Admission:
         request: inference_pb2.GenerateRequest,
         params: SamplingParams,
         max_context: int,
-        timeout_s: float,
+        deadline: float,
         tenant: Tenant,
         choices: PromptChoices,
     ) -> Sequence[int]:
@@ -239,7 +237,8 @@ class Admission:
             num_tokens = len(request.token_ids.ids) + len(request.resumed_token_ids)
             check_length(num_tokens, limit, has_output=params.max_tokens > 0)
         if choices.prompt is None:
-            tokens = await self.prompts.tokenize(request, max_context, timeout_s, tenant)
+            left_s = deadline - time.monotonic()
+            tokens = await self.prompts.tokenize(request, max_context, left_s, tenant)
             # Four bytes a token, for as long as the request waits.
             choices.prompt = array("I", tokens[-kept:])
         return choices.prompt

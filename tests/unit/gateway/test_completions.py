@@ -5,6 +5,7 @@ import base64
 import contextlib
 import gc
 import json
+import math
 import mmap
 import re
 import struct
@@ -27,7 +28,6 @@ from router.generation_service import Caller
 from router.queueing.fair_queue import FairQueue
 from router.request import RequestState
 from tests.unit.router.scripted_workers import LENGTH, first_token, seen, started
-from tests.waiting import WAIT_S
 
 from .conftest import PROMPT
 
@@ -39,7 +39,7 @@ def sequences(gateway):
 def service_with(generate):
     """The part of a service that runs the choices of a body."""
     return SimpleNamespace(
-        time_left_s=lambda caller: WAIT_S,
+        deadline_of=lambda caller: math.inf,
         generate=generate,
         siblings=lambda caller, count: contextlib.nullcontext(caller),
     )
@@ -454,7 +454,7 @@ async def test_prompts_that_come_together_share_what_is_the_same(gateway, more):
 
     async def generate(request, caller, sink, choices, number, target):
         tenant = admission.tenants.tenant_for(())
-        kept.append(await admission.admit(request, 10.0, 32, "id", tenant, choices, number))
+        kept.append(await admission.admit(request, math.inf, 32, "id", tenant, choices, number))
         sink.start(inference_pb2.Started())
 
     service = service_with(generate)

@@ -1,6 +1,7 @@
 """Chats with tools and reasoning: what templates get, what outputs are held to, what is refused."""
 
 import json
+import math
 
 import pytest
 
@@ -49,7 +50,7 @@ async def admit(admission, *messages, sampling=None, **chat):
         chat=inference_pb2.Chat(messages=turns, **chat), sampling=sampling
     )
     return await admission.admit(
-        request, None, 0, "r", admission.tenants.tenant_for(()), PromptChoices(cut_output=True)
+        request, math.inf, 0, "r", admission.tenants.tenant_for(()), PromptChoices(cut_output=True)
     )
 
 
