@@ -66,7 +66,7 @@ def is_callers_id(text: str) -> bool:
 
 
 @dataclass(eq=False)
-class Siblings:
+class RequestGroup:
     """Requests of one body, such as the choices of a prompt: they arrived together.
 
     trace: context of the span around all of them · arrived: `time.monotonic()`.
@@ -87,7 +87,7 @@ class Caller:
     tenant: str = ""  # name, for callers within this process, which have no key
     own_id: str = ""  # the router's id of the request, if it has one; else it gets one
     resumes: bool = False  # whether it can resume an interrupted stream at another router
-    siblings: Siblings | None = None  # where its body stands for several requests
+    group: RequestGroup | None = None  # where its body stands for several requests
     # Attributes of its span: milliseconds that were spent before it came here.
     times: dict[str, float] = field(default_factory=dict, compare=False)
     # Output that waits in this process until the caller reads on; None: not known.
@@ -193,7 +193,7 @@ class GenerationService:
         return type(error)(text)
 
     @contextlib.contextmanager
-    def siblings(self, caller: Caller, count: int) -> Iterator[Caller]:
+    def group(self, caller: Caller, count: int) -> Iterator[Caller]:
         """Yields the caller of `count` requests, which have one trace and arrive now.
 
         Their times count from here, however late each of them begins. Conventional attributes of
@@ -201,19 +201,19 @@ class GenerationService:
         """
         parent, known = self._trace_of(caller), {"baton.choices": count}
         with tracing.span(self._tracer, "router.choices", parent, known, SpanKind.SERVER) as span:
-            siblings = Siblings(tracing.context_of(span))
+            group = RequestGroup(tracing.context_of(span))
             span.set_attributes(caller.times)
             try:
-                yield replace(caller, siblings=siblings, times={}, unread_bytes=None)
+                yield replace(caller, group=group, times={}, unread_bytes=None)
             finally:
                 _describe_reader(span, caller)
-                span.set_attribute("baton.input_tokens", siblings.input_tokens)
-                span.set_attribute("baton.output_tokens", siblings.output_tokens)
+                span.set_attribute("baton.input_tokens", group.input_tokens)
+                span.set_attribute("baton.output_tokens", group.output_tokens)
 
     def _trace_of(self, caller: Caller) -> Context:
         """The context in which a request's span begins."""
-        if caller.siblings is not None:
-            return caller.siblings.trace
+        if caller.group is not None:
+            return caller.group.trace
         return propagation.extract(caller.metadata if self.joins_traces else ())
 
     async def generate(
@@ -255,7 +255,7 @@ class GenerationService:
         number: int,
         target: Target | None,
     ) -> None:
-        parent, siblings = self._trace_of(caller), caller.siblings
+        parent, group = self._trace_of(caller), caller.group
         operation = tracing.operation_of(request)
         known = first_attributes(operation)
         with (
@@ -265,8 +265,8 @@ class GenerationService:
         ):
             record.set_span(span, operation)
             record.request_id = caller.own_id or secrets.token_hex(8)
-            if siblings is not None:
-                record.arrived = siblings.arrived
+            if group is not None:
+                record.arrived = group.arrived
             record.in_batch, record.asked_model = bool(caller.tenant), request.model
             if callers_id := caller.request_id:
                 record.callers_id = callers_id
@@ -300,9 +300,9 @@ class GenerationService:
                 await self._run(version, state, delivery, record, trace, caller, ticket)
             finally:
                 details.ended(str(version), state, delivery.finish_reason)
-                if siblings is not None:
-                    siblings.input_tokens += 0 if number else len(state.request.prompt)
-                    siblings.output_tokens += len(state.delivered)
+                if group is not None:
+                    group.input_tokens += 0 if number else len(state.request.prompt)
+                    group.output_tokens += len(state.delivered)
 
     async def tokenize(
         self,

@@ -304,8 +304,8 @@ async def run_choices(
     once. If a choice fails, all end. All have one trace and one arrival.
     """
     if (total := parsed.num_prompts * parsed.n) > 1:
-        with service.siblings(caller, total) as sibling:
-            await _run_several(service, parsed, sibling, sinks, target)
+        with service.group(caller, total) as grouped:
+            await _run_several(service, parsed, grouped, sinks, target)
         return
     choices = PromptChoices(cut_output=not parsed.max_tokens_given)
     await service.generate(parsed.request(0), caller, sinks[0], choices, target=target)
@@ -318,7 +318,7 @@ async def _run_several(
     sinks: Sequence[Sink],
     target: Target,
 ) -> None:
-    """Runs all choices as siblings; see `run_choices`."""
+    """Runs the choices of a group; see `run_choices`."""
     num_prompts, n = parsed.num_prompts, parsed.n
     total = num_prompts * n
     cut = not parsed.max_tokens_given

@@ -116,11 +116,13 @@ class ResponseApi:
         body = parsed.options
         assert isinstance(body, ResponsesRequest)
         stores = self._folder is not None and body.store is not False
+        keep = partial(self._keep, call.caller, tenant, body)
         if not body.background:
-            keep = None
-            if stores or body.conversation:
-                keep = partial(self._keep_until, call.caller, tenant, body)
-            start = partial(ResponseGeneration, keep=keep, stores=stores)
+            start = partial(
+                ResponseGeneration,
+                keep=keep if stores or body.conversation else None,
+                stores=stores,
+            )
             await generate(start, parsed, call)
             return
         if not stores:
@@ -128,7 +130,6 @@ class ResponseApi:
             raise InvalidRequest(text, "background")
         self._background.check_room()
         call = call.with_request_id(body.request_id)
-        keep = partial(self._keep, tenant, body)
         try:
             generation = ResponseGeneration(parsed, call, keep, stores)
             response = await self._background.begin(
@@ -173,15 +174,14 @@ class ResponseApi:
             )
             return await self.service.run_in_thread(parsed_response, body, context)
 
-    async def _keep_until(
+    async def _keep(
         self, caller: Caller, tenant: str, body: ResponsesRequest, response: Response
     ) -> None:
-        """As `_keep`, but raises DeadlineExceeded at the caller's deadline."""
+        """Stores a response to `body`, which may still run, until the caller's deadline."""
         async with self.service.within(caller):
-            await self._keep(tenant, body, response)
+            await self._store(tenant, body, response)
 
-    async def _keep(self, tenant: str, body: ResponsesRequest, response: Response) -> None:
-        """Stores a response to `body`, which may still run."""
+    async def _store(self, tenant: str, body: ResponsesRequest, response: Response) -> None:
         is_running = response.status == "in_progress"
         if response.store:
             stored = StoredResponse(

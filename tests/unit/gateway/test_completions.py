@@ -41,7 +41,7 @@ def service_with(generate):
     return SimpleNamespace(
         deadline_of=lambda caller: math.inf,
         generate=generate,
-        siblings=lambda caller, count: contextlib.nullcontext(caller),
+        group=lambda caller, count: contextlib.nullcontext(caller),
     )
 
 

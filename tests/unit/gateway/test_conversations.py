@@ -33,6 +33,7 @@ async def test_calls_to_a_busy_database_end_with_the_deadline(says, config, monk
             ("POST", "/v1/conversations", {}),
             ("POST", "/v1/responses", {**asked, "previous_response_id": "resp_a"}),
             ("POST", "/v1/responses", {**asked, "store": True}),
+            ("POST", "/v1/responses", {**asked, "background": True}),
             ("POST", "/v1/responses/input_tokens", {**asked, "previous_response_id": "resp_a"}),
             ("GET", "/v1/responses/resp_a", None),
             ("POST", "/v1/responses/resp_a/cancel", {}),
