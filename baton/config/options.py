@@ -76,10 +76,12 @@ class Option:
             self.parse(value)
         if self.choices and value not in self.choices:
             must = f"one of {', '.join(self.choices)}"
-        elif not isinstance(value, int | float) or self.least <= value <= self.most:
+        elif not isinstance(value, int | float) or (
+            self.least <= value <= self.most and value != math.inf
+        ):
             return
         elif self.most == math.inf:
-            must = f"at least {self.least}"
+            must = "finite" if value == math.inf else f"at least {self.least}"
         else:
             must = f"between {self.least} and {self.most}"
         renamed = self.key != self.field.replace("_", "-")
@@ -239,8 +241,12 @@ def size(text: str) -> int:
 def split_address(address: str, flag: str = "address") -> tuple[str, int]:
     """(host, port) of "host:port"; raises ConfigError naming the flag."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > MAX_PORT:
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > MAX_PORT:
         raise ConfigError(f"{flag} must be HOST:PORT, not {address!r}")
+    if ":" in host and not re.fullmatch(r"\[[^][]+]", host):
+        raise ConfigError(
+            f"{flag} needs brackets around an IPv6 address: [::1]:80, not {address!r}"
+        )
     return host, int(port)
 
 

@@ -15,6 +15,7 @@ from baton.bench.request import Demand
 from baton.bench.workload import Workload
 from baton.config import RouterLimits
 from baton.config.slo import Slo
+from baton.errors import ConfigError
 from baton.simulator.planned import PlannedRoles, RoleChange
 from baton.simulator.router import Costs
 from baton.simulator.settings import DECODE, MIXED, PREFILL, AdviseConfig
@@ -142,6 +143,10 @@ class Advisor:
         self._spec = coarse(spec, load.prompt_tokens)
         limits = ",".join(f"{name}={value:g}" for name, value in _limits(config.slo))
         self._limits = RouterLimits(slos=(limits,))
+        kv_tokens = self._spec.num_blocks * self._spec.block_size
+        if all(one.prompt_tokens + one.new_tokens > kv_tokens for one in load.demands):
+            text = "no request of the load fits the KV cache of a worker"
+            raise ConfigError(f"{text}, {kv_tokens} tokens: give more --kv-tokens")
         self._costs = Costs(
             config.router_ms / 1e3,
             config.handoff_ms / 1e3,

@@ -41,6 +41,7 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
     (EngineConfig, {"gpu_memory": NAN}, "--gpu-memory must be between 0.001 and 1, not nan"),
     (EngineConfig, {"block_size": 0}, "--block-size must be at least 1, not 0"),
     (EngineConfig, {"kv_cache_bytes": -1}, "--kv-cache must be at least 0, not -1 (field kv_cache"),
+    (RouterLimits, {"default_timeout_s": math.inf}, "--default-timeout must be finite, not inf"),
     (RouterLimits, {"ttft_target_s": 500}, "0 and 60, not 500 (field ttft_target_s): it is in sec"),
     (WorkerConfig, {"role": "decode", "transport": "rdma"}, "--transport must be one of auto"),
     (WorkerConfig, {"role": "decode", "advertise": "h"}, "--advertise must be HOST:PORT, not 'h'"),
@@ -75,9 +76,11 @@ def test_addresses():
         assert split_address("{}:{}".format(*good)) == good
         assert split_address(join_address(*good)) == good
     assert join_address("::1", 80) == "[::1]:80"
-    for bad in ("", "h", ":1", "h:", "h:x", "h:-1", "h:65536", "h:1 "):
+    for bad in ("", "h", ":1", "h:", "h:x", "h:²", "h:-1", "h:65536", "h:1 "):
         with pytest.raises(ConfigError, match="--there must be HOST:PORT"):
             split_address(bad, "--there")
+    with pytest.raises(ConfigError, match=r"--there needs brackets .* not '::1:7700'"):
+        split_address("::1:7700", "--there")
 
 
 def test_the_model_is_a_directory_a_config_or_the_demo(tmp_path, monkeypatch):

@@ -230,7 +230,7 @@ class DecodeWorker(Worker):
 
     async def accept_and_start(self, request):
         """The prompt is cached: no prefill worker is needed."""
-        answer = await self.accept(request, cached_tokens=8)
+        answer = await self.accept(request, cached_tokens=2)
         answer.started = True
         self.begin(request.sequence, 0)
         return answer

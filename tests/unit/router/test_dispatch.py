@@ -130,7 +130,7 @@ async def test_decode_that_started_by_itself_needs_no_prefill_worker(cluster):
     state = request_state()
     assert await cluster.run(state) == (counting(5), LENGTH)
     assert cluster.prefills[0].requests == []
-    assert (state.route.prefill, state.route.decode, state.cached_tokens) == ("", "d0", 8)
+    assert (state.route.prefill, state.route.decode, state.cached_tokens) == ("", "d0", 2)
 
 
 async def test_without_prefill_workers_a_decode_worker_computes_the_prompt(cluster):

@@ -66,6 +66,9 @@ def test_what_the_caller_learns_at_the_end():
     assert timing.tpot_ms == pytest.approx(250.0)
     assert 10_000.0 <= timing.e2e_ms < 12_000.0
     assert state.usage() == common_pb2.Usage(prompt_tokens=3, completion_tokens=5, cached_tokens=2)
+    resumed = RequestState(tokenized())
+    resumed.record_cached(80)  # with what another router delivered
+    assert resumed.usage().cached_tokens == resumed.usage().prompt_tokens == 3
     state.attempts, state.route.decode = 3, "d1"
     assert state.final_route() == common_pb2.Route(decode="d1", attempts=3)
     one = request_state()

@@ -1,6 +1,7 @@
 """`baton advise`: disaggregates where that serves more, and only there."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,13 @@ def test_what_cannot_be_met_is_said():
     advice = advise("ttft=0.1,tpot=0.05", rate=1, prompt=4000, output=10, max_workers=2)
     assert not advice.meets
     assert "more or faster workers are needed" in advice.why
+
+
+@pytest.mark.parametrize("kv_tokens", [10, 1000])
+def test_a_load_of_which_nothing_fits_the_kv_cache_is_refused(kv_tokens):
+    spec = replace(SPEC, num_blocks=kv_tokens // SPEC.block_size)
+    with pytest.raises(ConfigError, match=r"no request of the load fits the KV .*--kv-tokens"):
+        advise("ttft=1", rate=1, prompt=1000, output=10, spec=spec)
 
 
 def test_given_arrangements_are_the_only_ones():
