@@ -52,7 +52,8 @@ def report_of(
 ) -> Report:
     """The report of the stages that have started; `further`: runs outside stages."""
     reports = [stage.report(slo) for stage in stages]
-    swept = [(stage["value"], stage["figures"]) for stage in reports if stage["value"] is not None]
+    ended = reports[:-1] if partial else reports  # an interrupted stage is no evidence of a knee
+    swept = [(stage["value"], stage["figures"]) for stage in ended if stage["value"] is not None]
     return {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
