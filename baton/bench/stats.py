@@ -50,10 +50,11 @@ class Figure(NamedTuple):
     form: str = ".1f"
 
     def value_in(self, stats: Any) -> float | None:
-        """Reads the number from statistics; None if missing."""
+        """Reads the number from statistics, counts as int; None if missing."""
         for key in self.path.split("."):
             stats = stats and stats[key]
-        return None if stats is None else float(stats)
+        found: float | None = stats
+        return found
 
     def show(self, value: float | None) -> str:
         return "-" if value is None else f"{value * self.factor:{self.form}}"

@@ -21,6 +21,7 @@ def test_latencies_of_one_request():
     assert (SLOW.ttft_s, SLOW.e2e_s, SLOW.tpot_s, SLOW.gaps_s) == (1.0, 2.5, 0.75, [0.5, 1.0])
     assert (SHORT.tpot_s, SHORT.gaps_s) == (None, [])
     assert (Outcome(0.0).ttft_s, Outcome(0.0).tpot_s) == (None, None)
+    assert outcome(1.0, output_tokens=5, token_counts=array("I", [5])).tpot_s is None  # at once
     burst = outcome(1.0, 3.0, output_tokens=5, token_counts=array("I", [1, 4]))
     assert (burst.tpot_s, burst.gaps_s) == (0.5, [2.0])
 
