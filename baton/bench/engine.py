@@ -50,15 +50,11 @@ def measure(
 ) -> dict[str, Any]:
     """Loads the model and measures it; calls `show` with each rate.
 
-    context: tokens of each decoding sequence. Raises ConfigError if it does not fit.
+    context: tokens of each decoding sequence. Raises ConfigError if it does not fit, and as `load`.
     """
-    with cpu_affinity.pinned_to(settings.cpus):
-        loaded = build.load(settings)
-    build.warm_up(loaded)
+    loaded = load(settings)
     last = context + _WARM_UP + _STEPS + 2  # tokens of a sequence at its end
-    blocks = -(-last // loaded.layout.block_size)
-    most = min(settings.max_batch, loaded.layout.num_blocks // blocks)
-    batches = list(_doubled(most))
+    batches = list(_doubled(most_sequences(loaded, last)))
     if last > loaded.max_context or not batches:
         raise ConfigError(
             f"--context {context} does not fit: contexts end at {loaded.max_context} tokens, and "
@@ -81,6 +77,27 @@ def measure(
         "prefill": [asdict(rate) for rate in rates if isinstance(rate, PrefillRate)],
         "decode": [asdict(rate) for rate in rates if isinstance(rate, DecodeRate)],
     }
+
+
+def load(settings: EngineConfig) -> Loaded:
+    """Loads and warms up a model to be measured. Raises ConfigError for speculative decoding."""
+    if settings.most_proposed:
+        raise ConfigError(
+            f"--{'speculative-model' if settings.speculative_model else 'speculate'}: the speed of "
+            "speculative decoding depends on the text, and random tokens are measured here: leave "
+            "it out, and measure a running server with your own load (`baton bench serve`)"
+        )
+    with cpu_affinity.pinned_to(settings.cpus):
+        loaded = build.load(settings)
+    build.warm_up(loaded)
+    return loaded
+
+
+def most_sequences(loaded: Loaded, tokens: int) -> int:
+    """Most sequences of so many tokens that fit into a batch and the KV cache."""
+    layout = loaded.layout
+    blocks = layout.groups.most_blocks(tokens, layout.step_tokens)
+    return min(loaded.settings.max_batch, layout.num_blocks // blocks)
 
 
 def _doubled(most: int) -> Iterator[int]:

@@ -34,8 +34,8 @@ async def interference(
     load: Interference,
     alone_first: bool,
     stop: asyncio.Event | None = None,
-) -> tuple[Stats, list[Run]]:
-    """Runs both phases with uncached prompts; returns the statistics and the runs.
+) -> tuple[Stats, dict[str, Run]]:
+    """Runs both phases with uncached prompts; returns the statistics, and the runs by part.
 
     The workload's `concurrency` is the number of streams. Setting `stop` ends it early. `kept` is
     the streams' tokens/s with prompts divided by those without, None unless every prompt was
@@ -63,7 +63,7 @@ async def interference(
         },
         "kept": beside["tokens_per_s"] / alone["tokens_per_s"] if whole else None,
     }
-    return stats, [only_streams, beside_prompts, sent]
+    return stats, {"alone": only_streams, "beside": beside_prompts, "prompts": sent}
 
 
 async def phase(

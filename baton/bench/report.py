@@ -6,7 +6,7 @@ docs/benchmarking.md describes every field.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -48,11 +48,12 @@ def report_of(
     slo: Slo | None,
     partial: bool,
     interference: Stats | None = None,
-    further: Sequence[Run] = (),
+    further: Iterable[Run] = (),
 ) -> Report:
     """The report of the stages that have started; `further`: runs outside stages."""
     reports = [stage.report(slo) for stage in stages]
-    swept = [(stage["value"], stage["figures"]) for stage in reports if stage["value"] is not None]
+    ended = reports[:-1] if partial else reports  # an interrupted stage is no evidence of a knee
+    swept = [(stage["value"], stage["figures"]) for stage in ended if stage["value"] is not None]
     return {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -130,8 +130,8 @@ class Outcome:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token after the first; None for fewer than two tokens."""
-        if not self.token_times_s or self.output_tokens < 2:
+        """Mean time per output token after the first; None below two tokens or messages."""
+        if len(self.token_times_s) < 2 or self.output_tokens < 2:
             return None
         return (self.token_times_s[-1] - self.token_times_s[0]) / (self.output_tokens - 1)
 

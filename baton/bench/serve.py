@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -56,10 +56,10 @@ async def run(settings: Settings, progress: Progress) -> Report:
     report = report_of(
         _asked(settings),
         {"url": server.url, "protocol": server.protocol, "model": server.model},
-        *(bench.stages, settings.slo, stop.is_set(), bench.interference, bench.further),
+        *(bench.stages, settings.slo, stop.is_set(), bench.interference, bench.further.values()),
     )
     if settings.output:
-        write(settings.output, report, bench.stages)
+        write(settings.output, report, bench.runs)
     return report
 
 
@@ -73,7 +73,12 @@ class _Bench:
     progress: Progress
     stages: list[Stage] = field(default_factory=list)
     interference: Stats | None = None
-    further: list[Run] = field(default_factory=list)  # runs of interference
+    further: dict[str, Run] = field(default_factory=dict)  # parts of interference
+
+    @property
+    def runs(self) -> list[tuple[int | str, Run]]:
+        """The measured runs, by the number of their stage or their part of interference."""
+        return [*enumerate(stage.run for stage in self.stages), *self.further.items()]
 
     async def warm_up(self) -> None:
         """Opens connections and warms up the server; nothing is measured.
@@ -128,14 +133,14 @@ class _Bench:
             self.interference = stats
 
 
-def write(output: Path, report: Report, stages: Sequence[Stage]) -> None:
-    """Writes report.json, and requests.jsonl with all outcomes."""
+def write(output: Path, report: Report, runs: Iterable[tuple[int | str, Run]]) -> None:
+    """Writes report.json, and requests.jsonl with all outcomes of runs, by their stage."""
     (output / "report.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     with (output / "requests.jsonl").open("w") as lines:
-        for place, stage in enumerate(stages):
-            for outcome in stage.run.outcomes:
+        for stage, run in runs:
+            for outcome in run.outcomes:
                 line = {
-                    "stage": place,
+                    "stage": stage,
                     **{name: getattr(outcome, name) for name in _WRITTEN},
                     "token_times_s": [round(time_s, 6) for time_s in outcome.token_times_s],
                     "token_counts": list(outcome.token_counts),

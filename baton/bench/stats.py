@@ -50,10 +50,11 @@ class Figure(NamedTuple):
     form: str = ".1f"
 
     def value_in(self, stats: Any) -> float | None:
-        """Reads the number from statistics; None if missing."""
+        """Reads the number from statistics, counts as int; None if missing."""
         for key in self.path.split("."):
             stats = stats and stats[key]
-        return None if stats is None else float(stats)
+        found: float | None = stats
+        return found
 
     def show(self, value: float | None) -> str:
         return "-" if value is None else f"{value * self.factor:{self.form}}"
@@ -138,7 +139,7 @@ def stats_of(outcomes: Iterable[Outcome], seconds: float, slo: Slo | None = None
         "output_tokens_per_s": outputs * per_s,
         **{name: spread_of(values) for name, values in latencies.items()},
         "long_gap_share": sum(g for g in gaps_s if g > LONG_GAP_S) / (sum(gaps_s) or 1.0),
-        "goodput": goodput_of(sent, per_s, limits_of(slo)) if slo else None,
+        "goodput": goodput_of(sent, per_s, limits_of(slo)) if slo and sent else None,
         "phases": _phases(ok),
         "prefix_cache": _prefix_cache(ok),
         "short_outputs": sum(o.output_tokens < o.planned_output_tokens for o in ok),
@@ -163,7 +164,7 @@ def goodput_of(sent: Sequence[Outcome], per_s: float, limits: dict[str, float]) 
             return outcome.ok and name == "tpot" and bool(outcome.token_times_s)
         return outcome.ok and value_s <= limit_s
 
-    count = max(1, len(sent))
+    count = len(sent)
     good = sum(all(meets(o, *limit) for limit in limits.items()) for o in sent)
     return {
         "slo": limits,

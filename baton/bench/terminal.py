@@ -70,7 +70,8 @@ def median_of(values: Sequence[float], form: str) -> str:
 def _stage(stage: Mapping[str, Any]) -> Iterator[str]:
     stats = stage["figures"]
     values = [(figure, figure.value_in(stats)) for figure in FIGURES]
-    rows = [(f"  {figure.title}", figure.show(value)) for figure, value in values if value]
+    shown = [pair for pair in values if pair[1] or isinstance(pair[1], float)]  # no counts of 0
+    rows = [(f"  {figure.title}", figure.show(value)) for figure, value in shown]
     yield from ("", *align([(stage["label"], ""), *rows]))
     if goodput := stats["goodput"]:
         met = (

@@ -12,7 +12,7 @@ import csv
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TextIO
 
@@ -78,8 +78,10 @@ def _read(path: Path, file: TextIO) -> Iterator[_Row]:
     parse: Callable[[Any], _Row] = _mooncake
     lines: Iterator[Any] = iter(file)
     if not start.startswith("{"):
-        lines, parse = iter(csv.DictReader(file)), _azure
-        if not set(_AZURE_COLUMNS) <= {name.strip() for name in start.split(",")}:
+        rows = csv.DictReader(file)
+        names = rows.fieldnames = [name.strip() for name in rows.fieldnames or ()]
+        lines, parse = rows, _azure
+        if not set(_AZURE_COLUMNS) <= set(names):
             raise ConfigError(
                 f"{path} is no trace: its first line is neither a JSON object nor the columns "
                 f"{','.join(_AZURE_COLUMNS)}"
@@ -102,8 +104,10 @@ def _mooncake(line: str) -> _Row:
 
 
 def _azure(line: dict[str, str]) -> _Row:
-    at, prompt, new = (line[name] for name in _AZURE_COLUMNS)
-    return _Row(datetime.fromisoformat(at).timestamp(), int(prompt), int(new))
+    text, prompt, new = (line[name] for name in _AZURE_COLUMNS)
+    at = datetime.fromisoformat(text.strip())
+    at = at if at.tzinfo else at.replace(tzinfo=UTC)  # whatever this machine's time zone is
+    return _Row(at.timestamp(), int(prompt), int(new))
 
 
 def _length(tokens: int, factor: float, most: int) -> int:

@@ -49,6 +49,8 @@ class Lengths:
             lengths = cls(int(match[1]), int(match[3] or match[1]), float(match[2]))
         else:
             raise ConfigError(f"{text!r} is no length in tokens: write {_FORMS}")
+        if text.startswith("lognormal") and not lengths.sigma:
+            raise ConfigError(f"{text!r}: equal lengths are written as {lengths.low}")
         if not 1 <= lengths.low <= lengths.high:
             raise ConfigError(f"{text!r}: lengths are 1 or more, the smaller bound first")
         return lengths
@@ -178,9 +180,10 @@ class Interference:
     @classmethod
     def parse(cls, text: str) -> Interference:
         """Parses "2048,6": tokens, and seconds between prompts. Raises ConfigError."""
-        if not re.fullmatch(r"[1-9]\d*(,\d*[1-9]\d*|,\d*\.\d*[1-9]\d*)?", text):
-            raise ConfigError(f"{text!r}: write TOKENS,SECONDS, as 2048,6")
         tokens, _, every_s = text.partition(",")
+        form = r"[1-9]\d*(,\d*\.?\d+)?"
+        if not re.fullmatch(form, text) or not float(every_s or cls.every_s):
+            raise ConfigError(f"{text!r}: write TOKENS,SECONDS, as 2048,6")
         return cls(int(tokens), every_s=float(every_s or cls.every_s))
 
     @property

@@ -53,6 +53,7 @@ _CONFLICTS = (
         ("interference", other, _OWN_LOAD)
         for other in ("rate", "sweep", "trace", "burstiness", "count")
     ),
+    ("interference", "slo", "it reports no goodput"),
 )
 _NEEDS = (
     *((one, "trace") for one in ("rate-scale", "length-scale", "max-prompt", "max-output")),

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from baton.bench.engine import EngineDriver
+from baton.bench.engine import EngineDriver, load, most_sequences
 from baton.config import EngineConfig, SimulatedSpeed
-from baton.engine import build, cpu_affinity
 from baton.engine.build import Loaded
 from baton.errors import ConfigError
 from kvtransfer.checksum import Checksum
@@ -42,11 +41,12 @@ class Measured:
 
 
 def measure(settings: EngineConfig, show: Show) -> Measured:
-    """Loads the model and measures it. Raises ConfigError if too little context fits."""
+    """Loads the model and measures it.
+
+    Raises ConfigError if too little context fits, and as `baton.bench.engine.load`.
+    """
     show("loading the model")
-    with cpu_affinity.pinned_to(settings.cpus):
-        loaded = build.load(settings)
-    build.warm_up(loaded)
+    loaded = load(settings)
     layout = loaded.layout
     longest = min(loaded.max_context, layout.num_tokens) - _WARM_UP - _STEPS - 4
     if longest < _PROMPTS[0]:
@@ -95,8 +95,7 @@ def _decode(
     """Milliseconds of a decode step: alone, for each sequence, for each 1,000 tokens of context."""
     rows, step_ms = [], []
     for context in sorted({min(one, longest) for one in _CONTEXTS}):
-        blocks = -(-(context + _WARM_UP + _STEPS + 2) // loaded.layout.block_size)
-        most = min(loaded.settings.max_batch, loaded.layout.num_blocks // blocks)
+        most = most_sequences(loaded, context + _WARM_UP + _STEPS + 2)
         for batch in [one for one in _BATCHES if one <= max(1, most)]:
             took_s = driver.decode([context] * batch, _WARM_UP, _STEPS)
             rows.append((1.0, batch, batch * context / 1e3))

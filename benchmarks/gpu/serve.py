@@ -120,11 +120,11 @@ def _under_load(
     """Latencies and rates of streams of several processes. Raises AssertionError if one failed."""
     load = part.sized(_LONG, _SMOKE)
     lengths = part.sized((PROMPT, OUTPUT), (20, 8))
-    each, begins_at = streams // clients, time.time() + _STARTED_S
+    (each, rest), begins_at = divmod(streams, clients), time.time() + _STARTED_S
     work = [
         # Different prompts in each phase, which no cache has.
-        (url, each, lengths, 1000 * streams + 100 * beside + number, beside and number == 0, load,
-         begins_at)
+        (url, each + (number < rest), lengths, 1000 * streams + 100 * beside + number,
+         beside and number == 0, load, begins_at)
         for number in range(clients)
     ]  # fmt: skip
     found = pool.starmap(drive, work, chunksize=1)

@@ -35,6 +35,7 @@ from baton.bench.servers import Server
 from baton.bench.stats import Figure, percentile
 from baton.bench.terminal import median_table
 from baton.bench.workload import Lengths, Workload
+from baton.cli.options import count
 from baton.client import AsyncClient
 from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.local import ports
@@ -76,10 +77,10 @@ FIGURES = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--requests", type=int, default=1000, help="of each kind in a round: 1000")
-    add("--callers", type=int, default=32, help="32")
-    add("--tokens", type=int, default=32, help="of output: 32")
-    add("--rounds", type=int, default=3, help="whose medians are shown: 3")
+    add("--requests", type=count, default=1000, help="of each kind in a round: 1000")
+    add("--callers", type=count, default=32, help="32")
+    add("--tokens", type=count, default=32, help="of output: 32")
+    add("--rounds", type=count, default=3, help="whose medians are shown: 3")
     text = "of the router: 1; gRPC's one connection reaches one, HTTP's one for each caller all"
     add("--router-processes", type=int, default=1, metavar="N", help=text)
     add("--waiting", type=int, default=2000, help="requests that wait: 2000; 0 leaves that out")
@@ -169,7 +170,7 @@ async def _measure(
 
     async with servers.connected(url, RequestOptions(prompt_form="chat", **options)) as server:
         await send(server, 0, _WARM_UP, args.callers)
-        alone = (await send(server, 1, args.requests // 4, 1)).outcomes
+        alone = (await send(server, 1, max(1, args.requests // 4), 1)).outcomes
         before = _cpu_s(pids)
         run = await send(server, 2, args.requests, args.callers)
         after = _cpu_s(pids)

@@ -76,6 +76,24 @@ def test_every_field_of_a_report_is_documented_and_shown():
     assert "bottleneck" not in text
 
 
+def test_a_rate_or_share_of_zero_is_shown_and_a_count_of_zero_is_not():
+    stage = Stage(Workload(), None, Run([failed("A"), outcome(0.1, cached_tokens=0)], 2.0))
+    found = report_of({}, SERVER, [stage], Slo.parse("ttft=0.01"), partial=False)
+    rows = {" ".join(line.split()) for line in report_lines(found)}
+    assert {"good requests, % 0.0", "of them cached, % 0.0", "requests failed 1"} <= rows
+    assert not [row for row in rows if "interrupted" in row or "shorter" in row]
+
+
+@pytest.mark.parametrize("interrupted", [Run(), run(9.0)])
+def test_an_interrupted_stage_makes_no_knee(interrupted):
+    good = Run([outcome(0.1, 0.2)] * 4, 2.0)
+    stages = [Stage(Workload(rate=1.0), 1.0, good), Stage(Workload(rate=2.0), 2.0, interrupted)]
+    arguments = {"sweep": [1.0, 2.0, 4.0]}, SERVER, stages, Slo.parse("ttft=0.15")
+    found = report_of(*arguments, partial=True)
+    assert found["knee"] is None and "knee: none" in text_of(found)
+    assert report_of(*arguments, partial=False)["knee"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("found", "warnings"),
     [

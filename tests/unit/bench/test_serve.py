@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,9 @@ async def test_interference_is_a_workload(tmp_path):
     assert report["stages"] == []
     assert report["interference"]["prompts"]["sent"] == 1
     assert json.loads((tmp_path / "report.json").read_text()) == report
+    lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    sent = Counter(line["stage"] for line in lines)
+    assert sent.keys() == {"alone", "beside", "prompts"} and sent["prompts"] == 1
     shown = "\n".join(terminal.report_lines(report))
     for title in ("share of tokens/s kept, %", "long prompts not answered"):
         assert title in shown
@@ -201,6 +205,7 @@ def test_settings_are_what_the_options_say(options, workload, settings):
         ("--concurrency 2 --burstiness 2", 2, "--burstiness does not go with --concurrency"),
         ("--trace x --prompt-tokens 9", 2, "--prompt-tokens does not go with --trace"),
         ("--interference --count 2", 2, "--count does not go with --interference"),
+        ("--interference --slo ttft=1", 2, "--slo does not go with --interference"),
         ("--rate-scale 2", 2, "--rate-scale needs --trace"),
         ("--max-output 2", 2, "--max-output needs --trace"),
         ("--prefixes 2", 2, "--prefixes needs --shared-prefix"),

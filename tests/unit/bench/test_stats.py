@@ -21,6 +21,7 @@ def test_latencies_of_one_request():
     assert (SLOW.ttft_s, SLOW.e2e_s, SLOW.tpot_s, SLOW.gaps_s) == (1.0, 2.5, 0.75, [0.5, 1.0])
     assert (SHORT.tpot_s, SHORT.gaps_s) == (None, [])
     assert (Outcome(0.0).ttft_s, Outcome(0.0).tpot_s) == (None, None)
+    assert outcome(1.0, output_tokens=5, token_counts=array("I", [5])).tpot_s is None  # at once
     burst = outcome(1.0, 3.0, output_tokens=5, token_counts=array("I", [1, 4]))
     assert (burst.tpot_s, burst.gaps_s) == (0.5, [2.0])
 
@@ -49,7 +50,7 @@ def test_rates_and_latencies_are_of_requests_that_ended_ok():
     assert stats["goodput"]["share"] == 2 / 6  # interrupted requests count nowhere
     nothing = stats_of([], 0.0, BOTH)
     assert nothing["ttft_s"] is None and nothing["requests_per_s"] == 0.0
-    assert nothing["goodput"]["share"] == 0.0
+    assert nothing["goodput"] is None  # neither good nor bad
 
 
 def test_short_and_miscounted_answers_and_cached_tokens():

@@ -1,6 +1,7 @@
 """Public traces, scaled to a machine."""
 
 import json
+import time
 
 import pytest
 
@@ -73,6 +74,32 @@ def test_azure_and_rows_without_ids_share_nothing(tmp_path):
     assert len({d.parts for d in found}) == 3
     load = Workload(trace=path, duration_s=2.2).at(2.0)  # twice the rate
     assert load.label == "2x trace" and [d.new_tokens for d in load.demands()] == [44, 109]
+
+
+@pytest.fixture(params=["CET-1CEST,M3.5.0,M10.5.0/3", "UTC"])
+def time_zone(request, monkeypatch):
+    monkeypatch.setenv("TZ", request.param)
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.usefixtures("time_zone")
+@pytest.mark.parametrize("offset", ["", "+00:00"])
+def test_azure_times_are_the_same_in_every_time_zone(tmp_path, offset):
+    """In central Europe the hour after 02:00 does not exist on this day."""
+    times = ("01:59:59.5", "02:00:00.5", "03:00:00.5", "03:30:00.5")
+    rows = "".join(f"2024-03-31 {at}{offset},9,1\n" for at in times)
+    (tmp_path / "t").write_text(AZURE + rows)
+    assert [d.at_s for d in demands(tmp_path / "t", Scale())] == [0, 1, 3601, 5401]
+
+
+def test_spaces_around_azure_columns_are_ignored(tmp_path):
+    text = " TIMESTAMP , ContextTokens,GeneratedTokens \n2024-03-31 01:00:00 , 374,44 \n"
+    (tmp_path / "t").write_text(text)
+    (found,) = demands(tmp_path / "t", Scale())
+    assert (found.prompt_tokens, found.new_tokens) == (374, 44)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from baton.bench.request import Demand, text_of
-from baton.bench.workload import Lengths, Workload
+from baton.bench.workload import Interference, Lengths, Workload
 from baton.errors import ConfigError
 
 IDS = range(100, 4000)
@@ -45,11 +45,34 @@ def test_lengths_are_drawn_as_they_are_written(text, median, mean, low, high):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-3", "20-10", "lognormal:5", "lognormal:0,1", "lognormal:9,1,8", "x"]
+    "text",
+    [
+        *("", "0", "-3", "20-10", "lognormal:5", "lognormal:0,1", "lognormal:9,1,8", "x"),
+        *("lognormal:260,0,2000", "lognormal:9,0.0"),
+    ],
 )
 def test_other_lengths_are_refused(text):
     with pytest.raises(ConfigError, match="length"):
         Lengths.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt", "every_s"),
+    [
+        *(("2048,6", 2048, 6), ("2048,6.0", 2048, 6), ("2048,10.0", 2048, 10), ("9", 9, 6)),
+        *(("9,1.0", 9, 1), ("9,0.5", 9, 0.5), ("9,.25", 9, 0.25)),
+    ],
+)
+def test_interference_is_tokens_and_seconds(text, prompt, every_s):
+    assert Interference.parse(text) == Interference(prompt=prompt, every_s=every_s)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0,1", "-1,1", "9,", "9,0", "9,0.0", "9,-1", "9,inf", "9,nan", "9,1,1", "x,1"]
+)
+def test_other_interference_is_refused(text):
+    with pytest.raises(ConfigError, match="write TOKENS,SECONDS"):
+        Interference.parse(text)
 
 
 def test_equal_parts_are_equal_tokens_and_a_shorter_part_is_a_prefix():
