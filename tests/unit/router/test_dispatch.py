@@ -10,6 +10,7 @@ import pytest
 from opentelemetry.trace import INVALID_SPAN
 
 from baton.errors import InternalError, InvalidRequest, Overloaded, TransferFailed, Unavailable
+from baton.net.tasks import cancelled
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.dispatch.attempt import Attempt
 from router.fleet.member import Member
@@ -25,6 +26,7 @@ from .scripted_workers import (
     prompt_logprobs,
     received,
     request_state,
+    says,
     seen,
     started,
 )
@@ -91,11 +93,7 @@ async def test_requests_that_wait_look_again_at_a_first_token(cluster, monkeypat
         forget(member, handoff_id)
         changes.append(cluster.next_change())
 
-    async def first_only(request):
-        yield first_token(1)
-        await asyncio.Event().wait()
-
-    cluster.prefills[0].scripts = [first_only]
+    cluster.prefills[0].scripts = [says(first_token(1))]
     if by_decode:
         decode.reserves = [decode.accept_and_start]
         decode.runs = [lambda sequence, ahead: decode.run_to_end(sequence, ahead, most=1)]
@@ -103,26 +101,7 @@ async def test_requests_that_wait_look_again_at_a_first_token(cluster, monkeypat
     running = asyncio.create_task(cluster.run(request_state()))
     await seen(lambda: changes and changes[0].is_set())
     assert not running.done()
-    running.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
-
-
-async def test_requests_that_wait_look_again_when_one_is_cancelled_in_its_reservation(cluster):
-    requested = asyncio.Event()
-
-    async def hang(request):
-        requested.set()
-        await asyncio.Event().wait()
-
-    cluster.decodes[0].reserves = [hang]
-    running = asyncio.create_task(cluster.run(request_state()))
-    await requested.wait()
-    changed = cluster.next_change()
-    running.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
-    assert changed.is_set()
+    await cancelled(running)
 
 
 async def test_decode_that_started_by_itself_needs_no_prefill_worker(cluster):
@@ -183,12 +162,8 @@ async def test_a_prompt_alone_takes_a_prefill_worker_and_nothing_of_a_full_decod
 
 
 async def test_what_a_failed_attempt_told_of_a_prompt_is_not_told_twice(cluster):
-    async def breaks(request):
-        yield started()
-        yield prefill_pb2.PrefillResponse(prompt_logprobs=prompt_logprobs([1, 2, 3], 1, 2))
-        raise InternalError("the step failed")
-
-    cluster.prefills[0].scripts = [breaks]
+    first = prefill_pb2.PrefillResponse(prompt_logprobs=prompt_logprobs([1, 2, 3], 1, 2))
+    cluster.prefills[0].scripts = [says(started(), first, then=InternalError("the step failed"))]
     state = request_state(prompt_logprobs=1)
     assert await cluster.run(state) == (counting(5), LENGTH)
     assert (state.attempts, state.prompt_logprobs) == (2, prompt_logprobs([1, 2, 3]))
@@ -229,25 +204,21 @@ async def test_the_first_token_does_not_wait_for_the_commit(cluster):
             assert [ids async for ids, _ in outputs] == [[101], [102], [103], [104]]
 
 
-@pytest.mark.parametrize("late_s", [0.05, None])
-async def test_the_acknowledgement_of_a_handoff_is_waited_for_but_not_for_ever(
-    cluster, monkeypatch, late_s
-):
+async def test_the_acknowledgement_of_a_handoff_is_waited_for(cluster, monkeypatch):
     """Decode finishes before the prefill worker's last message, which has the numbers."""
-    limits = (TIMEOUT_S, TIMEOUT_S) if late_s else (0.01, 0.01)
-    monkeypatch.setattr("router.dispatch.attempt._COMMIT_ACK_S", limits)
+    monkeypatch.setattr("router.dispatch.attempt._COMMIT_ACK_S", (TIMEOUT_S, TIMEOUT_S))
     prefill = cluster.prefills[0]
 
     async def late_acknowledgement(request):
         yield first_token(100)
         prefill.commit(request)
-        await asyncio.sleep(late_s or 1000)
+        await asyncio.sleep(0.05)
         yield committed(num_bytes=77)
 
     prefill.scripts = [late_acknowledgement]
     state = request_state(max_tokens=2)
     assert await cluster.run(state) == ([100, 101], LENGTH)
-    assert state.transfer_bytes == (77 if late_s else 0)
+    assert state.transfer_bytes == 77
 
 
 async def test_a_prefill_worker_that_stands_still_delays_no_end_by_more_than_the_request_took():
@@ -330,6 +301,7 @@ async def test_two_workers_messages_become_one_stream_in_order(messages, outputs
 
 @pytest.mark.parametrize("where", ["reserve", "prefill"])
 async def test_a_request_cancelled_in_flight_strands_no_blocks(cluster, where):
+    """And those that wait look again."""
     prefill, decode, arrived = cluster.prefills[0], cluster.decodes[0], asyncio.Event()
 
     async def accept_too_late(request):
@@ -350,9 +322,9 @@ async def test_a_request_cancelled_in_flight_strands_no_blocks(cluster, where):
     async with asyncio.timeout(TIMEOUT_S):
         await arrived.wait()
         assert prefill_views(cluster.fleet.snapshot())[0].assigned_tokens == len(prompt)
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
+        changed = cluster.next_change()
+        await cancelled(running)
+        assert changed.is_set()
         assert await decode.cancelled.get() == "r-1"
         if where == "prefill":
             assert await prefill.ended.get() == "r-1"
@@ -363,17 +335,15 @@ async def test_a_request_cancelled_in_flight_strands_no_blocks(cluster, where):
 
 @pytest.mark.parametrize("where", ["reserve", "prefill"])
 async def test_an_invalid_request_is_never_retried(cluster, where):
-    async def invalid_reserve(request):
-        raise InvalidRequest("no such thing", "sequence")
+    invalid = InvalidRequest("no such thing", "sequence")
 
-    async def invalid_prefill(request):
-        yield started()
-        raise InvalidRequest("no such thing", "sequence")
+    async def invalid_reserve(request):
+        raise invalid
 
     if where == "reserve":
         cluster.decodes[0].reserves = [invalid_reserve]
     else:
-        cluster.prefills[0].scripts = [invalid_prefill]
+        cluster.prefills[0].scripts = [says(started(), then=invalid)]
     state = request_state()
     with pytest.raises(InvalidRequest, match="no such thing") as caught:
         await cluster.run(state)
@@ -449,8 +419,7 @@ async def test_the_span_of_a_stream_tells_when_its_last_token_came(cluster_of):
             await asyncio.sleep(0.001)
         silent_ns = time.time_ns()
         await asyncio.sleep(0.01)
-        running.cancel()
-        await asyncio.wait({running})
+        await cancelled(running)
     [span] = [span for span in traces.spans if span.name == "router.stream"]
     last_ns = span.start_time + span.attributes["baton.last_token_ms"] * 1e6
     assert span.start_time - 1e6 <= last_ns <= silent_ns + 1e6 < span.end_time

@@ -29,6 +29,7 @@ from .scripted_workers import (
     first_token,
     received,
     request_state,
+    says,
     seen,
     started,
     token,
@@ -40,14 +41,7 @@ QUICK = LivenessConfig(silence_s=0.6, stall_s=2.0)
 
 def failing(error, tokens=0):
     """A prefill script that starts and fails."""
-
-    async def script(request):
-        yield started(queue_ms=1.0)
-        if tokens:
-            yield first_token(100)
-        raise error
-
-    return script
+    return says(started(queue_ms=1.0), *[first_token(100)] * tokens, then=error)
 
 
 async def assert_goes_on(cluster, state=None, attempts=2, after=None):
@@ -119,21 +113,17 @@ async def test_a_failed_prefill_runs_on_another_worker(cluster_of, script, avoid
     assert await received(cluster.decodes[0].cancelled) == "r-1"
 
 
-@pytest.mark.parametrize("fault", ["falls silent", "leaves the registry"])
-async def test_a_lost_prefill_worker_is_not_waited_for(cluster_of, fault):
+async def test_a_prefill_worker_that_falls_silent_is_not_waited_for(cluster_of):
     cluster = await cluster_of(prefill=2, liveness=QUICK)
     first = cluster.prefills[0]
 
-    async def is_lost(request):
+    async def falls_silent(request):
         yield started()
-        if fault == "falls silent":
-            yield first_token(*token(request.sequence))
-            first.stop_still()
-        else:
-            await cluster.leave(first)
+        yield first_token(*token(request.sequence))
+        first.stop_still()
         await asyncio.Event().wait()
 
-    first.scripts = [is_lost]
+    first.scripts = [falls_silent]
     state = await assert_goes_on(cluster)
     assert state.final_route().prefill == "p1"
     assert await received(first.ended) == "r-1", "its call was cancelled"
@@ -176,23 +166,15 @@ async def test_a_prefill_worker_that_leaves_during_reserve_is_the_one_to_avoid(c
 # The decode worker.
 
 
-async def breaks(cluster, decode):
-    decode.break_connections()
-
-
 async def falls_silent(cluster, decode):
     decode.stop_still()
-
-
-async def leaves(cluster, decode):
-    await cluster.leave(decode)
 
 
 async def aborts(cluster, decode):
     await gives_up(decode)()
 
 
-@pytest.mark.parametrize("fault", [breaks, falls_silent, leaves, aborts])
+@pytest.mark.parametrize("fault", [falls_silent, aborts])
 async def test_a_stream_goes_on_at_another_decode_worker(cluster_of, fault):
     cluster = await cluster_of(decode=2, liveness=QUICK)
     decode = cluster.decodes[0]
@@ -213,40 +195,36 @@ async def test_the_route_tells_of_the_last_attempt_alone(cluster_of):
     assert state.prompt_path == "local"
 
 
-async def silent(cluster, decode, request):
-    await asyncio.Event().wait()
+async def does_not_answer(cluster, decode):
+    """Its heartbeats go on."""
 
 
-async def leaves_registry(cluster, decode, request):
+async def leaves(cluster, decode):
     await cluster.leave(decode)
-    await asyncio.Event().wait()
 
 
-async def loses_its_stream(cluster, decode, request):
-    decode.break_connections()
-    await asyncio.Event().wait()
-
-
-async def finds_the_deadline_passed(cluster, decode, request):
+async def finds_the_deadline_passed(cluster, decode):
     raise DeadlineExceeded("its deadline has passed")
 
 
-FAULTS = [silent, leaves_registry, loses_its_stream, finds_the_deadline_passed]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [does_not_answer, leaves, finds_the_deadline_passed])
 async def test_a_failed_reserve_is_tried_elsewhere(cluster_of, monkeypatch, fault):
-    timeout_s = 0.05 if fault is silent else 60.0  # only a silent worker is waited for
-    monkeypatch.setattr(router.dispatch.dispatch, "RESERVE_TIMEOUT_S", timeout_s)
+    silent = fault is does_not_answer  # only a silent worker is waited for
+    monkeypatch.setattr(router.dispatch.dispatch, "RESERVE_TIMEOUT_S", 0.05 if silent else 60.0)
     cluster = await cluster_of(decode=2)
     decode = cluster.decodes[0]
-    decode.reserves = [partial(fault, cluster, decode)]
+
+    async def fails(request):
+        await fault(cluster, decode)
+        await asyncio.Event().wait()
+
+    decode.reserves = [fails]
     state = await assert_goes_on(cluster)
     assert (state.failed_workers, state.final_route().decode) == ({"d0"}, "d1")
     assert decode.held == set()
     if fault is finds_the_deadline_passed:
         assert "its deadline has passed" in cluster.dispatch.stats.events[0].text
-    if fault is silent:
+    if silent:
         assert await received(decode.cancelled) == "r-1"
         assert "d0 did not answer" in cluster.dispatch.stats.events[0].text
 
@@ -402,15 +380,10 @@ async def test_an_abandoned_attempt_adds_neither_tokens_nor_numbers(cluster_of):
     cluster = await cluster_of(decode=2)
     decode = cluster.decodes[0]
 
-    async def cached(request):
-        yield started(queue_ms=3.0, cached_tokens=2)
-        yield first_token(100)
-        await asyncio.Event().wait()
-
     async def sends_more_of_it():
         decode.send("r-1", 667)
 
-    cluster.prefills[0].scripts = [cached]
+    cluster.prefills[0].scripts = [says(started(3.0, cached_tokens=2), first_token(100))]
     after = {100: gives_up(decode), **dict.fromkeys((102, 103), sends_more_of_it)}
     state = await assert_goes_on(cluster, after=after)
     assert state.usage().cached_tokens == 2
