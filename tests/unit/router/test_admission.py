@@ -346,18 +346,6 @@ async def test_the_virtual_finish_follows_from_size_rate_and_priority(admission_
     assert fair_s == pytest.approx([work_s, 2 * work_s, 3 * work_s])
 
 
-async def test_entering_is_charged_and_a_refusal_gives_it_back(admission_of):
-    admission = admission_of("tokens_per_minute = 100", max_context=100)
-    admitted = await admit(admission, request("x" * 20, sampling={"max_tokens": 60}))
-    for _ in range(3):
-        lease = enter(admission, admitted)
-        with pytest.raises(Overloaded) as caught:
-            enter(admission, admitted)
-        assert caught.value.retry_after_s == pytest.approx(36, abs=10)
-        with pytest.raises(Overloaded, match="refused"), lease:
-            raise Overloaded("refused")
-
-
 async def test_settings_that_a_request_does_not_give_are_the_models(admission_of, tmp_path):
     """What it says goes first, though it be 0 or 1; an output limit is a default as ours is."""
     recommended = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "do_sample": True,

@@ -135,7 +135,7 @@ async def test_retry_advice_is_when_it_should_fit_within_bounds(queue_of):
 @pytest.mark.parametrize("sizes", [[200], [50, 50, 50, 1000], [20, 400]])
 @pytest.mark.parametrize("tenants", [["a"], ["a", "b"]])
 async def test_at_five_times_the_capacity_admitted_requests_meet_their_target(sizes, tenants):
-    target_s, until, dice = 3.0, 40.0, random.Random(5)
+    target_s, until, dice = 3.0, 20.0, random.Random(5)
     one = SimulatedFleet(fair=True, target_s=target_s, noise=0.15)
     rate = 5 * RATE / (sum(sizes) / len(sizes)) / len(tenants)
     for seed, tenant in enumerate(tenants):
@@ -156,7 +156,7 @@ async def test_at_five_times_the_capacity_admitted_requests_meet_their_target(si
 async def test_a_flood_gets_its_share_as_soon_as_another_tenant_comes_and_waits():
     """One sends five times what the fleet computes, later the other twice its own share."""
     flood, other = TenantShare("flood"), TenantShare("other", 3.0)
-    share, came, until = 1 / (1 + 3), 6, 18
+    share, came, until = 1 / (1 + 3), 3, 13
     one = SimulatedFleet(fair=True)
     one.send(poisson(5 * RATE / 200, until, lambda dice: 200), flood)
     later = poisson(2 * (1 - share) * RATE / 100, until - came, seed=6)
@@ -190,13 +190,13 @@ STEADY, SLOTS = {}, {"slots": 8, "hold_s": 4}
     ("settings", "arrivals", "step_s", "known_s", "change"),
     [
         # step_s: what one placement takes; known_s: when the router has seen a few of them
-        pytest.param(STEADY, poisson(12, 30), 0.3, 0, (), id="steady"),
+        pytest.param(STEADY, poisson(12, 18), 0.3, 0, (), id="steady"),
         pytest.param({"workers": 4}, poisson(48, 5), 0.3, 0, (), id="steady-4-workers"),
         pytest.param(STEADY, bursts(3, 60, 20), 0.3, 0, (), id="bursts"),
         pytest.param(STEADY, poisson(6, 60, rarely_large), 8, 0, (), id="rarely-large"),
         pytest.param(STEADY, poisson(1.6, 90, mixed), 4, 0, (), id="mixed-sizes"),
         pytest.param({"workers": 4}, poisson(6, 15, mixed), 4, 0, (), id="mixed-sizes-4-workers"),
-        pytest.param(SLOTS, poisson(3, 60), 1, 8, (), id="slots"),
+        pytest.param(SLOTS, poisson(3, 40), 1, 8, (), id="slots"),
         pytest.param({"slots": 4, "hold_s": 120}, poisson(0.06, 2000), 40, 300, (), id="gaps"),
         pytest.param({"slots": 1, "hold_s": 60}, poisson(0.04, 2000), 60, 400, (), id="lone"),
         pytest.param({"slots": 16, "hold_s": 30}, bursts(3, 60, 100), 20, 30, (), id="slot-bursts"),
