@@ -155,13 +155,6 @@ def test_a_load_that_swings_within_the_window_changes_nothing():
     assert plans.changes(PREFILL) == plans.changes(DECODE) == 0
 
 
-def test_slow_swings_are_followed_once_each():
-    plans = Plans(prefill=2, decode=2)
-    for number in range(12):
-        plans.run(180, load(30 if number % 2 else 10))
-    assert plans.changes(DECODE) <= 12
-
-
 def test_wanted_workers_that_never_come_are_neither_multiplied_nor_waited_for():
     """aibrix's replicas doubled each round while none was ready; Dynamo's planner froze."""
     plans = Plans(prefill=1, decode=1, starting=1)
