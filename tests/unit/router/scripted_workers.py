@@ -225,7 +225,6 @@ class DecodeWorker(Worker):
         self.requests = []
         self.held = set()  # handoff ids
         self.cancelled = asyncio.Queue()  # handoff ids, as routers named them
-        self.freed = asyncio.Event()  # pulsed whenever the last handoff is gone
 
     async def answer(self, router, handoff_id, request):
         script = self.reserves.pop(0) if self.reserves else self.accept
@@ -297,9 +296,6 @@ class DecodeWorker(Worker):
 
     def release(self, handoff_id):
         self.held.discard(handoff_id)
-        if not self.held:
-            self.freed.set()
-            self.freed.clear()
 
 
 class PrefillWorker(DecodeWorker):
@@ -531,10 +527,7 @@ class Cluster:
 
     async def all_freed(self):
         """Waits until no decode worker holds blocks."""
-        async with asyncio.timeout(TIMEOUT_S):
-            for decode in self.decodes:
-                while decode.held:
-                    await decode.freed.wait()
+        await seen(lambda: not any(decode.held for decode in self.decodes))
 
     def _on_problem(self, _, context):
         # gRPC's poller serves all loops, and may bring an event for that of an earlier test.

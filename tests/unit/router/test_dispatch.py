@@ -391,13 +391,12 @@ async def test_the_span_of_a_placement_tells_of_tries_and_refusals(cluster_of):
     cluster = await cluster_of(tracer=traces.tracer)
     decode = cluster.decodes[0]
     running = []
-    async with asyncio.timeout(TIMEOUT_S):
-        for name in "ab":
-            decode.reserves, state = [refuse], request_state(request_id=name)
-            running.append(asyncio.create_task(cluster.run(state)))
-            await cluster.until_waiting(len(running))
-        decode.tell(blocks_free=20)
-        await asyncio.gather(*running)
+    for name in "ab":
+        decode.reserves, state = [refuse], request_state(request_id=name)
+        running.append(asyncio.create_task(cluster.run(state)))
+        await cluster.until_waiting(len(running))
+    decode.tell(blocks_free=20)
+    await asyncio.gather(*running)
     places = [dict(span.attributes) for span in traces.spans if span.name == "router.place"]
     places.sort(key=lambda place: place["baton.queue_depth"])
     assert [place["baton.queue_depth"] for place in places] == [0, 1]
@@ -431,11 +430,10 @@ async def test_waiting_requests_get_room_in_order_of_virtual_finish(cluster):
     finishes = [3.0, 1.0, 2.0, 5.0, 4.0]
     states = [request_state(request_id=f"{at:g}", pending=pending(at)) for at in finishes]
     waiting = [asyncio.create_task(cluster.run(state)) for state in states]
-    async with asyncio.timeout(TIMEOUT_S):
-        await cluster.until_waiting(len(finishes))
-        assert decode.requests == []
-        decode.tell(blocks_free=20)
-        assert [tokens for tokens, _ in await asyncio.gather(*waiting)] == [counting(5)] * 5
+    await cluster.until_waiting(len(finishes))
+    assert decode.requests == []
+    decode.tell(blocks_free=20)
+    assert [tokens for tokens, _ in await asyncio.gather(*waiting)] == [counting(5)] * 5
     order = [request.sequence.handoff_id for request in decode.requests]
     assert order == ["1-1", "2-1", "3-1", "4-1", "5-1"]
 
@@ -452,18 +450,15 @@ async def test_small_requests_pass_a_large_one_that_waits_but_not_on_the_worker_
     monkeypatch.setattr(wait_queue, "PASSING_S", 0.0)
     large = request_state(request_id="large", prompt=range(4 * 75), pending=pending(1.0))
     small = [request_state(request_id=f"s{at}", pending=pending(2.0 + at)) for at in range(4)]
-    async with asyncio.timeout(TIMEOUT_S):
-        waiting = asyncio.create_task(cluster.run(large))
-        await cluster.until_waiting(1)
-        first.tell(blocks_free=50, blocks_held=50, steps=1)  # another change, after a while
-        await seen(
-            lambda: cluster.wait_queue.reserved_for_others(small[0].request.pending) == {"d1"}
-        )
-        for state in small:
-            assert await cluster.run(state) == (counting(5), LENGTH)
-        assert {state.final_route().decode for state in small} == {"d0"}
-        kept.tell(blocks_free=80, blocks_held=20)
-        assert await waiting == (counting(5), LENGTH)
+    waiting = asyncio.create_task(cluster.run(large))
+    await cluster.until_waiting(1)
+    first.tell(blocks_free=50, blocks_held=50, steps=1)  # another change, after a while
+    await seen(lambda: cluster.wait_queue.reserved_for_others(small[0].request.pending) == {"d1"})
+    for state in small:
+        assert await cluster.run(state) == (counting(5), LENGTH)
+    assert {state.final_route().decode for state in small} == {"d0"}
+    kept.tell(blocks_free=80, blocks_held=20)
+    assert await waiting == (counting(5), LENGTH)
     assert large.final_route().decode == "d1"
     assert cluster.wait_queue.reserved_for_others(small[0].request.pending) == frozenset()
 
