@@ -139,30 +139,21 @@ async def test_a_prompt_alone_is_computed_whole_and_handed_to_nobody(pair):
 
 
 async def test_a_prompt_fills_the_context_unless_it_has_output(pair):
+    """Its embedding is normalized, and is all that is asked for."""
     most = pair.prefill.node.record.max_context
     full = spec("full", prompt(most), 0)
     full.sampling.embedding = True
     (*_, end) = await messages(pair.prompts.prefill(full, None))
-    assert len(end.first_token.pooled) == 64
+    pooled = end.first_token.pooled
+    assert len(pooled) == 64 and sum(x * x for x in pooled) == pytest.approx(1)
     for name, num_tokens, max_tokens in (("output", most, 1), ("longer", most + 1, 0)):
         with pytest.raises(InvalidRequest) as refused:
             await messages(pair.prompts.prefill(spec(name, prompt(num_tokens), max_tokens), None))
         assert refused.value.field == "sequence.token_ids"
-
-
-async def test_a_prompts_embedding_is_normalized_and_of_its_last_token(pair):
-    found = []
-    for name, num_tokens in (("a", 70), ("b", 69), ("c", 70)):
-        asked = spec(name, prompt(num_tokens), 0)
-        asked.sampling.embedding = True
-        *_, last = await messages(pair.prompts.prefill(asked, None))
-        found.append(list(last.first_token.pooled))
-    assert len(found[0]) == 64 and sum(x * x for x in found[0]) == pytest.approx(1)
-    assert found[2] == found[0] != found[1]
-    asked = spec("d", prompt(70), 4)
-    asked.sampling.embedding = True
+    both = spec("both", prompt(70), 4)
+    both.sampling.embedding = True
     with pytest.raises(InvalidRequest) as refused:
-        await messages(await pair.start(asked))
+        await messages(await pair.start(both))
     assert refused.value.field == "sampling.embedding"
 
 

@@ -1,7 +1,6 @@
 """Admission: every kind of input, every refusal with its field, before any work."""
 
 import json
-import math
 import re
 import time
 
@@ -132,17 +131,7 @@ async def test_a_request_becomes_tokens(admission, admission_of):
                 ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1)),
                 ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1)),
                 ("allowed_token_ids", [1] * (MAX_ALLOWED_TOKEN_IDS + 1)),
-                ("temperature", -1),
-                ("temperature", math.nan),
-                ("top_p", 0),
-                ("min_p", 2),
-                ("repetition_penalty", 0),
-                ("presence_penalty", 3),
-                ("frequency_penalty", -3),
-                ("prompt_logprobs", 21),
-                ("min_tokens", 65),
-                ("logprobs", 21),
-                ("logit_bias", {1: 101}),
+                ("temperature", -1),  # ranges are tested where they are
                 ("logit_bias", {257: 1}),
                 ("stop_token_ids", [257]),
             )
