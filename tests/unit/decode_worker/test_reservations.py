@@ -326,24 +326,6 @@ async def test_a_connection_that_breaks_ends_its_routers_sequences_alone(decode)
         assert len(await stays.tokens("d")) == 50
 
 
-async def test_a_router_that_does_not_read_is_cut_off_and_its_sequences_end(decode, monkeypatch):
-    monkeypatch.setattr(message_stream, "MAX_UNSENT_BYTES", 8 << 20)
-    async with Router(decode, "mute") as mute:
-        (served,) = decode.node._dispatch.routers
-        for name in "ab":
-            await mute.reserve(spec(name, prompt(20), max_tokens=100), local=20)
-        mute.reads.clear()
-        async with asyncio.timeout(PATIENCE_S):
-            while not served.ended.done():
-                # As if a step had more output than the router reads.
-                served.outgoing.events.add(abort_reason="x" * (1 << 20))
-                await asyncio.sleep(0.001)
-        assert await decode.clean()
-        mute.reads.set()
-        with pytest.raises(Unavailable, match="left unread"):
-            await asyncio.wait_for(mute.ended, PATIENCE_S)
-
-
 async def test_a_dead_writers_blocks_come_back(decode, router):
     process = await asyncio.create_subprocess_exec("cat", stdin=asyncio.subprocess.PIPE)
     for name in "ab":
