@@ -90,12 +90,6 @@ async def test_the_bytes_are_kedas(channel):
     assert await channel.unary_unary(SERVICE + "IsActive")(ref, timeout=WAIT_S) == b"\x08\x01"
 
 
-async def test_what_keda_need_not_have_is_answered_as_unimplemented(channel):
-    with pytest.raises(grpc.RpcError) as raised:
-        await channel.unary_stream(SERVICE + "StreamMetricSpec")(b"", timeout=WAIT_S).read()
-    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 @pytest.mark.parametrize(
     ("call", "request_", "text"),
     [
@@ -132,6 +126,8 @@ async def test_of_several_models_the_trigger_names_one(published):
 async def test_without_a_recent_plan_there_is_an_error_so_that_replicas_stay(
     keda, published, monkeypatch, call
 ):
+    with pytest.raises(Unavailable, match="does a planner lead"):
+        PublishedPlan().wanted("decode")
     asked = metrics_of("decode") if call == "GetMetrics" else reference()
     for text in ("has not seen the workers", "does a planner lead"):
         published.set(plan())  # of a planner that has just started
@@ -139,8 +135,3 @@ async def test_without_a_recent_plan_there_is_an_error_so_that_replicas_stay(
             await getattr(keda, call)(asked, timeout=WAIT_S)
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
         monkeypatch.setattr(keda_scaler, "PLAN_S", -1.0)
-
-
-async def test_before_any_plan_there_is_an_error():
-    with pytest.raises(Unavailable, match="does a planner lead"):
-        PublishedPlan().wanted("decode")

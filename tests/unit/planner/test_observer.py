@@ -54,10 +54,6 @@ def test_rates_are_differences_over_the_window():
     assert seen.arrivals_per_s == pytest.approx(250 / 60)
 
 
-def test_one_look_says_nothing_of_rates():
-    assert "second look" in Observer().observe(0.0, {"a": status(router(requests=9))}).incomplete
-
-
 def test_what_was_turned_away_is_demand_and_has_no_output():
     observer = Observer()
     observer.observe(0.0, {"a": status(router())})

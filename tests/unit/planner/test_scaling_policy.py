@@ -155,13 +155,6 @@ def test_a_load_that_swings_within_the_window_changes_nothing():
     assert plans.changes(PREFILL) == plans.changes(DECODE) == 0
 
 
-def test_slow_swings_are_followed_once_each():
-    plans = Plans(prefill=2, decode=2)
-    for number in range(12):
-        plans.run(180, load(30 if number % 2 else 10))
-    assert plans.changes(DECODE) <= 12
-
-
 def test_wanted_workers_that_never_come_are_neither_multiplied_nor_waited_for():
     """aibrix's replicas doubled each round while none was ready; Dynamo's planner froze."""
     plans = Plans(prefill=1, decode=1, starting=1)
@@ -268,10 +261,10 @@ def test_a_flapping_load_flips_within_the_cooldown_only():
 
 
 def test_a_large_fleet_is_balanced_in_steps():
-    plans = Plans(prefill=100, decode=900)
-    plans.run(60, load(4000, output=10.0), apply=True)
-    assert len(plans.decisions[2].flips) == 1000 // 8
-    plans.run(600, load(4000, output=10.0), apply=True)
+    plans = Plans(prefill=20, decode=180)
+    plans.run(60, load(800, output=10.0), apply=True)
+    assert len(plans.decisions[2].flips) == 200 // 8
+    plans.run(600, load(800, output=10.0), apply=True)
     assert max(plans.decisions[-1].roles[role].need for role in ROLES) > 0
     needs = plans.decisions[-1].roles
     counts = {role: sum(one.role == role for one in plans.workers) for role in ROLES}

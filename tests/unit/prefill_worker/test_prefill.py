@@ -139,30 +139,21 @@ async def test_a_prompt_alone_is_computed_whole_and_handed_to_nobody(pair):
 
 
 async def test_a_prompt_fills_the_context_unless_it_has_output(pair):
+    """Its embedding is normalized, and is all that is asked for."""
     most = pair.prefill.node.record.max_context
     full = spec("full", prompt(most), 0)
     full.sampling.embedding = True
     (*_, end) = await messages(pair.prompts.prefill(full, None))
-    assert len(end.first_token.pooled) == 64
+    pooled = end.first_token.pooled
+    assert len(pooled) == 64 and sum(x * x for x in pooled) == pytest.approx(1)
     for name, num_tokens, max_tokens in (("output", most, 1), ("longer", most + 1, 0)):
         with pytest.raises(InvalidRequest) as refused:
             await messages(pair.prompts.prefill(spec(name, prompt(num_tokens), max_tokens), None))
         assert refused.value.field == "sequence.token_ids"
-
-
-async def test_a_prompts_embedding_is_normalized_and_of_its_last_token(pair):
-    found = []
-    for name, num_tokens in (("a", 70), ("b", 69), ("c", 70)):
-        asked = spec(name, prompt(num_tokens), 0)
-        asked.sampling.embedding = True
-        *_, last = await messages(pair.prompts.prefill(asked, None))
-        found.append(list(last.first_token.pooled))
-    assert len(found[0]) == 64 and sum(x * x for x in found[0]) == pytest.approx(1)
-    assert found[2] == found[0] != found[1]
-    asked = spec("d", prompt(70), 4)
-    asked.sampling.embedding = True
+    both = spec("both", prompt(70), 4)
+    both.sampling.embedding = True
     with pytest.raises(InvalidRequest) as refused:
-        await messages(await pair.start(asked))
+        await messages(await pair.start(both))
     assert refused.value.field == "sampling.embedding"
 
 
@@ -193,10 +184,21 @@ async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair
     assert (await pair.prefill.blocks()).steps <= 2  # of four
 
 
-async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair):
+DUE_LATE, DUE_EARLY = {"virtual_finish_ms": 600_000}, {"virtual_finish_ms": 1_000}
+LONG_PROMPT = {"virtual_finish_ms": 60_200, "prompt_us": 200_000}
+SHORT_PROMPT = {"virtual_finish_ms": 60_100, "prompt_us": 80_000}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "pause_s"),
+    [(DUE_LATE, DUE_EARLY, 0.0), (LONG_PROMPT, SHORT_PROMPT, 0.4)],
+    ids=["due earlier", "the other takes longer than its virtual finish time"],
+)
+async def test_a_prompt_overtakes_another_between_chunks(pair, first, second, pause_s):
     queued = asked(pair.prefill, "add", 2)
-    paced, late = await start_paced(pair, spec("late", prompt(100), virtual_finish_ms=600_000))
-    early = await pair.start(spec("early", prompt(40, start=50), virtual_finish_ms=1_000))
+    paced, late = await start_paced(pair, spec("late", prompt(100), **first))
+    await asyncio.sleep(pause_s)
+    early = await pair.start(spec("early", prompt(40, start=50), **second))
     await asyncio.wait_for(queued.wait(), PATIENCE_S)
     paced.allow.release(3)  # a chunk of the late one, and the two that the early one needs
     assert len(await messages(early)) == 3
@@ -204,23 +206,6 @@ async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair):
     paced.allow.release(9)
     assert len(await messages(late)) == 3
     for name in ("early", "late"):
-        await pair.router.tokens(name)
-
-
-async def test_a_short_prompt_overtakes_one_that_takes_longer_than_its_virtual_finish_time(pair):
-    slow = spec("slow", prompt(100), virtual_finish_ms=60_200, prompt_us=200_000)
-    short = spec("short", prompt(40, start=50), virtual_finish_ms=60_100, prompt_us=80_000)
-    queued = asked(pair.prefill, "add", 2)
-    paced, late = await start_paced(pair, slow)
-    await asyncio.sleep(0.4)
-    early = await pair.start(short)
-    await asyncio.wait_for(queued.wait(), PATIENCE_S)
-    paced.allow.release(3)
-    assert len(await messages(early)) == 3
-    assert pair.prefill.node.load().queue_tokens == 100 - 32 - 24
-    paced.allow.release(9)
-    assert len(await messages(late)) == 3
-    for name in ("short", "slow"):
         await pair.router.tokens(name)
 
 

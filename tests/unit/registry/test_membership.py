@@ -30,7 +30,9 @@ async def test_a_slow_reader_gets_the_newest_snapshot_when_it_changed_until_the_
     assert membership.records is before
     membership.publish({"a": record("a", 99)}, connected=False)
     assert await waiting is before
-    assert not membership.connected
+    assert not membership.connected and not membership.missing
+    membership.publish({"a": record("a", 99)}, connected=False, missing={"a"})
+    assert await anext(changes) is before and membership.missing == {"a"}
     ending = asyncio.create_task(anext(changes, None))
     await asyncio.sleep(0)
     membership.close()
@@ -133,13 +135,3 @@ def test_a_ready_member_whose_key_vanishes_is_missing_until_its_time_is_over_or_
     assert table.drop_missing(3.0, ["b"]) == set(), "the store has it: its event is on its way"
     assert table.drop_missing(3.0, []) == {"b"}
     assert table.records.keys() == {"c"} and not table.missing
-
-
-async def test_readers_wake_when_a_member_goes_missing():
-    membership = Membership()
-    changes = membership.changes()
-    await anext(changes)
-    membership.publish({"a": record("a")}, connected=True)
-    assert await anext(changes) and not membership.missing
-    membership.publish({"a": record("a")}, connected=True, missing={"a"})
-    assert await anext(changes) == {"a": record("a")} and membership.missing == {"a"}

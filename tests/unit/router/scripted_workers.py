@@ -72,6 +72,19 @@ def committed(num_bytes=1000):
     return prefill_pb2.PrefillResponse(committed=message)
 
 
+def says(*messages, then=None):
+    """A script of a prompt: it sends these, and then fails or says no more."""
+
+    async def script(request):
+        for message in messages:
+            yield message
+        if then:
+            raise then
+        await asyncio.Event().wait()
+
+    return script
+
+
 class Stream(RouterStream):
     """Sends nothing while its worker is still."""
 
@@ -212,7 +225,6 @@ class DecodeWorker(Worker):
         self.requests = []
         self.held = set()  # handoff ids
         self.cancelled = asyncio.Queue()  # handoff ids, as routers named them
-        self.freed = asyncio.Event()  # pulsed whenever the last handoff is gone
 
     async def answer(self, router, handoff_id, request):
         script = self.reserves.pop(0) if self.reserves else self.accept
@@ -284,9 +296,6 @@ class DecodeWorker(Worker):
 
     def release(self, handoff_id):
         self.held.discard(handoff_id)
-        if not self.held:
-            self.freed.set()
-            self.freed.clear()
 
 
 class PrefillWorker(DecodeWorker):
@@ -395,12 +404,13 @@ class Cluster:
         self._following = asyncio.create_task(self.fleet.follow())
         for worker in self.workers:
             await self.add(worker)
-        await self.until(lambda s: all(self._settled(w) for w in s.workers))
+        await self.until(lambda s: len(self.fleet._members) == len(self.workers))
+        await self.until(lambda s: all(view.state != "UNREACHABLE" for view in s.workers))
         return self
 
     async def __aexit__(self, *exc):
         members = self.fleet._members.values()
-        kept = {view.incarnation: view for view in self._views(self.fleet._look())}
+        kept = {view.incarnation: view for view in self.fleet._look().workers}
         assert kept == {view.incarnation: view for view in (m.view for m in members)}
         self._following.cancel()
         await asyncio.gather(self._following, return_exceptions=True)
@@ -462,7 +472,7 @@ class Cluster:
         async with asyncio.timeout(TIMEOUT_S):
             while True:
                 changed = self.next_change()
-                if good(snapshot := self.fleet.snapshot()) and len(self._views(snapshot)):
+                if good(snapshot := self.fleet.snapshot()) and len(snapshot.workers):
                     return snapshot
                 await changed.wait()
 
@@ -470,9 +480,9 @@ class Cluster:
         """Waits until the fleet sees a worker in a state; its view."""
         name = worker.record.incarnation
         snapshot = await self.until(
-            lambda s: any((w.incarnation, w.state) == (name, state) for w in self._views(s))
+            lambda s: any((w.incarnation, w.state) == (name, state) for w in s.workers)
         )
-        return next(view for view in self._views(snapshot) if view.incarnation == name)
+        return next(view for view in snapshot.workers if view.incarnation == name)
 
     async def fill(self):
         """No worker has a block for a sequence, as far as the fleet sees."""
@@ -517,22 +527,12 @@ class Cluster:
 
     async def all_freed(self):
         """Waits until no decode worker holds blocks."""
-        async with asyncio.timeout(TIMEOUT_S):
-            for decode in self.decodes:
-                while decode.held:
-                    await decode.freed.wait()
+        await seen(lambda: not any(decode.held for decode in self.decodes))
 
     def _on_problem(self, _, context):
         # gRPC's poller serves all loops, and may bring an event for that of an earlier test.
         if "PollerCompletionQueue" not in context["message"]:
             self.problems.append(context)
-
-    def _settled(self, view):
-        return view.state != "UNREACHABLE" and len(self.fleet._members) == len(self.workers)
-
-    @staticmethod
-    def _views(snapshot):
-        return snapshot.workers
 
 
 def _deliver(state, put, token_ids, logprobs, reason):

@@ -1,7 +1,6 @@
 """Admission: every kind of input, every refusal with its field, before any work."""
 
 import json
-import math
 import re
 import time
 
@@ -125,25 +124,13 @@ async def test_a_request_becomes_tokens(admission, admission_of):
         (request(user="u" * 1025), "user"),
         (request(workers=["x"] * (MAX_WORKERS + 1)), "workers"),
         (request(stop=[""]), "stop"),
-        (request(stop=["x"] * 17), "stop"),
-        (request(stop=["x" * 257]), "stop"),
         *(
             (request(sampling={name: value}), f"sampling.{name}")
             for name, value in (
                 ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1)),
                 ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1)),
                 ("allowed_token_ids", [1] * (MAX_ALLOWED_TOKEN_IDS + 1)),
-                ("temperature", -1),
-                ("temperature", math.nan),
-                ("top_p", 0),
-                ("min_p", 2),
-                ("repetition_penalty", 0),
-                ("presence_penalty", 3),
-                ("frequency_penalty", -3),
-                ("prompt_logprobs", 21),
-                ("min_tokens", 65),
-                ("logprobs", 21),
-                ("logit_bias", {1: 101}),
+                ("temperature", -1),  # ranges are tested where they are
                 ("logit_bias", {257: 1}),
                 ("stop_token_ids", [257]),
             )
@@ -344,18 +331,6 @@ async def test_the_virtual_finish_follows_from_size_rate_and_priority(admission_
     )
     fair_s = [prompt.fair_wait_s for prompt in (first, urgent, second)]
     assert fair_s == pytest.approx([work_s, 2 * work_s, 3 * work_s])
-
-
-async def test_entering_is_charged_and_a_refusal_gives_it_back(admission_of):
-    admission = admission_of("tokens_per_minute = 100", max_context=100)
-    admitted = await admit(admission, request("x" * 20, sampling={"max_tokens": 60}))
-    for _ in range(3):
-        lease = enter(admission, admitted)
-        with pytest.raises(Overloaded) as caught:
-            enter(admission, admitted)
-        assert caught.value.retry_after_s == pytest.approx(36, abs=10)
-        with pytest.raises(Overloaded, match="refused"), lease:
-            raise Overloaded("refused")
 
 
 async def test_settings_that_a_request_does_not_give_are_the_models(admission_of, tmp_path):

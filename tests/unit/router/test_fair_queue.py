@@ -188,21 +188,6 @@ def test_a_flood_does_not_slow_a_light_tenant(flood, a_second, size):
     assert p99(light) <= 1.5 * p99(alone) + 2 * CHUNK_S
 
 
-@pytest.mark.parametrize(("flood", "other"), [(0.1, 0.1), (0.5, 0.1), (0.1, 0.5)])
-@pytest.mark.parametrize("weight", [1.0, 3.0])
-def test_a_flood_that_was_there_first_gets_its_share_of_weights_and_no_more(flood, other, weight):
-    there = [Job(0.0, flood, A) for _ in range(int(80 / flood))]
-    flow = TenantShare("b", weight)
-    came = [Job(10.0, other, flow) for _ in range(int(80 / other))]
-    seconds = dict.fromkeys((A, flow), 0.0)
-    for chunk, tenant, waiting in serve(there, came):
-        if flow in waiting:
-            seconds[tenant] += chunk
-        if sum(seconds.values()) >= 50.0:
-            break
-    assert seconds[A] / 50.0 == pytest.approx(1 / (1 + weight), abs=0.03)
-
-
 def test_neither_short_nor_long_prompts_of_one_tenant_starve():
     short = poisson(A, 2.0, [0.05], seed=2)
     served(poisson(A, 0.3, [5.0], seed=1), short)

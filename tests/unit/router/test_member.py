@@ -259,6 +259,6 @@ async def test_a_worker_is_connected_to_again_with_the_certificates_of_that_time
     (tmp_path / "ca-key.pem").unlink()
     certs.write(tmp_path, [])  # another authority, and all certificates anew
     await worker.stop()
-    await cluster.until_state(worker, "UNREACHABLE")
+    assert (await cluster.until_state(worker, "UNREACHABLE")).reason
     await worker.start()
     await cluster.until_state(worker, "READY")

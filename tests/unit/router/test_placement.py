@@ -64,13 +64,6 @@ def assigned(view, tokens, virtual_finish):
             "prefill worker p0 and decode worker d0 differ in dtype: 'bf16' != 'float32'",
         ),
         (
-            [worker("p0", quantization="int8")],
-            [worker("d0")],
-            {},
-            "no prefill and decode worker have compatible KV caches: "
-            "prefill worker p0 and decode worker d0 differ in quantization: 'int8' != ''",
-        ),
-        (
             [worker("p0")],
             [worker("d0")],
             {("p0", "d0"): "quarantined"},
@@ -130,10 +123,7 @@ def test_sequences_are_kept_on_prefill_workers_while_decode_workers_are_full():
     full = worker("d0", running=9, max_batch=8)
     pair = pick(fleet([worker("p0", **RATE)], [full]), needs())
     assert (pair.names, pair.alone, pair.decode_prefills) == (("p0", "p0"), True, True)
-    assert pick(fleet([worker("p0", **RATE)], [worker("d0", **RATE)]), needs()).names == (
-        "p0",
-        "d0",
-    )
+    assert picked([worker("p0", **RATE)], [worker("d0", **RATE)]) == ("p0", "d0")
     slow = worker("p0", running=1, step_ms=100.0, **RATE)
     with pytest.raises(Overloaded):
         pick(fleet([slow], [full]), needs(max_itl_s=0.05))
@@ -303,10 +293,13 @@ def test_the_workers_kept_for_a_request_are_those_of_the_pair_that_has_room_firs
 
 
 def test_where_decode_prefills_a_full_prefill_worker_does_not_matter():
-    """A prompt that decode caches does not wait behind long ones."""
+    """A prompt that decode caches does not wait behind long ones; it may need the emptiest."""
     full, decode = worker("p0", tokens=5000), worker("d0", caches=PROMPT)
     assert pick(fleet([full], [decode]), needs(local_prefill_max_tokens=4)).decode_prefills
     assert refusal(full), "where it may not"
+    prefill = [worker("p0", queue_tokens=50), worker("p1", queue_tokens=5)]
+    pair = pick(fleet(prefill, [worker("d0")]), needs(8, local_prefill_max_tokens=16))
+    assert pair.decode_prefills and pair.names == ("p1", "d0")
 
 
 def test_workers_that_failed_this_request_are_avoided_while_there_are_others():
@@ -530,17 +523,6 @@ def test_ties_go_to_what_was_given_less_then_by_name():
     assert picked([assigned(worker("p1"), 0, 9.0), used[0]], decode) == ("p0", "d0")
 
 
-def test_pairs_are_ranked_best_first_and_refused_ones_last():
-    prefill = [worker("p0", "DRAINING"), worker("p1", queue_tokens=400), worker("p2")]
-    snapshot, request = fleet(prefill, [worker("d0", running=3), worker("d1")]), needs()
-    pairs = rank_all(snapshot, request)
-    assert [pair.names for pair in pairs[:2]] == [("p2", "d1"), ("p2", "d0")]
-    assert [bool(pair.refused) for pair in pairs] == [False] * 4 + [True] * 2
-    scores = [pair.score_ms for pair in pairs[:4]]
-    assert scores == sorted(scores)
-    assert pick(snapshot, request) == replace(pairs[0], candidates=4)
-
-
 # Decode computes the prompt itself.
 
 
@@ -635,14 +617,6 @@ def test_decode_does_not_compute_while_an_idle_prefill_worker_is_sooner():
     assert not uncached.decode_prefills
 
 
-def test_where_decode_prefills_the_prefill_worker_is_the_emptiest():
-    """It may be needed after all."""
-    prefill = [worker("p0", queue_tokens=50), worker("p1", queue_tokens=5)]
-    request = needs(8, local_prefill_max_tokens=16)
-    pair = pick(fleet(prefill, [worker("d0")]), request)
-    assert pair.decode_prefills and pair.names == ("p1", "d0")
-
-
 def test_a_request_with_an_adapter_is_placed_on_workers_that_have_it():
     held = [common_pb2.Adapter(name=name, identity=name) for name in ("1f", "2")]
     snapshot = fleet(
@@ -670,25 +644,15 @@ def test_a_request_with_an_adapter_is_placed_on_workers_that_have_it():
 MIXED = {"prefill_tokens_per_s": 1000, "step_ms": 10.0, "chunk_tokens": 100, **POOL}
 
 
-def test_a_mixed_worker_alone_serves_whole_requests():
-    pair = pick(fleet([], [], mixed=[worker("m0", **MIXED)]), needs(400))
-    assert (pair.names, pair.decode_prefills) == (("m0", "m0"), True)
-    assert pair.local_prefill_max_tokens == 400
-
-
-def test_a_mixed_worker_alone_is_offered_the_whole_prompt_though_it_seems_cached():
-    """It may have less than it seems to, and cannot hand the prompt over to itself."""
-    prompt = tuple(range(400))
-    snapshot = fleet([], [], mixed=[worker("m0", caches=prompt[:380], **MIXED)])
-    pair = pick(snapshot, needs(prompt, local_prefill_max_tokens=32))
-    assert (pair.names, pair.decode_prefills) == (("m0", "m0"), True)
-    assert pair.on_decode.uncached == 20 and pair.local_prefill_max_tokens == 400
-
-
-def test_of_idle_mixed_workers_one_serves_the_whole_request_and_the_next_goes_to_the_other():
+def test_of_mixed_workers_one_serves_the_whole_request_and_the_next_goes_to_the_other():
+    """Also one that seems to cache it: it may have less, and cannot hand over to itself."""
     first, other = worker("m0", **MIXED), worker("m1", **MIXED)
-    pair = pick(fleet([], [], mixed=[first, other]), needs(400))
-    assert (pair.decode.incarnation, pair.decode_prefills) == ("m0", True)
+    caches = worker("m0", caches=tuple(range(100, 480)), **MIXED)
+    for mixed, local, uncached in (([first], 0, 400), ([first, other], 0, 400), ([caches], 32, 20)):
+        pair = pick(fleet([], [], mixed=mixed), needs(400, local_prefill_max_tokens=local))
+        assert (pair.decode.incarnation, pair.decode_prefills) == ("m0", True)
+        assert (pair.on_decode.uncached, pair.local_prefill_max_tokens) == (uncached, 400)
+        assert pair.prefill is pair.decode or len(mixed) > 1
     busy = worker("m0", running=4, sequences=4, **MIXED)
     assert pick(fleet([], [], mixed=[busy, other]), needs(400)).decode.incarnation == "m1"
 

@@ -105,9 +105,14 @@ def test_a_picked_pair_may_be_picked_and_none_is_better(snapshot, request_, full
     ahead = ours + max(0, p.load.queue_tokens - p.assigned_tokens)
     assert pair.decode_prefills or (ahead < window and p.incarnation not in full)
     pairs = rank_all(snapshot, request_, full)
-    costs = [(len({*one.names} & failed), one.score_ms) for one in pairs if not one.refused]
+    ranked = [one for one in pairs if not one.refused]
+    costs = [(len({*one.names} & failed), one.score_ms) for one in ranked]
     assert (len({*pair.names} & failed), pair.score_ms) == min(costs)
-    assert pick(snapshot, request_, full=full).names == pairs[0].names, "ties are decided alike"
+    assert ranked == pairs[: len(ranked)], "refused ones are the last"
+    assert [one.score_ms for one in ranked] == sorted(one.score_ms for one in ranked)
+    best = pick(snapshot, request_, full=full)
+    assert (best.names, best.score_ms) == (pairs[0].names, pairs[0].score_ms), "also of ties"
+    assert best.candidates == snapshot.num_usable
 
 
 @given(fleets(), fleets(), REQUESTS, st.data())

@@ -154,34 +154,36 @@ def read(tokenizer, text, cuts, reason="stop", resumed=0, **fields):
     return content, reasoning, arguments, stream.reasoning_tokens, stream.stop
 
 
-OUTPUTS = [
-    ("<think>\nOne\n\ntwo é \n</think>\n\nThree \n", {}, ("Three \n", "One\n\ntwo é", "", 16)),
-    ("One</think>\n", {"begun": True}, ("", "One", "", 4)),
-    ("<think>One", {}, ("", "One", "", 4)),  # cut by its length
-    ("One <think>", {}, ("One ", "", "", 0)),  # it answers at once
-    (f"<think>{CALL}</think>Look:\n{CALL}", {}, ("Look:", CALL, '{"a": "é"}', 66)),
-    ("<think>END</think>aENDb", {"stop": ("END",)}, ("a", "END", "", 5)),  # stops end the answer
-]
+def assert_parted(tokenizer, text, *expected, **fields):
+    """However it comes; what another stream gave out does not come again."""
+    count = len(tokenizer.encode(text))
+    for cuts in ((), *((cut,) for cut in range(1, count + 1)), range(1, count + 1)):
+        assert read(tokenizer, text, cuts, **fields) == expected
+    for resumed in range(1, count):
+        rest = read(tokenizer, text, (), resumed=resumed, **fields)
+        assert rest[3:] == expected[3:]
+        assert all(part.endswith(more) for part, more in zip(expected[:3], rest[:3], strict=True))
 
 
-@pytest.mark.parametrize(("text", "given", "expected"), OUTPUTS)
+@pytest.mark.parametrize(
+    ("text", "given", "expected"),
+    [
+        ("<think>\nOne\n\ntwo é \n</think>\n\nThree \n", {}, ("Three \n", "One\n\ntwo é", "", 16)),
+        ("One</think>\n", {"begun": True}, ("", "One", "", 4)),
+        ("<think>One", {}, ("", "One", "", 4)),  # cut by its length
+        ("One <think>", {}, ("One ", "", "", 0)),  # it answers at once
+        (f"<think>{CALL}</think>Look:\n{CALL}", {}, ("Look:", CALL, '{"a": "é"}', 66)),
+        # Stops end the answer.
+        ("<think>END</think>aENDb", {"stop": ("END",)}, ("a", "END", "", 5)),
+    ],
+)
 def test_an_output_is_parted_the_same_however_it_comes(tmp_path, text, given, expected):
     tokenizer = byte_tokenizer(tmp_path, added=TOKENS)
     begin, end = map(tokenizer.added_token, TOKENS[:2])
     reasoning = Reasoning(begin, end, begun=given.get("begun", False))
-    fields = {"output_format": OutputFormat(tokenizer.pieces, reasoning, tools=HERMES)}
-    fields["stop"] = given.get("stop", ())
-    whole = read(tokenizer, text, (), **fields)
-    assert whole == (*expected, "END" if fields["stop"] else None)
-    count = len(tokenizer.encode(text))
-    for i in range(1, count + 1):
-        assert read(tokenizer, text, (i,), **fields) == whole
-    assert read(tokenizer, text, range(1, count + 1), **fields) == whole
-    for resumed in range(1, count):  # what another stream gave out does not come again
-        before = read(tokenizer, text, (resumed,), **fields)
-        rest = read(tokenizer, text, (), resumed=resumed, **fields)
-        assert before == whole and rest[3:] == whole[3:]
-        assert all(part.endswith(more) for part, more in zip(whole[:3], rest[:3], strict=True))
+    form, stop = OutputFormat(tokenizer.pieces, reasoning, tools=HERMES), given.get("stop", ())
+    ended = "END" if stop else None
+    assert_parted(tokenizer, text, *expected, ended, output_format=form, stop=stop)
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (2,), (1, 2)])
@@ -215,10 +217,8 @@ def test_the_marker_of_a_call_may_end_reasoning(tmp_path, thought):
     reasoning = Reasoning(begin, end)
     form = OutputFormat(pieces, reasoning, tools=MISTRAL_ARGS, implied_end=marker)
     text = f'{thought}[TOOL_CALLS]f[ARGS]{{"a": "é"}}'
-    num_tokens = len(tokenizer.encode(thought))
-    whole = ("", thought[7:10], '{"a": "é"}', num_tokens, None)
-    for cut in range(1, len(tokenizer.encode(text))):
-        assert read(tokenizer, text, (cut,), output_format=form) == whole
+    expected = ("", thought[7:10], '{"a": "é"}', len(tokenizer.encode(thought)), None)
+    assert_parted(tokenizer, text, *expected, output_format=form)
     # A worker waits for </think>.
     held = read(tokenizer, text, (), output_format=form, reasoning=form.reasoning)
     assert (held[2] == "") == (thought in ("<think>Hm. ", "<think>"))
@@ -244,13 +244,5 @@ SAID = (
 def test_channels_are_parted_the_same_however_they_come(tmp_path, text, stop, expected):
     tokenizer = byte_tokenizer(tmp_path, added=HARMONY.markers)
     pieces = tokenizer.showing(HARMONY.markers)
-    output = OutputFormat(pieces, tools=HARMONY, tool_schemas={"f": {}})
-    fields = {"output_format": output, "stop": stop}
-    assert read(tokenizer, text, (), **fields) == expected
-    for cut in range(1, len(tokenizer.encode(text))):
-        assert read(tokenizer, text, (cut,), **fields) == expected
-        if expected[4] is None:  # what another stream gave out does not come again
-            rest = read(tokenizer, text, (), resumed=cut, **fields)
-            assert rest[3:] == expected[3:]
-            parts = zip(expected[:3], rest[:3], strict=True)
-            assert all(part.endswith(more) for part, more in parts)
+    form = OutputFormat(pieces, tools=HARMONY, tool_schemas={"f": {}})
+    assert_parted(tokenizer, text, *expected, output_format=form, stop=stop)

@@ -96,23 +96,18 @@ async def test_a_process_that_is_stopped_within_a_lock_delays_the_others_now_and
     )
     async with running(*PYTHON, code, shared.path) as holder:
         assert await holder.line() == "held"
-        delays_now_and_then(shared, monkeypatch)
-
-
-def delays_now_and_then(shared, monkeypatch):
-    ours, began = SharedState(shared.path, 2), time.monotonic()
-    usage = ours.usage("a")
-    with usage.lock:
-        assert time.monotonic() - began >= shared_state.LOCK_S
-    slept = []
-    monkeypatch.setattr(shared_state.time, "sleep", slept.append)
-    monkeypatch.setattr(shared_state, "STUCK_S", 1000.0)
-    for _ in range(100):
-        with usage.lock, ours.usage("a").lock, ours.usage("b").lock:
-            pass
-    ours._stuck.skip_until = 0.0
-    with usage.lock:
-        assert slept
+        ours, began = SharedState(shared.path, 2), time.monotonic()
+        usage, slept = ours.usage("a"), []
+        with usage.lock:
+            assert time.monotonic() - began >= shared_state.LOCK_S
+        monkeypatch.setattr(shared_state.time, "sleep", slept.append)
+        monkeypatch.setattr(shared_state, "STUCK_S", 1000.0)
+        for _ in range(100):
+            with usage.lock, ours.usage("a").lock, ours.usage("b").lock:
+                pass
+        ours._stuck.skip_until = 0.0
+        with usage.lock:
+            assert slept
 
 
 def test_tenants_are_told_apart_and_one_too_many_is_refused(shared, monkeypatch):

@@ -439,24 +439,19 @@ async def test_traces_of_failed_and_slow_requests_are_kept(fields, kept):
 
 
 async def test_the_workers_of_a_kept_trace_are_told(cluster_of):
+    """But not of what is exported anyway; and none is missed if it is dead."""
     cluster = await cluster_of(prefill=2, decode=1)
     world, failed = World(fleet=cluster.fleet), InternalError("x")
     world.request(workers=("p0", "d0"))
     first = world.request(failed, workers=("p0", "d0", "gone")).trace_id
     second = world.request(failed, workers=("d0",)).trace_id
     await seen(lambda: len(cluster.decodes[0].kept) == 2 and cluster.prefills[0].kept)
+    everything = World(fleet=cluster.fleet, ratio=1.0)
+    assert everything.exported(everything.request(failed, workers=("d0",)))
+    await cluster.decodes[0].stop()
+    assert world.exported(world.request(failed, workers=("d0",)))
     kept = {worker.record.incarnation: worker.kept for worker in cluster.workers}
     assert kept == {"p0": [first], "p1": [], "d0": [first, second]}
-
-
-async def test_no_worker_is_told_of_what_is_exported_anyway_nor_missed_if_dead(cluster):
-    decode, failed = cluster.decodes[0], InternalError("x")
-    world = World(fleet=cluster.fleet, ratio=1.0)
-    assert world.exported(world.request(failed, workers=("d0",)))
-    await decode.stop()
-    world = World(fleet=cluster.fleet)
-    assert world.exported(world.request(failed, workers=("d0",)))
-    assert decode.kept == []
 
 
 def test_the_access_log_has_a_line_for_each_request_or_for_a_sample(caplog):

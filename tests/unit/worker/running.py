@@ -223,8 +223,6 @@ class Router:
         self.prompts = {}
         self._answered = asyncio.Event()
         self._heartbeats = asyncio.Queue()
-        self.reads = asyncio.Event()  # cleared: nothing more is read
-        self.reads.set()
 
     async def __aenter__(self):
         self.channel = rpc.channel(
@@ -253,7 +251,6 @@ class Router:
 
     async def _take_all(self):
         async for message in self.stream.messages():
-            await self.reads.wait()
             self._take(message)
 
     async def reserve(self, spec, local=0, interval=0):
