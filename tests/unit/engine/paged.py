@@ -56,6 +56,13 @@ class PagedRun:
             sequence.computed += count
         return list(logits.split([count for _, count in work]))
 
+    def generate(self, sequence, count):
+        """All tokens of a sequence once it has so many greedy ones more."""
+        for _ in range(count):
+            (logits,) = self.step((sequence, len(sequence.tokens) - sequence.computed))
+            sequence.tokens.append(int(logits[-1].argmax()))
+        return sequence.tokens
+
     def _batch(self, work):
         token_ids: list[int] = []
         for sequence, count in work:

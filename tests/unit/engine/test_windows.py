@@ -14,7 +14,7 @@ from baton.generation.sampling_params import SamplingParams
 from baton.kv_descriptor import differences
 from baton.kv_groups import NO_BLOCK, LayerGroups, held
 from tests.unit.engine.bench import WAIT_S, Bench, load
-from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.checkpoints import assert_greedy, make_checkpoint
 
 WINDOW = 40
 MODELS = {
@@ -42,13 +42,6 @@ def prompt(length, seed=0):
     return random.Random(seed).choices(range(3, 300), k=length)
 
 
-def is_greedy(reference, tokens, got):
-    """Whether transformers, given the same text, has each of these tokens as the likeliest."""
-    with torch.inference_mode():
-        logits = reference(torch.tensor([[*tokens, *got]])).logits[0, len(tokens) - 1 : -1]
-    return logits.argmax(-1).tolist() == got
-
-
 def a_sequence(name, tokens, params=GREEDY):
     return Sequence(name, list(tokens), len(tokens), params)
 
@@ -61,7 +54,8 @@ def test_tokens_are_those_of_transformers(checkpoint, kernels):
     groups = loaded.layout.groups
     with Bench(loaded.engine) as bench:
         got = bench.tokens(*(a_sequence(*one) for one in prompts.items()))
-        assert all(is_greedy(reference, tokens, got[name]) for name, tokens in prompts.items())
+        for name, tokens in prompts.items():
+            assert_greedy(reference, [*tokens, *got[name]], len(tokens))
         most = max(report.load.blocks_held for report in bench.reports)
         assert most <= sum(groups.most_blocks(len(one) + 64, 32) for one in prompts.values())
         # The prompt again, and a further turn of it, from what was cached.
@@ -70,7 +64,7 @@ def test_tokens_are_those_of_transformers(checkpoint, kernels):
         assert again.num_cached == 144
         turn = [*prompts["long"], *got["long"], *prompt(20, seed=2)]
         further = a_sequence("further", turn)
-        assert is_greedy(reference, turn, bench.tokens(further)["further"])
+        assert_greedy(reference, [*turn, *bench.tokens(further)["further"]], len(turn))
         assert further.num_cached == 208
     few = load(directory, kernels=kernels, chunk_tokens=32, kv_blocks=groups.most_blocks(216, 32))
     with Bench(few.engine) as bench:
