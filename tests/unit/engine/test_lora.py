@@ -26,7 +26,7 @@ from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.gguf_files import write_gguf
 from tests.unit.engine.model_cases import ADAPTED, GEMMA, VARIANTS
 from tests.unit.engine.paged import PagedRun
-from tests.unit.engine.small_models import KERNELS, feed, make, require
+from tests.unit.engine.small_models import KERNELS, feed, make, require, tokens
 
 CPU = torch.device("cpu")
 LAYERS = ("model.layers.0.", "model.layers.1.")
@@ -41,10 +41,6 @@ ALL = tuple(
 Q, DOWN = ALL[0], ALL[-1]
 PREFIX = "base_model.model."
 MULTIMODAL = {name: case for name, case in VARIANTS.items() if case[0] in WRAPPERS}
-
-
-def tokens(length, seed):
-    return torch.randint(2, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def make_adapter(
@@ -270,37 +266,36 @@ def test_a_slot_that_is_written_again_keeps_nothing(tmp_path):
     assert torch.equal(*found)
 
 
+OF_TEXT = {r"model\.layers\..*": 1, r"language_model\.layers\.1\..*": 20}
+VISION_MODEL = "Qwen2_5_VLForConditionalGeneration"
+
+
 @pytest.mark.parametrize(
-    ("options", "scales"),
+    ("architecture", "options", "scales"),
     [
-        ({}, (3, 3)),
-        ({"use_rslora": True, "modules_to_save": None, "use_dora": False}, (6, 6)),
-        ({"alpha_pattern": {r"layers\.1\..*": 20, "_proj": 1}}, (3, 5)),
+        ("Qwen2ForCausalLM", {}, (3, 3)),
+        (
+            "Qwen2ForCausalLM",
+            {"use_rslora": True, "modules_to_save": None, "use_dora": False},
+            (6, 6),
+        ),
+        (
+            "Qwen2ForCausalLM",
+            {"alpha_pattern": {r"layers\.1\..*": 20, "_proj": 1}},
+            (3, 5),
+        ),
+        (VISION_MODEL, {"alpha_pattern": OF_TEXT}, (3, 5)),
     ],
-    ids=["alpha by rank", "stabilized", "patterns"],
+    ids=["alpha by rank", "stabilized", "patterns", "patterns of names in the adapted model"],
 )
-def test_scales(tmp_path, options, scales):
-    reference = make_checkpoint(tmp_path / "base", "Qwen2ForCausalLM")
-    updates = make_adapter(tmp_path / "adapter", reference, **options)
-    config = ModelConfig.load(tmp_path / "base")
-    adapter = load_lora(tmp_path / "adapter", config, 8)
-    assert adapter.updates.keys() == {(0, "qkv"), (1, "down")}
-    for (key, section), update, scale in zip(
-        (((0, "qkv"), 0), ((1, "down"), 0)), updates.values(), scales, strict=True
-    ):
-        a, b = adapter.updates[key]
-        torch.testing.assert_close(b[:, : len(update)].T @ a[section], scale * update)
-
-
-def test_patterns_are_of_names_in_the_adapted_model(tmp_path):
-    reference = make_checkpoint(tmp_path / "base", "Qwen2_5_VLForConditionalGeneration")
-    q, down = (name.replace("model.", "model.language_model.") for name in (Q, DOWN))
-    patterns = {r"model\.layers\..*": 1, r"language_model\.layers\.1\..*": 20}
-    updates = make_adapter(tmp_path / "a", reference, modules=(q, down), alpha_pattern=patterns)
-    found = load_lora(tmp_path / "a", ModelConfig.load(tmp_path / "base"), 8).updates
-    for module, key, scale in ((q, (0, "qkv"), 3), (down, (1, "down"), 5)):
-        a, b = found[key]
-        update = updates[module]
+def test_scales(tmp_path, architecture, options, scales):
+    reference = make_checkpoint(tmp_path / "base", architecture)
+    text = text_module(reference)
+    modules = [name.replace("model.", text) for name in (Q, DOWN)]
+    updates = make_adapter(tmp_path / "adapter", reference, modules=modules, **options)
+    found = load_lora(tmp_path / "adapter", ModelConfig.load(tmp_path / "base"), 8).updates
+    assert found.keys() == {(0, "qkv"), (1, "down")}
+    for (a, b), update, scale in zip(found.values(), updates.values(), scales, strict=True):
         torch.testing.assert_close(b[:, : len(update)].T @ a[0], scale * update)
 
 
@@ -316,6 +311,10 @@ def test_an_identity_is_that_of_the_content(tmp_path):
 
 def one(module, half, *shape):
     return {f"{PREFIX}{module}.lora_{half}.weight": torch.zeros(shape)}
+
+
+def whole(module):
+    return one(module, "A", 4, 64) | one(module, "B", 64, 4)
 
 
 WRONG = {
@@ -350,43 +349,42 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
-def test_what_is_no_plain_adapter_of_this_model_is_refused_by_name(tmp_path, options, message):
-    model = make_checkpoint(tmp_path / "base")
-    make_adapter(tmp_path / "adapter", model, **options)
-    with pytest.raises(CheckpointError) as caught:
-        load_lora(tmp_path / "adapter", ModelConfig.load(tmp_path / "base"), 8)
-    assert message in str(caught.value)
-
-
 VISION = "model.visual.blocks.0.attn.proj"
 Q_OF_TEXT = Q.replace("model.", "model.language_model.")
+WRONG_FOR_TEXT = {
+    "images": (
+        one(VISION, "A", 4, 32) | one(VISION, "B", 32, 4),
+        f"adapts {VISION}.weight, which is no projection of attention or of a dense MLP of "
+        "this model's text layers",
+    ),
+    "another size of text": (
+        one(Q_OF_TEXT, "A", 4, 32) | one(Q_OF_TEXT, "B", 64, 4),
+        f"{Q_OF_TEXT}.weight is [64, 64], and its update [64, 4] by [4, 32]",
+    ),
+    "half of text": (
+        one(Q_OF_TEXT, "A", 4, 64),
+        f"lacks tensor {PREFIX}{Q_OF_TEXT}.lora_B.weight",
+    ),
+    "twice": (
+        whole(Q_OF_TEXT) | whole(Q),
+        f"adapts {Q_OF_TEXT}.weight and {Q}.weight, which are one matrix",
+    ),
+}
+REFUSED = [("LlamaForCausalLM", *case) for case in WRONG.values()] + [
+    (VISION_MODEL, {"modules": (), "tensors": tensors}, message)
+    for tensors, message in WRONG_FOR_TEXT.values()
+]
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        (
-            one(VISION, "A", 4, 32) | one(VISION, "B", 32, 4),
-            f"adapts {VISION}.weight, which is no projection of attention or of a dense MLP of "
-            "this model's text layers",
-        ),
-        (
-            one(Q_OF_TEXT, "A", 4, 32) | one(Q_OF_TEXT, "B", 64, 4),
-            f"{Q_OF_TEXT}.weight is [64, 64], and its update [64, 4] by [4, 32]",
-        ),
-        (one(Q_OF_TEXT, "A", 4, 64), f"lacks tensor {PREFIX}{Q_OF_TEXT}.lora_B.weight"),
-        (
-            {k: v for name in (Q_OF_TEXT, Q) for half, *shape in (("A", 4, 64), ("B", 64, 4))
-             for k, v in one(name, half, *shape).items()},
-            f"adapts {Q_OF_TEXT}.weight and {Q}.weight, which are one matrix",
-        ),
-    ],
-    ids=["images", "another size", "half", "twice"],
-)  # fmt: skip
-def test_refusals_have_the_names_of_the_adapted_model(tmp_path, tensors, message):
-    model = make_checkpoint(tmp_path / "base", "Qwen2_5_VLForConditionalGeneration")
-    make_adapter(tmp_path / "adapter", model, modules=(), tensors=tensors)
+    ("architecture", "options", "message"), REFUSED, ids=[*WRONG, *WRONG_FOR_TEXT]
+)
+def test_what_is_no_plain_adapter_of_this_model_is_refused_by_name(
+    tmp_path, architecture, options, message
+):
+    """By the names of the adapted model."""
+    model = make_checkpoint(tmp_path / "base", architecture)
+    make_adapter(tmp_path / "adapter", model, **options)
     with pytest.raises(CheckpointError) as caught:
         load_lora(tmp_path / "adapter", ModelConfig.load(tmp_path / "base"), 8)
     assert message in str(caught.value)
