@@ -15,6 +15,7 @@ from baton.kv_descriptor import differences
 from baton.kv_groups import NO_BLOCK, LayerGroups, held
 from tests.unit.engine.bench import WAIT_S, Bench, load
 from tests.unit.engine.checkpoints import assert_greedy, make_checkpoint
+from tests.unit.engine.test_scheduler import finish, run
 
 WINDOW = 40
 MODELS = {
@@ -116,9 +117,7 @@ def test_blocks_are_flat_over_ten_thousand_tokens():
     assert most <= 2 * blocks.groups.most_blocks(10_000, 64) and not scheduler.preemptions
     for sequence in sequences:
         assert len(held(sequence.block_ids)) <= 100 // 16 + 30 // 16 + 2 * 2
-        scheduler.remove(sequence)
-        scheduler.free(sequence)
-    blocks.check()
+        finish(scheduler, sequence)
     assert blocks.num_held == 0
 
 
@@ -133,15 +132,12 @@ def test_prompts_that_grow_into_each_other_preempt_the_last_one():
     while len(done) < 3:
         step = scheduler.schedule()
         assert step.sequences
-        scheduler.update_after_launch(step)
+        run(scheduler, step)
         for one in step.sequences:
             assert one.sequence.num_slots >= one.start + one.count
-            scheduler.update_after_landing(one)
             if one.sequence.num_tokens == 310:
                 done.add(one.sequence.seq_id)
-                scheduler.remove(one.sequence)
-                scheduler.free(one.sequence)
-        blocks.check()
+                finish(scheduler, one.sequence)
     assert blocks.num_held == 0 and scheduler.preemptions
 
 
@@ -166,13 +162,8 @@ def test_cached_prefixes_have_every_block_that_a_window_reaches(windows):
         assert hit < len(tokens)
         scheduler.add(sequence)
         while sequence.num_tokens == len(tokens):
-            step = scheduler.schedule()
-            scheduler.update_after_launch(step)
-            for one in step.sequences:
-                scheduler.update_after_landing(one)
-        scheduler.remove(sequence)
-        scheduler.free(sequence)
-        blocks.check()
+            run(scheduler, scheduler.schedule())
+        finish(scheduler, sequence)
     assert hit > 0
 
 
