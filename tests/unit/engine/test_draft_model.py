@@ -90,8 +90,7 @@ def run(loaded, *some):
             proposer.blocks.check()
             assert proposer.blocks.num_held == 0
             assert not proposer._drafts
-    counts = [sum(getattr(one, f"num_{kind}") for one in bench.reports)
-              for kind in ("proposed", "accepted")]  # fmt: skip
+    counts = bench.total("num_proposed"), bench.total("num_accepted")
     preemptions = bench.reports[-1].load.preemptions
     return {name: tokens_of(one) for name, one in got.items()}, *counts, preemptions
 

@@ -53,11 +53,6 @@ MODELS = {
 MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K", "output": "Q6_K"}
 
 
-def load(file, kernels, dtype=torch.float32):
-    config = ModelConfig.load(file)
-    return small_models.make(kernels, config, load_weights(file, config, dtype, CPU), dtype)
-
-
 def reference(file):
     """The file as transformers reads and computes it, dequantised to float32."""
     # It asks for a package that it does not need on a CPU.
@@ -99,7 +94,7 @@ def test_64_greedy_tokens_of_a_mixed_file_are_those_of_transformers(name, tmp_pa
     write_gguf(file, architecture, "Q4_K", MIXED, **{**SIZES, **overrides})
     expected = reference(file)
     for kernels in small_models.KERNELS:
-        assert_64_greedy(load(file, kernels), expected)
+        assert_64_greedy(small_models.load(file, kernels), expected)
 
 
 OTHER_YARN = {**YARN, "attention_factor": 1.5, "beta_fast": 4.0, "beta_slow": 2.0}
@@ -174,13 +169,13 @@ def test_unquantised_files_equal_the_model_that_they_were_made_of(name, tmp_path
     architecture, overrides, metadata, tensors = PLAIN[name]
     file = tmp_path / "model.gguf"
     expected = write_gguf(file, architecture, metadata=metadata, tensors=tensors, **overrides)
-    assert_64_greedy(load(file, "torch"), expected.eval())
+    assert_64_greedy(small_models.load(file, "torch"), expected.eval())
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
 def test_files_of_one_type_equal_transformers(kind, tmp_path):
     write_gguf(file := tmp_path / "model.gguf", "LlamaForCausalLM", kind, **SIZES)
-    assert_64_greedy(load(file, "torch"), reference(file))
+    assert_64_greedy(small_models.load(file, "torch"), reference(file))
     assert ModelConfig.load(file).dtype == "bfloat16"
 
 
@@ -192,9 +187,8 @@ def test_a_model_may_be_split_into_several_files(tmp_path):
     assert others
     tensors, expected = stored_tensors(first), stored_tensors(whole)
     assert tensors.keys() == expected.keys()
-    run, other = PagedRun(load(first, "torch")), PagedRun(load(whole, "torch"))
-    logits, others_logits = (one.step((one.add(PROMPT), 40))[0] for one in (run, other))
-    assert torch.equal(logits, others_logits)
+    models = (small_models.load(file, "torch") for file in (first, whole))
+    assert torch.equal(*(PagedRun(model).logits(PROMPT) for model in models))
     with pytest.raises(CheckpointError, match=r"is one of 3 files of a model: give the first one"):
         ModelConfig.load(others[0])
     others[-1].unlink()

@@ -82,9 +82,6 @@ def test_proposed_tokens(proposer, made, draft):
         bench.tokens(*sequences)
     for sequence in sequences:
         assert_greedy(reference, sequence.tokens, sequence.prompt_tokens, BIAS)
-    proposed, accepted = (
-        sum(getattr(one, f"num_{kind}") for one in bench.reports)
-        for kind in ("proposed", "accepted")
-    )
+    proposed, accepted = bench.total("num_proposed"), bench.total("num_accepted")
     # What repeats is often right, and what another model says often wrong.
     assert accepted > 0 if proposer == "n-grams" else accepted < proposed

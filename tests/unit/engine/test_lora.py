@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -101,21 +100,6 @@ def load(tmp_path, kernels, *adapters, dtype=torch.float32):
     return model
 
 
-class AdaptedRun(PagedRun):
-    """`slots`: of each sequence that has an adapter."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.slots = {}
-
-    def _batch(self, work):
-        slots = [self.slots.get(sequence, -1) for sequence, _ in work]
-        if max(slots) < 0:
-            return super()._batch(work)
-        rows = np.repeat(np.array(slots, np.int32), [count for _, count in work])
-        return replace(super()._batch(work), lora_slots=torch.from_numpy(rows))
-
-
 def merged(tmp_path, model, updates, scale):
     """transformers' model with an adapter merged."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -134,10 +118,10 @@ def test_rows_of_two_adapters_and_of_none_share_a_step(tmp_path, kernels, archit
     everything = make_adapter(tmp_path / "a", reference, modules=modules)
     few = make_adapter(tmp_path / "b", reference, modules=modules[1::3], rank=8, seed=1)
     model = load(tmp_path, kernels, "a", "b")
-    run = AdaptedRun(model)
+    run = PagedRun(model)
     prompts = [tokens(length, seed) for seed, length in enumerate((9, 21, 14))]
     sequences = [run.add(prompt) for prompt in prompts]
-    run.slots = {sequences[0]: 0, sequences[1]: 1}
+    sequences[0].lora_slot, sequences[1].lora_slot = 0, 1
     parts = [[] for _ in sequences]
     for counts in ((5, 7, 6), (4, 14, 8)):
         logits = run.step(*zip(sequences, counts, strict=True))
@@ -156,10 +140,10 @@ def test_adapters_of_multimodal_models_change_their_text(tmp_path, architecture,
     modules = adaptable(tmp_path / "base", reference)
     assert not modules[0].startswith("model.layers.")
     updates = make_adapter(tmp_path / "a", reference, modules=modules)
-    run = AdaptedRun(load(tmp_path, "torch", "a"))
+    run = PagedRun(load(tmp_path, "torch", "a"))
     prompt = tokens(15, 3)
     sequence = run.add(prompt)
-    run.slots = {sequence: 0}
+    sequence.lora_slot = 0
     (found,) = run.step((sequence, len(prompt)))
     for changed in merged(tmp_path, reference, updates, 3):
         expected = changed(torch.tensor([prompt])).logits[0]
@@ -208,12 +192,13 @@ def test_a_row_has_the_same_bits_in_any_batch(tmp_path, kernels, dtype):
     reference = make_checkpoint(tmp_path / "base")
     for seed, name in enumerate("ab"):
         make_adapter(tmp_path / name, reference, modules=ALL, seed=seed)
-    run = AdaptedRun(load(tmp_path, kernels, "a", "b", dtype=dtype))
+    run = PagedRun(load(tmp_path, kernels, "a", "b", dtype=dtype))
     prompts = [tokens(12, seed) for seed in range(3)]
 
     def outputs(chunk, *slots):
         sequences = [run.add(prompt) for prompt in prompts]
-        run.slots = dict(zip(sequences, slots, strict=True))
+        for sequence, slot in zip(sequences, slots, strict=True):
+            sequence.lora_slot = slot
         found = [[] for _ in sequences]
         for _ in range(12 // chunk):
             for part, rows in zip(
@@ -259,9 +244,9 @@ def test_a_slot_that_is_written_again_keeps_nothing(tmp_path):
     used.write_lora(0, load_lora(tmp_path / "small", used.config, 8))
     found = []
     for model in (fresh, used):
-        run = AdaptedRun(model)
+        run = PagedRun(model)
         sequence = run.add(tokens(10, 1))
-        run.slots = {sequence: 0}
+        sequence.lora_slot = 0
         found.append(feed(run, sequence, 10))
     assert torch.equal(*found)
 

@@ -39,10 +39,7 @@ def run(make_engine, *sequences):
         got = bench.finish(*sequences)
         cached = bench.engine._blocks._by_hash[0]
         assert bench.engine.load().result(WAIT_S).blocks_held == 0
-    counts = [
-        sum(getattr(report, name) for report in bench.reports)
-        for name in ("num_proposed", "num_accepted", "num_kept")
-    ]
+    counts = map(bench.total, ("num_proposed", "num_accepted", "num_kept"))
     return got, *counts, bench.reports[-1].load.preemptions, cached
 
 

@@ -147,11 +147,15 @@ def test_a_handoff_takes_its_grammar_to_the_decode_worker(demo, undisturbed, par
     assert [token, *rest, *progress.token_ids] == undisturbed[params.temperature]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED])
-def test_speculation_changes_no_token(demo, params, monkeypatch):
-    """Proposed tokens that the grammar forbids are not computed; the others are kept if right."""
+@pytest.fixture
+def proposes_much(monkeypatch):
     monkeypatch.setattr("baton.engine.speculative.ngram.worthwhile", lambda chance, price, most: 8)
     monkeypatch.setattr("baton.engine.speculative.ngram.LENGTHS", (2, 1))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED])
+def test_speculation_changes_no_token(demo, params, proposes_much):
+    """Proposed tokens that the grammar forbids are not computed; the others are kept if right."""
     # The prompt repeats what the grammar forbids: names that are too long, and other keys.
     prompt = '[{"name": "aaaaaaaaaaaaaaaaaaaaaaaaaa", "size": 1}, ' * 4
     with demo.bench() as bench:
@@ -167,18 +171,16 @@ def test_speculation_changes_no_token(demo, params, monkeypatch):
 
         sequence.grammar.accepts = watched
         assert bench.tokens(sequence)["a"] == plain
-    assert sum(report.num_accepted for report in bench.reports) > 0
+    assert bench.total("num_accepted") > 0
     assert max(cut) > 0
 
 
 @pytest.mark.parametrize("structured", [None, PERSONS])
 @pytest.mark.parametrize("params", [GREEDY, SEEDED])
 def test_reasoning_ends_at_its_limit_and_what_follows_matches(
-    demo, params, structured, monkeypatch
+    demo, params, structured, proposes_much
 ):
     """Whoever goes on with it, and with proposed tokens: 4094 ends it here, after six tokens."""
-    monkeypatch.setattr("baton.engine.speculative.ngram.worthwhile", lambda chance, price, most: 8)
-    monkeypatch.setattr("baton.engine.speculative.ngram.LENGTHS", (2, 1))
     reasoning = Reasoning(4093, 4094, begun=True, max_tokens=6)
     most = params.max_tokens if structured else 20
     params = dataclasses.replace(
@@ -197,7 +199,7 @@ def test_reasoning_ends_at_its_limit_and_what_follows_matches(
             output = tokens[:delivered]
             rest = demo.sequence(f"{delivered}", params, prompt, output)
             assert output + bench.tokens(rest)[f"{delivered}"] == tokens
-    assert sum(report.num_accepted for report in bench.reports) > 0
+    assert bench.total("num_accepted") > 0
 
 
 def test_a_prefix_from_the_cache_changes_no_token(demo):

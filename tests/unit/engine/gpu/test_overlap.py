@@ -408,17 +408,12 @@ def test_a_steps_report_tells_how_long_the_host_waited_for_the_device():
     assert sum(report.waited_s for report in reports) == pytest.approx(runner_of(driven).waited_s)
 
 
-def test_a_preempted_sequence_gets_the_token_in_flight():
-    driven = decoding(LazyStream())
+@pytest.mark.parametrize("one_a_step", [False, True])
+def test_a_preempted_sequence_gets_the_token_in_flight_and_computes_its_own_again(one_a_step):
+    driven = decoding(LazyStream(), graphs=one_a_step)
     driven.scheduler._preempt(driven.scheduler.running.last)
-    driven.finish()
-    assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
-
-
-def test_a_preempted_sequence_computes_its_own_tokens_again_one_a_step():
-    driven = decoding(LazyStream(), graphs=True)
-    driven.scheduler._preempt(driven.scheduler.running.last)
-    driven.scheduler.chunk.max_tokens = 1
+    if one_a_step:
+        driven.scheduler.chunk.max_tokens = 1
     driven.finish()
     assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
 
