@@ -131,9 +131,10 @@ class Driven:
         self.do(self.engine.release(seq_id))
         self.ends.setdefault(seq_id, "cancelled")
 
-    def step(self):
-        self.engine._step()
-        self.blocks.check()
+    def step(self, times=1):
+        for _ in range(times):
+            self.engine._step()
+            self.blocks.check()
 
     def finish(self):
         for _ in range(2000):
