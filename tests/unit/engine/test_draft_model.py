@@ -169,18 +169,6 @@ def test_a_draft_model_may_have_kv_of_any_kind(tmp_path, architecture, options):
     assert drafted.draft.layout.windows == drafted.layout.windows
 
 
-@pytest.mark.parametrize(
-    "options", [{"tp": 2, "threads": 2}, {"kv_dtype": "int8", "quantization": "int4"}], ids=str
-)
-def test_ranks_and_formats_change_nothing(options):
-    """The draft model is whole on the first rank, in the formats of the other model."""
-    plain, *_ = run(load(kernels="native", **options), *sequences(SEEDED))
-    drafted = load(kernels="native", **options, speculative_model=str(DEMO_MODEL))
-    found, proposed, accepted, _ = run(drafted, *sequences(SEEDED))
-    assert found == plain
-    assert proposed == accepted > 0
-
-
 def test_sequences_come_and_go(first_layer):
     """Some are released in the middle; what is left has its tokens, and no block is lost."""
     lengths = random.Random(3).choices(range(20, 150), k=12)
