@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.device_sampling import DeviceSampler
-from baton.engine.sampling.sampler import Sampler, SampleRow
+from baton.engine.sampling.sampler import NO_TOKEN, Sampler, SampleRow
 from baton.generation.sampling_params import SamplingParams
 
 VOCABS = (7, 1500, 2048)  # less than a block of the kernel, one and a rest, whole ones
@@ -61,3 +61,16 @@ def test_whatever_the_rows_ask_for(seed, count, vocab):
                 ] or sorted(x for _, x in one.top) == pytest.approx(
                     sorted(x for _, x in other.top), rel=1e-5, abs=1e-5
                 )
+
+
+def test_only_a_row_of_broken_logits_gets_no_token():
+    device = DeviceSampler(Stream(), Sampler(EOS, 300), 4)
+    for params in ({"top_p": 0.5}, {"logprobs": 2}):
+        logits = torch.zeros(3, 300)
+        logits[1, 7] = torch.nan
+        row = SampleRow(SamplingParams(**{"temperature": 1.0, **params}), [1], 1)
+        device.prepare([row] * 3)
+        device.sample(logits)
+        tokens = device.sampled().token_ids
+        assert tokens[1] == NO_TOKEN
+        assert min(tokens[0], tokens[2]) >= 0
