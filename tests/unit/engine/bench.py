@@ -40,6 +40,10 @@ class Bench:
         self.reports.append(self._reports.get(timeout=WAIT_S))
         return self.reports[-1]
 
+    def total(self, name):
+        """The sum of a number of all reports that were looked at."""
+        return sum(getattr(report, name) for report in self.reports)
+
     def until(self, seq_id, *fields):
         """The first progress of a sequence that has one of these fields set."""
         while True:

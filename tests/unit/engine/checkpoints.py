@@ -188,6 +188,15 @@ def load_reference(directory, dtype=torch.float32):
     return model_class.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
 
 
+@torch.inference_mode()
+def assert_greedy(reference, tokens, prompt_tokens, bias=()):
+    """transformers, given the same text, has each token behind the prompt as the likeliest."""
+    logits = reference(torch.tensor([tokens])).logits[0].float()
+    for token, added in dict(bias).items():
+        logits[:, token] += added
+    assert tokens[prompt_tokens:] == logits[prompt_tokens - 1 : -1].argmax(-1).tolist()
+
+
 def byte_tokenizer():
     """Token 0 is <s>, 1 is </s>, and 2..257 are the bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

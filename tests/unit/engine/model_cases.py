@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from baton.engine.models.architectures import ARCHITECTURES, WRAPPERS
 
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -23,7 +22,6 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -32,24 +30,41 @@ LONG = {
     "original_max_position_embeddings": 32,
 }
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16}
-EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 48}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+FEW_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3}
+WINDOW = {"sliding_window": 20}
+WINDOW_LAST = {**WINDOW, "layer_types": ["full_attention", "sliding_attention"]}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
+MROPE = {**DEFAULT_ROPE, "mrope_section": [2, 3, 3]}
+PARTIAL = {**DEFAULT_ROPE, "partial_rotary_factor": 0.75}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
+GEMMA4 = {**WINDOW, "num_key_value_heads": 4, "num_kv_shared_layers": 0, "attention_k_eq_v": True}
+# As they are, beside the variants of architectures below.
+PLAIN = (
+    *("LlamaForCausalLM", "Llama4ForCausalLM", "Qwen2ForCausalLM", "Olmo2ForCausalLM"),
+    *("Glm4ForCausalLM", "Qwen3NextForCausalLM", "GlmForCausalLM", "HeliumForCausalLM"),
+    *("Llama4ForConditionalGeneration", "LlavaForConditionalGeneration"),
+    *("SmolVLMForConditionalGeneration", "Idefics3ForConditionalGeneration"),
+    *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+    *("InternVLForConditionalGeneration", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
+    *("Ernie4_5_MoeForCausalLM", "MiniMaxM2ForCausalLM", "HunYuanDenseV1ForCausalLM"),
+    *("HYV3ForCausalLM", "Ernie4_5ForCausalLM"),
+)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", {}),
+    **{name: (name, {}) for name in PLAIN},
     "llama one kv head": ("LlamaForCausalLM", {"num_key_value_heads": 1}),
     "llama no gqa": ("LlamaForCausalLM", {"num_key_value_heads": 4}),
     "llama wide heads": ("LlamaForCausalLM", {"head_dim": 32}),
     "llama tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
     "llama biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     "llama llama3 rope": ("LlamaForCausalLM", {"rope_parameters": LLAMA3}),
-    "llama linear rope": (
-        "LlamaForCausalLM",
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}},
-    ),
+    "llama linear rope": ("LlamaForCausalLM", {"rope_parameters": LINEAR_ROPE}),
     "llama odd sizes": (
         "LlamaForCausalLM",
         {"hidden_size": 92, "intermediate_size": 103, "vocab_size": 301},
     ),
-    "llama4": ("Llama4ForCausalLM", {}),
     "llama4 of several experts, without norms": (
         "Llama4ForCausalLM",
         {
@@ -62,11 +77,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral window": ("MistralForCausalLM", {"sliding_window": 24}),
     "mistral no window": ("MistralForCausalLM", {"sliding_window": None}),
-    "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen2 tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen2 window from layer 1": (
         "Qwen2ForCausalLM",
-        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+        {"use_sliding_window": True, **WINDOW, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 24}),
     "qwen3 biases": ("Qwen3ForCausalLM", {"attention_bias": True}),
@@ -86,39 +100,32 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     # As transformers turns a prompt of the longest context: 25 tokens times 3.
     "llama dynamic": (
         "LlamaForCausalLM",
-        {
-            "max_position_embeddings": 25,
-            "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0},
-        },
+        {"max_position_embeddings": 25, "rope_parameters": DYNAMIC_ROPE},
     ),
-    "gemma2": ("Gemma2ForCausalLM", {**GEMMA, "sliding_window": 20, "query_pre_attn_scalar": 24}),
+    "gemma2": ("Gemma2ForCausalLM", {**GEMMA, **WINDOW, "query_pre_attn_scalar": 24}),
     "gemma2 other caps": (
         "Gemma2ForCausalLM",
         {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": None},
     ),
-    "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "sliding_window": 20, "num_hidden_layers": 7}),
+    "gemma3": ("Gemma3ForCausalLM", {**GEMMA, **WINDOW, "num_hidden_layers": 7}),
     "gemma3 scaled": (
         "Gemma3ForCausalLM",
         {
             **GEMMA,
-            "sliding_window": 20,
-            "layer_types": ["full_attention", "sliding_attention"],
+            **WINDOW_LAST,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "sliding_attention": DEFAULT_ROPE,
             },
         },
     ),
-    "gemma4": ("Gemma4ForCausalLM", {"sliding_window": 20, "final_logit_softcapping": 30.0}),
+    "gemma4": ("Gemma4ForCausalLM", {**WINDOW, "final_logit_softcapping": 30.0}),
     "gemma4 of large sizes": (
         "Gemma4ForCausalLM",
         {
-            "sliding_window": 20,
-            "num_key_value_heads": 4,
+            **GEMMA4,
             "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
             "hidden_size_per_layer_input": 0,
-            "num_kv_shared_layers": 0,
             "enable_moe_block": True,
             "num_experts": 5,
             "top_k_experts": 3,
@@ -128,14 +135,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4, four full layers in the place of one": (
         "Gemma4ForCausalLM",
         {
-            "sliding_window": 20,
-            "num_key_value_heads": 4,
+            **GEMMA4,
             "num_global_key_value_heads": 1,
             "global_head_dim": 16,
-            "attention_k_eq_v": True,
             "num_hidden_layers": 4,
             "layer_types": ["sliding_attention", *["full_attention"] * 3],
-            "num_kv_shared_layers": 0,
         },
     ),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": 24}),
@@ -148,13 +152,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**LONG, "original_max_position_embeddings": 80},
         },
     ),
-    "olmo2": ("Olmo2ForCausalLM", {}),
     "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4}),
     "smollm3 windows": (
         "SmolLM3ForCausalLM",
-        {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 20},
+        {"no_rope_layers": [0, 1], "use_sliding_window": True, **WINDOW},
     ),
-    "glm4": ("Glm4ForCausalLM", {}),
     "gpt-oss": (
         "GptOssForCausalLM",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 24},
@@ -162,96 +164,70 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": 24}),
     "qwen2 moe": (
         "Qwen2MoeForCausalLM",
-        {**EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 80},
+        {**EXPERTS, "shared_expert_intermediate_size": 80},
     ),
     "qwen2 moe without biases": (
         "Qwen2MoeForCausalLM",
-        {**EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 80, "qkv_bias": False},
+        {**EXPERTS, "shared_expert_intermediate_size": 80, "qkv_bias": False},
     ),
     "qwen3 moe window": (
         "Qwen3MoeForCausalLM",
-        {**EXPERTS, "num_experts": 6, "use_sliding_window": True, "sliding_window": 20},
+        {**EXPERTS, "use_sliding_window": True, **WINDOW},
     ),
     "qwen3 moe": (
         "Qwen3MoeForCausalLM",
         {
             **EXPERTS,
-            "num_experts": 6,
             "norm_topk_prob": True,
             "num_hidden_layers": 4,
             "decoder_sparse_step": 2,
             "mlp_only_layers": [1],
         },
     ),
-    "qwen3 next": ("Qwen3NextForCausalLM", {}),
     "qwen3 next odd sizes": (
         "Qwen3NextForCausalLM",
         {"linear_value_head_dim": 24, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1]},
     ),
     "qwen3.5": ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 4}),
     "qwen3.5 moe": ("Qwen3_5MoeForCausalLM", {"linear_value_head_dim": 32, "head_dim": 32}),
-    "olmoe": ("OlmoeForCausalLM", {"num_experts": 5, "num_experts_per_tok": 3}),
-    "glm": ("GlmForCausalLM", {}),
+    "olmoe": ("OlmoeForCausalLM", FEW_EXPERTS),
     "seed-oss": ("SeedOssForCausalLM", {"attention_out_bias": True, "mlp_bias": True}),
-    "helium": ("HeliumForCausalLM", {}),
-    "ministral": (
-        "MinistralForCausalLM",
-        {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"]},
-    ),
-    "ministral3": ("Ministral3ForCausalLM", {"sliding_window": 20}),
-    "exaone4": (
-        "Exaone4ForCausalLM",
-        {"sliding_window": 20, "layer_types": ["full_attention", "sliding_attention"]},
-    ),
+    "ministral": ("MinistralForCausalLM", WINDOW_LAST),
+    "ministral3": ("Ministral3ForCausalLM", WINDOW),
+    "exaone4": ("Exaone4ForCausalLM", WINDOW_LAST),
     "exaone4 without windows": (
         "Exaone4ForCausalLM",
         {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     ),
-    "olmo3": ("Olmo3ForCausalLM", {"sliding_window": 20, "num_hidden_layers": 4}),
+    "olmo3": ("Olmo3ForCausalLM", {**WINDOW, "num_hidden_layers": 4}),
     "olmo3 yarn": (
         "Olmo3ForCausalLM",
         {
-            "sliding_window": 20,
-            "layer_types": ["full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "full_attention": YARN,
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
+            **WINDOW_LAST,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": DEFAULT_ROPE},
         },
     ),
-    "flex olmo": ("FlexOlmoForCausalLM", {"num_experts": 5, "num_experts_per_tok": 3}),
+    "flex olmo": ("FlexOlmoForCausalLM", FEW_EXPERTS),
     "granite moe": (
         "GraniteMoeForCausalLM",
         {"num_local_experts": 5, "num_experts_per_tok": 3, "residual_multiplier": 0.22},
     ),
-    "gemma3 of images": ("Gemma3ForConditionalGeneration", {**GEMMA, "sliding_window": 20}),
+    "gemma3 of images": ("Gemma3ForConditionalGeneration", {**GEMMA, **WINDOW}),
     "gemma4 of images": (
         "Gemma4ForConditionalGeneration",
-        {"sliding_window": 20, "use_bidirectional_attention": "vision"},
+        {**WINDOW, "use_bidirectional_attention": "vision"},
     ),
     "gemma4 unified": (
         "Gemma4UnifiedForConditionalGeneration",
-        {"sliding_window": 20, "num_key_value_heads": 4, "num_global_key_value_heads": 2},
+        {**WINDOW, "num_key_value_heads": 4, "num_global_key_value_heads": 2},
     ),
-    "llama4 of images": ("Llama4ForConditionalGeneration", {}),
     "mistral of images": ("Mistral3ForConditionalGeneration", {"sliding_window": None}),
-    "pixtral": ("LlavaForConditionalGeneration", {}),
-    "smolvlm": ("SmolVLMForConditionalGeneration", {}),
-    "idefics3": ("Idefics3ForConditionalGeneration", {}),
-    "qwen2-vl": ("Qwen2VLForConditionalGeneration", {}),
-    "qwen2.5-vl": ("Qwen2_5_VLForConditionalGeneration", {}),
     "qwen3-vl": (
         "Qwen3VLForConditionalGeneration",
         {"rope_parameters": {**MROPE, "mrope_interleaved": True}},
     ),
     "qwen3-vl tied": ("Qwen3VLForConditionalGeneration", {"tie_word_embeddings": True}),
-    "qwen3-vl moe": (
-        "Qwen3VLMoeForConditionalGeneration",
-        {**EXPERTS, "num_experts": 6},
-    ),
-    "qwen3.5 of images": ("Qwen3_5ForConditionalGeneration", {}),
-    "qwen3.5 moe of images": ("Qwen3_5MoeForConditionalGeneration", {}),
-    "internvl": ("InternVLForConditionalGeneration", {}),
+    "qwen3-vl moe": ("Qwen3VLMoeForConditionalGeneration", EXPERTS),
     "deepseek v2": ("DeepseekV2ForCausalLM", {"routed_scaling_factor": 1.5}),
     "deepseek v2 lite": ("DeepseekV2ForCausalLM", {"q_lora_rank": None, "n_shared_experts": 1}),
     "deepseek v2 in groups": (
@@ -262,7 +238,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV2ForCausalLM",
         {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128},
     ),
-    "deepseek v3": ("DeepseekV3ForCausalLM", {}),
     "deepseek v3 yarn": (
         "DeepseekV3ForCausalLM",
         {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}},
@@ -273,39 +248,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Norms within its attention do not have the model's epsilon.
     "glm4 moe lite": ("Glm4MoeLiteForCausalLM", {"rms_norm_eps": 0.1}),
-    "glm4 moe": ("Glm4MoeForCausalLM", {}),
     "glm4 moe without norms": (
         "Glm4MoeForCausalLM",
         {"use_qk_norm": False, "attention_bias": True},
     ),
-    "ernie moe": ("Ernie4_5_MoeForCausalLM", {}),
     "ernie moe in some layers": (
         "Ernie4_5_MoeForCausalLM",
         {"num_hidden_layers": 4, "moe_layer_interval": 2, "moe_layer_end_index": 2},
     ),
-    "minimax m2": ("MiniMaxM2ForCausalLM", {}),
     "minimax m2 partly turned": (
         "MiniMaxM2ForCausalLM",
         {"rope_parameters": {**PARTIAL, "partial_rotary_factor": 0.5}},
     ),
-    "hunyuan": ("HunYuanDenseV1ForCausalLM", {}),
     "hunyuan of a stretched base": (
         "HunYuanDenseV1ForCausalLM",
-        {
-            "rope_parameters": {
-                "rope_type": "dynamic",
-                "alpha": 50.0,
-                "factor": 1.0,
-                "rope_theta": 10000.0,
-            }
-        },
+        {"rope_parameters": {**DYNAMIC_ROPE, "alpha": 50.0, "factor": 1.0}},
     ),
     "hunyuan moe": ("HunYuanMoEV1ForCausalLM", {"attention_bias": True}),
-    "hunyuan 3": ("HYV3ForCausalLM", {}),
-    "dots1": ("Dots1ForCausalLM", {"max_window_layers": 1, "sliding_window": 20}),
+    "dots1": ("Dots1ForCausalLM", {"max_window_layers": 1, **WINDOW}),
     "solar open": ("SolarOpenForCausalLM", {"attention_bias": True}),
-    "exaone moe": ("ExaoneMoeForCausalLM", {"sliding_window": 20}),
-    "ernie": ("Ernie4_5ForCausalLM", {}),
+    "exaone moe": ("ExaoneMoeForCausalLM", WINDOW),
     "granite": (
         "GraniteForCausalLM",
         {
@@ -325,23 +287,18 @@ EDITED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen2MoeForCausalLM",
         {
             **EXPERTS,
-            "num_experts": 6,
             "num_hidden_layers": 4,
             "use_sliding_window": True,
-            "sliding_window": 20,
+            **WINDOW,
             "max_window_layers": 2,
         },
         {"layer_types": ABSENT},
     ),
     # transformers takes it for a Ministral then.
-    "mistral layer types": (
-        "MistralForCausalLM",
-        {"sliding_window": 20},
-        {"layer_types": ["full_attention", "sliding_attention"]},
-    ),
+    "mistral layer types": ("MistralForCausalLM", WINDOW, WINDOW_LAST),
     "mixtral layer types, which it does not read": (
         "MixtralForCausalLM",
-        {"num_local_experts": 4, "sliding_window": 20},
+        {"num_local_experts": 4, **WINDOW},
         {"layer_types": ["full_attention", "sliding_attention"]},
     ),
     "mixtral defaults": (

@@ -19,6 +19,7 @@ class PagedSequence:
         self.block_ids = block_ids
         self.state_blocks = list(state_blocks)
         self.computed = 0
+        self.lora_slot = -1
 
 
 class PagedRun:
@@ -56,14 +57,29 @@ class PagedRun:
             sequence.computed += count
         return list(logits.split([count for _, count in work]))
 
+    def logits(self, tokens, *counts):
+        """`[tokens, vocab]` of a new sequence, of whose tokens steps compute so many each."""
+        sequence = self.add(tokens)
+        return torch.cat([self.step((sequence, count))[0] for count in counts or [len(tokens)]])
+
+    def generate(self, sequence, count):
+        """All tokens of a sequence once it has so many greedy ones more."""
+        for _ in range(count):
+            (logits,) = self.step((sequence, len(sequence.tokens) - sequence.computed))
+            sequence.tokens.append(int(logits[-1].argmax()))
+        return sequence.tokens
+
     def _batch(self, work):
         token_ids: list[int] = []
         for sequence, count in work:
             token_ids += sequence.tokens[sequence.computed : sequence.computed + count]
         contexts, counts = [one.computed for one, _ in work], [count for _, count in work]
         batch = batch_of(token_ids, contexts, counts, [self._blocks(*one) for one in work])
-        states = _ints([sequence.state_blocks for sequence, _ in work])
-        return replace(batch, state_tables=states) if self._state_blocks else batch
+        if self._state_blocks:
+            states = ints([sequence.state_blocks for sequence, _ in work])
+            batch = replace(batch, state_tables=states)
+        slots = ints([sequence.lora_slot for sequence, _ in work]).repeat_interleave(ints(counts))
+        return replace(batch, lora_slots=slots) if max(slots) >= 0 else batch
 
     def _blocks(self, sequence, count):
         needed = -(-(sequence.computed + count) // self.block_size)
@@ -74,14 +90,14 @@ def batch_of(token_ids, context_lens, query_lens, block_tables):
     """A step's batch, of lists; every row has scores."""
     width = max(map(len, block_tables))
     return StepBatch(
-        token_ids=_ints(token_ids),
-        context_lens=_ints(context_lens),
-        query_lens=_ints(query_lens),
-        block_tables=_ints([table + [0] * (width - len(table)) for table in block_tables]),
+        token_ids=ints(token_ids),
+        context_lens=ints(context_lens),
+        query_lens=ints(query_lens),
+        block_tables=ints([table + [0] * (width - len(table)) for table in block_tables]),
         logit_rows=torch.arange(len(token_ids), dtype=torch.int32),
         num_decodes=query_lens.count(1),
     )
 
 
-def _ints(values):
+def ints(values):
     return torch.tensor(values, dtype=torch.int32)

@@ -13,7 +13,7 @@ from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.rope_config import Rope
-from baton.engine.models.weight_loader import random_weights
+from baton.engine.models.weight_loader import load_weights, random_weights
 from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
 from baton.engine.quantization.methods import quantize_weight
 from tests.unit.engine.paged import PagedRun
@@ -65,6 +65,16 @@ def make(kernels, config, weights, dtype=torch.float32):
     if lacking(config):
         return NativeOps(config, weights, dtype)
     return NativeModel(config, weights, dtype)
+
+
+def load(directory, kernels, dtype=torch.float32):
+    """A checkpoint's model."""
+    config = ModelConfig.load(directory)
+    return make(kernels, config, load_weights(directory, config, dtype, CPU), dtype)
+
+
+def relative_error(got, expected):
+    return float((got - expected).norm() / expected.norm())
 
 
 def packed(part):

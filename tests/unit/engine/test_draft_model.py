@@ -5,6 +5,7 @@ import inspect
 import json
 import random
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from baton.config import EngineConfig
 from baton.config.model import DEMO_MODEL
 from baton.engine import build
-from baton.engine.draft_model import MIN_CATCH_UP, DraftProposer
+from baton.engine.draft_model import MIN_CATCH_UP, ModelProposer
 from baton.engine.sequence import Sequence
 from baton.errors import CheckpointError, ConfigError
 from baton.generation.sampling_params import SamplingParams, StructuredOutput
@@ -40,7 +41,7 @@ def price(monkeypatch):
     """What is proposed does not depend on how fast this machine is, nor do chunks."""
     monkeypatch.setattr(build, "CATCH_UP_SHARE", 0.0)
     prices = {"of a row": CHEAP}
-    monkeypatch.setattr(DraftProposer, "price", lambda self, sequences, rows: prices["of a row"])
+    monkeypatch.setattr(ModelProposer, "price", lambda self, sequences, rows: prices["of a row"])
     return prices
 
 
@@ -62,10 +63,15 @@ def change(file, **values):
 
 def sequences(params, lengths=(40, 90, 200), output=()):
     source = load_tokenizer(DEMO_MODEL).encode(inspect.getsource(dataclasses))
-    grammars = GrammarCompiler(DEMO_MODEL, 4096, {1})
-    made = []
-    for at, length in enumerate(lengths):
-        tokens = [*source[at * 400 : at * 400 + length], *output]
+    prompts = [source[at * 400 : at * 400 + length] for at, length in enumerate(lengths)]
+    return begun(DEMO_MODEL, 4096, params, prompts, output)
+
+
+def begun(directory, vocab_size, params, prompts, output=()):
+    """Sequences of prompts and what was delivered behind them, with the grammars of a model."""
+    grammars, made = GrammarCompiler(directory, vocab_size, {1}), []
+    for at, prompt in enumerate(prompts):
+        tokens, length = [*prompt, *output], len(prompt)
         sequence = Sequence(f"s{at}", tokens, length, params)
         if params.structured_output:
             compiled = grammars.compile(params.structured_output, tokens, length, None)
@@ -84,8 +90,7 @@ def run(loaded, *some):
             proposer.blocks.check()
             assert proposer.blocks.num_held == 0
             assert not proposer._drafts
-    counts = [sum(getattr(one, f"num_{kind}") for one in bench.reports)
-              for kind in ("proposed", "accepted")]  # fmt: skip
+    counts = bench.total("num_proposed"), bench.total("num_accepted")
     preemptions = bench.reports[-1].load.preemptions
     return {name: tokens_of(one) for name, one in got.items()}, *counts, preemptions
 
@@ -119,18 +124,6 @@ def test_wrong_proposals_change_no_token(kind, first_layer):
     found, proposed, accepted, _ = run(drafted, *sequences(KINDS[kind]))
     assert found == plain
     assert accepted < proposed
-
-
-@pytest.mark.parametrize("options", [{"kv_blocks": 22}, {"kv_blocks": 26, "block_size": 8}])
-def test_pools_too_small_for_all_change_no_token(options):
-    """Sequences are preempted, and drafts lose their blocks."""
-    lengths = (90, 100, 110, 120)
-    plain, *_ = run(load(kv_blocks=200), *sequences(SEEDED, lengths))
-    drafted = load(**options, speculative_model=str(DEMO_MODEL))
-    found, proposed, _, preemptions = run(drafted, *sequences(SEEDED, lengths))
-    assert found == plain
-    assert proposed > 0
-    assert preemptions > 0
 
 
 def test_the_drafts_kv_goes_back_to_before_a_rejected_token():
@@ -174,18 +167,6 @@ def test_a_draft_model_may_have_kv_of_any_kind(tmp_path, architecture, options):
     assert found == plain
     assert 0.9 * proposed < accepted
     assert drafted.draft.layout.windows == drafted.layout.windows
-
-
-@pytest.mark.parametrize(
-    "options", [{"tp": 2, "threads": 2}, {"kv_dtype": "int8", "quantization": "int4"}], ids=str
-)
-def test_ranks_and_formats_change_nothing(options):
-    """The draft model is whole on the first rank, in the formats of the other model."""
-    plain, *_ = run(load(kernels="native", **options), *sequences(SEEDED))
-    drafted = load(kernels="native", **options, speculative_model=str(DEMO_MODEL))
-    found, proposed, accepted, _ = run(drafted, *sequences(SEEDED))
-    assert found == plain
-    assert proposed == accepted > 0
 
 
 def test_sequences_come_and_go(first_layer):
@@ -285,26 +266,6 @@ def test_where_even_right_proposals_do_not_pay_nothing_is_computed(price):
     assert not model.rows
 
 
-def test_a_broken_draft_model_disturbs_no_sequence(caplog):
-    plain, *_ = run(load(), *sequences(GREEDY))
-    loaded = load(speculative_model=str(DEMO_MODEL))
-    whole = loaded.draft.model.step
-    loaded.draft.model.step = lambda batch, pool: whole(batch, pool).fill_(torch.nan)
-    loaded.draft.pool.fill_(torch.nan)
-    found, proposed, _, _ = run(loaded, *sequences(GREEDY))
-    assert (found, proposed) == (plain, 0)
-    used = -(-200 // loaded.layout.block_size)
-    assert loaded.draft.pool.isfinite().flatten(1).all(1).sum() >= used  # zeroed for the next
-
-    def fails(batch, pool):
-        raise RuntimeError("no memory")
-
-    loaded.draft.model.step = fails
-    found, proposed, _, _ = run(loaded, *sequences(GREEDY))
-    assert (found, proposed) == (plain, 0)
-    assert "the draft model failed" in caplog.text
-
-
 def test_nothing_is_proposed_beyond_the_drafts_context(tmp_path, first_layer):
     draft = tmp_path / "short"
     shutil.copytree(first_layer, draft)
@@ -359,21 +320,20 @@ def test_a_draft_model_with_states_is_refused(tmp_path):
         check_model(settings, worker=True)
 
 
-def test_a_gpu_has_no_draft_model():
-    settings = EngineConfig(speculative_model=str(DEMO_MODEL))
-    backend = SimpleNamespace(device=torch.device("cuda", 0), settings=settings)
-    with pytest.raises(ConfigError, match="--speculative-model computes on CPUs only"):
-        build.load(settings, backend=backend)
-    settings = dataclasses.replace(settings, device="cuda:1")
-    with pytest.raises(ConfigError, match="--speculative-model computes on CPUs only"):
-        check_model(settings)
-
-
-def test_a_simulated_engine_has_no_draft_model():
-    settings = EngineConfig(speculative_model=str(DEMO_MODEL), simulate="8000,4")
-    for refuses in (check_model, build.load):
-        with pytest.raises(ConfigError, match="--simulate computes nothing"):
-            refuses(settings)
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"device": "cuda:1"}, "--speculative-model computes on CPUs only"),
+        ({"simulate": "8000,4"}, "--simulate computes nothing"),
+    ],
+)
+def test_neither_a_gpu_nor_a_simulated_engine_has_a_draft_model(settings, named):
+    config = EngineConfig(speculative_model=str(DEMO_MODEL), **settings)
+    gpu = SimpleNamespace(device=torch.device("cuda", 1), settings=config)
+    backend = gpu if "device" in settings else None
+    for refuses in (check_model, partial(build.load, backend=backend)):
+        with pytest.raises(ConfigError, match=named):
+            refuses(config)
 
 
 def test_a_tokenizer_in_another_file_with_the_same_tokens_is_fine(tmp_path, first_layer):

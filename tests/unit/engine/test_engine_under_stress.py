@@ -134,27 +134,17 @@ def test_steps_that_keep_failing_end_the_engine_and_every_future(bench):
         bench.engine.add(sequence("late")).result(WAIT_S)
 
 
-def test_one_prompt_that_fails_all_its_steps_does_not_end_the_engine(bench):
+@pytest.mark.parametrize("unverified", [False, True], ids=["one prompt", "KV is not verified"])
+def test_some_steps_that_fail_do_not_end_the_engine(bench, unverified):
+    """Of one prompt, as routers send it again, and its callers; and on KV that may be wrong."""
     bench.runner.open()
     bench.runner.poison = "poison"
-    poison = sequence("poison", 3).tokens
-    for at in range(3 * MAX_FAILED_STEPS):  # as routers send it again, and its callers
-        again = Sequence(f"poison-{at}", list(poison), 3, SamplingParams(max_tokens=8))
-        bench.engine.add(again)
-        assert "out of memory" in bench.until_token_or_end(again.seq_id).abort_reason
-    bench.engine.add(sequence("other", 3, 1))
-    assert bench.until_token_or_end("other").token_ids
-
-
-def test_steps_on_kv_that_is_not_verified_do_not_end_the_engine(bench):
-    bench.runner.open()
-    bench.runner.failing = True
     for at in range(3 * MAX_FAILED_STEPS):
-        one = sequence(f"s{at}", 3 + at)
-        one.unverified = True
+        tokens = sequence("poison", 3 + at * unverified).tokens
+        params = SamplingParams(max_tokens=8)
+        one = Sequence(f"poison-{at}", tokens, len(tokens), params, unverified=unverified)
         bench.engine.add(one)
         assert "out of memory" in bench.until_token_or_end(one.seq_id).abort_reason
-    bench.runner.failing = False
     bench.engine.add(sequence("other", 3, 1))
     assert bench.until_token_or_end("other").token_ids
 

@@ -11,6 +11,7 @@ import transformers
 
 from baton.config import EngineConfig
 from baton.engine.checkpoint.tensor_headers import fingerprint, stored_tensors
+from baton.engine.kernels.native import library
 from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weight_loader import load_weights
@@ -26,12 +27,14 @@ from baton.errors import CheckpointError
 from baton.local.model_check import check_model
 from baton.local.model_plan import weight_bytes
 from tests.unit.engine import small_models
+from tests.unit.engine.checkpoints import assert_greedy
 from tests.unit.engine.gguf_files import add_tensor, llama3_factors, quantized, write_gguf
-from tests.unit.engine.model_cases import LLAMA3
+from tests.unit.engine.model_cases import LINEAR_ROPE, LLAMA3, LONG, YARN
 from tests.unit.engine.paged import PagedRun
 
 GGML = gguf.GGMLQuantizationType
 CPU = torch.device("cpu")
+PROMPT = small_models.tokens(40, 7)
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 768}  # transformers reads no other
 MODELS = {
@@ -50,11 +53,6 @@ MODELS = {
 MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K", "output": "Q6_K"}
 
 
-def load(file, kernels, dtype=torch.float32):
-    config = ModelConfig.load(file)
-    return small_models.make(kernels, config, load_weights(file, config, dtype, CPU), dtype)
-
-
 def reference(file):
     """The file as transformers reads and computes it, dequantised to float32."""
     # It asks for a package that it does not need on a CPU.
@@ -64,20 +62,9 @@ def reference(file):
         ).eval()
 
 
-def prompt(length=40):
-    return torch.randint(2, 300, (length,), generator=torch.Generator().manual_seed(7)).tolist()
-
-
-@torch.inference_mode()
-def assert_greedy_tokens_equal(model, expected, count=64):
-    """Greedy tokens of a model are those of a transformers model."""
+def assert_64_greedy(model, expected):
     run = PagedRun(model)
-    sequence, step = run.add(prompt(), room=count), 40
-    for _ in range(count):
-        scores, step = run.step((sequence, step))[0][-1], 1
-        sequence.tokens.append(int(scores.argmax()))
-    logits = expected(torch.tensor([sequence.tokens])).logits[0]
-    assert sequence.tokens[40:] == logits.argmax(dim=1)[39:-1].tolist()
+    assert_greedy(expected, run.generate(run.add(PROMPT, room=64), 64), len(PROMPT))
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -107,49 +94,10 @@ def test_64_greedy_tokens_of_a_mixed_file_are_those_of_transformers(name, tmp_pa
     write_gguf(file, architecture, "Q4_K", MIXED, **{**SIZES, **overrides})
     expected = reference(file)
     for kernels in small_models.KERNELS:
-        assert_greedy_tokens_equal(load(file, kernels), expected)
+        assert_64_greedy(small_models.load(file, kernels), expected)
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_products_equal_the_reference_in_any_number_of_rows(kind, dtype, tmp_path):
-    small_models.require("native")
-    values = torch.randn(70, 512, generator=torch.Generator().manual_seed(1)).numpy()
-    weight = read_gguf(kind, torch.from_numpy(quantized(values, GGML[kind]).copy()))
-    packed = PackedWeight.from_weight(join_weights([weight, DenseWeight(torch.ones(3, 512))]))
-    alone = PackedWeight.from_weight(weight)
-    x = torch.randn(100, 512, generator=torch.Generator().manual_seed(2)).to(dtype)
-    bias = torch.randn(73, generator=torch.Generator().manual_seed(3)).to(dtype)
-    exact = x.double() @ weight.dequantized(torch.float32).double().T + bias[:70].double()
-    got = alone.apply(x, bias[:70].contiguous())
-    # bfloat16 activations are quantised to int8 in blocks of 32.
-    error = (got.double() - exact).square().mean().sqrt() / exact.std()
-    assert error < (1e-6 if dtype == torch.float32 else 1e-2)
-    for rows in (1, 2, 7, 30):
-        assert torch.equal(alone.apply(x[:rows], bias[:70].contiguous()), got[:rows])
-    if dtype == torch.float32:  # where the dense part has the type of activations
-        joined = packed.apply(x, bias)
-        assert torch.equal(joined[:, :70], got)
-        ones = x.sum(1, keepdim=True) + bias[70:]
-        torch.testing.assert_close(joined[:, 70:], ones, rtol=1e-4, atol=1e-4)
-
-
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0 + 0.1 * i for i in range(8)],
-    "long_factor": [1.0 + 0.5 * i for i in range(8)],
-    "original_max_position_embeddings": 32,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "attention_factor": 1.5,
-    "beta_fast": 4.0,
-    "beta_slow": 2.0,
-}
+OTHER_YARN = {**YARN, "attention_factor": 1.5, "beta_fast": 4.0, "beta_slow": 2.0}
 SCALING = "llama.rope.scaling"
 GGUF_YARN = {
     f"{SCALING}.type": "yarn",
@@ -168,7 +116,7 @@ PLAIN = {
     "llama biases": ("LlamaForCausalLM", {"attention_bias": True}, {}, {}),
     "llama linear": (
         "LlamaForCausalLM",
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}},
+        {"rope_parameters": LINEAR_ROPE},
         {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
         {},
     ),
@@ -180,7 +128,7 @@ PLAIN = {
     ),
     "llama yarn": (
         "LlamaForCausalLM",
-        {"rope_parameters": YARN},
+        {"rope_parameters": OTHER_YARN},
         {
             **GGUF_YARN,
             f"{SCALING}.yarn_ext_factor": 1.0,
@@ -221,15 +169,14 @@ def test_unquantised_files_equal_the_model_that_they_were_made_of(name, tmp_path
     architecture, overrides, metadata, tensors = PLAIN[name]
     file = tmp_path / "model.gguf"
     expected = write_gguf(file, architecture, metadata=metadata, tensors=tensors, **overrides)
-    assert_greedy_tokens_equal(load(file, "torch"), expected.eval())
+    assert_64_greedy(small_models.load(file, "torch"), expected.eval())
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
 def test_files_of_one_type_equal_transformers(kind, tmp_path):
     write_gguf(file := tmp_path / "model.gguf", "LlamaForCausalLM", kind, **SIZES)
-    assert_greedy_tokens_equal(load(file, "torch"), reference(file))
-    expected = "bfloat16"
-    assert ModelConfig.load(file).dtype == expected
+    assert_64_greedy(small_models.load(file, "torch"), reference(file))
+    assert ModelConfig.load(file).dtype == "bfloat16"
 
 
 def test_a_model_may_be_split_into_several_files(tmp_path):
@@ -240,9 +187,8 @@ def test_a_model_may_be_split_into_several_files(tmp_path):
     assert others
     tensors, expected = stored_tensors(first), stored_tensors(whole)
     assert tensors.keys() == expected.keys()
-    run, other = PagedRun(load(first, "torch")), PagedRun(load(whole, "torch"))
-    logits, others_logits = (one.step((one.add(prompt()), 40))[0] for one in (run, other))
-    assert torch.equal(logits, others_logits)
+    models = (small_models.load(file, "torch") for file in (first, whole))
+    assert torch.equal(*(PagedRun(model).logits(PROMPT) for model in models))
     with pytest.raises(CheckpointError, match=r"is one of 3 files of a model: give the first one"):
         ModelConfig.load(others[0])
     others[-1].unlink()
@@ -254,9 +200,12 @@ def test_parts_of_several_types_are_cut_as_the_whole_is():
     values = np.random.default_rng(0).standard_normal((64, 512)).astype(np.float32)
     parts = [read_gguf(kind, torch.from_numpy(quantized(values, GGML[kind]).copy()))
              for kind in ("Q4_K", "Q6_K")]  # fmt: skip
-    joined, x = join_weights(parts), torch.randn(3, 512)
+    joined, x = join_weights([*parts, DenseWeight(torch.ones(3, 512))]), torch.randn(3, 512)
     exact = joined.apply(x)
-    rows = torch.tensor([1, 3, 63, 64, 100])
+    if library.load() is not None:
+        natively = PackedWeight.from_weight(joined).apply(x)
+        torch.testing.assert_close(natively, exact, rtol=1e-4, atol=1e-4)
+    rows = torch.tensor([1, 3, 63, 64, 100, 129])
     dense = common_weight(joined, torch.float32)
     cut = common_weight(joined.take_outputs(rows), torch.float32)
     assert torch.equal(cut.tensor, dense.tensor[rows])

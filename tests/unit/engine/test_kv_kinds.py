@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from baton.engine.draft_model import DraftProposer
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
 from baton.generation.sampling_params import SamplingParams
 from tests.unit.engine.bench import Bench, load
-from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.checkpoints import assert_greedy, make_checkpoint
 from tests.unit.engine.model_cases import KINDS
 
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -44,16 +43,6 @@ def prompt(length, seed=0):
     return [(7 * i * i + 31 * seed + 5) % 250 + 2 for i in range(length)]
 
 
-def check(reference, sequence, bias=()):
-    """Whether transformers, given the same text, has each new token as the likeliest."""
-    with torch.inference_mode():
-        logits = reference(torch.tensor([sequence.tokens])).logits[0].float()
-        for token, added in dict(bias).items():
-            logits[:, token] += added
-    expected = logits[sequence.prompt_tokens - 1 : -1].argmax(-1).tolist()
-    assert sequence.tokens[sequence.prompt_tokens :] == expected
-
-
 def test_a_cached_prefix(made):
     directory, reference = made
     tokens = prompt(330)
@@ -62,7 +51,7 @@ def test_a_cached_prefix(made):
         sequences = [Sequence("a", list(text), len(text), GREEDY) for text in texts]
         for sequence in sequences:
             bench.tokens(sequence)
-            check(reference, sequence)
+            assert_greedy(reference, sequence.tokens, sequence.prompt_tokens)
     cold, *warm = (sequence.num_cached for sequence in sequences)
     assert not cold and min(warm) >= 256
 
@@ -76,7 +65,8 @@ def test_proposed_tokens_beside_a_prompt_that_takes_all_rows_of_a_step(made):
     with Bench(load(directory, kv_blocks=400, chunk_tokens=32, speculate=4).engine) as bench:
         bench.tokens(*sequences)
     for sequence in sequences:
-        check(reference, sequence, sequence.params.logit_bias)
+        bias = sequence.params.logit_bias
+        assert_greedy(reference, sequence.tokens, sequence.prompt_tokens, bias)
     prompts = [one for one in bench.reports if one.num_tokens >= 32]
     assert len(prompts) > 330 // 32 and max(one.num_proposed for one in bench.reports) > 1
 
@@ -91,10 +81,7 @@ def test_proposed_tokens(proposer, made, draft):
     with Bench(load(directory, kv_blocks=400, **options).engine) as bench:
         bench.tokens(*sequences)
     for sequence in sequences:
-        check(reference, sequence, BIAS)
-    proposed, accepted = (
-        sum(getattr(one, f"num_{kind}") for one in bench.reports)
-        for kind in ("proposed", "accepted")
-    )
+        assert_greedy(reference, sequence.tokens, sequence.prompt_tokens, BIAS)
+    proposed, accepted = bench.total("num_proposed"), bench.total("num_accepted")
     # What repeats is often right, and what another model says often wrong.
     assert accepted > 0 if proposer == "n-grams" else accepted < proposed

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from baton.engine import scheduler
-from baton.engine.sampling.logprobs import compute_logprobs
 from baton.engine.sequence import Sequence
 from baton.generation.sampling_params import SamplingParams
 from tests.unit.engine.bench import Bench, load, tokens_of
@@ -89,8 +88,3 @@ def test_a_prompt_alone_ends_without_a_token(directory, expected):
     assert tokens_of(got["scored"]) == tokens_of(got["plain"]) == []
     assert {one.finish_reason for one in got["plain"]} == {"length"}
     assert_equal(columns(got["scored"]), expected)
-
-
-def test_equal_logits_are_told_by_their_ids():
-    found = compute_logprobs(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), [2], 3)
-    assert (found.ranks.tolist(), found.top_ids.tolist()) == ([1], [[1, 2, 0]])

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -26,7 +25,7 @@ from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.gguf_files import write_gguf
 from tests.unit.engine.model_cases import ADAPTED, GEMMA, VARIANTS
 from tests.unit.engine.paged import PagedRun
-from tests.unit.engine.small_models import KERNELS, feed, make, require
+from tests.unit.engine.small_models import KERNELS, feed, make, require, tokens
 
 CPU = torch.device("cpu")
 LAYERS = ("model.layers.0.", "model.layers.1.")
@@ -41,10 +40,6 @@ ALL = tuple(
 Q, DOWN = ALL[0], ALL[-1]
 PREFIX = "base_model.model."
 MULTIMODAL = {name: case for name, case in VARIANTS.items() if case[0] in WRAPPERS}
-
-
-def tokens(length, seed):
-    return torch.randint(2, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def make_adapter(
@@ -105,21 +100,6 @@ def load(tmp_path, kernels, *adapters, dtype=torch.float32):
     return model
 
 
-class AdaptedRun(PagedRun):
-    """`slots`: of each sequence that has an adapter."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.slots = {}
-
-    def _batch(self, work):
-        slots = [self.slots.get(sequence, -1) for sequence, _ in work]
-        if max(slots) < 0:
-            return super()._batch(work)
-        rows = np.repeat(np.array(slots, np.int32), [count for _, count in work])
-        return replace(super()._batch(work), lora_slots=torch.from_numpy(rows))
-
-
 def merged(tmp_path, model, updates, scale):
     """transformers' model with an adapter merged."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -138,10 +118,10 @@ def test_rows_of_two_adapters_and_of_none_share_a_step(tmp_path, kernels, archit
     everything = make_adapter(tmp_path / "a", reference, modules=modules)
     few = make_adapter(tmp_path / "b", reference, modules=modules[1::3], rank=8, seed=1)
     model = load(tmp_path, kernels, "a", "b")
-    run = AdaptedRun(model)
+    run = PagedRun(model)
     prompts = [tokens(length, seed) for seed, length in enumerate((9, 21, 14))]
     sequences = [run.add(prompt) for prompt in prompts]
-    run.slots = {sequences[0]: 0, sequences[1]: 1}
+    sequences[0].lora_slot, sequences[1].lora_slot = 0, 1
     parts = [[] for _ in sequences]
     for counts in ((5, 7, 6), (4, 14, 8)):
         logits = run.step(*zip(sequences, counts, strict=True))
@@ -160,10 +140,10 @@ def test_adapters_of_multimodal_models_change_their_text(tmp_path, architecture,
     modules = adaptable(tmp_path / "base", reference)
     assert not modules[0].startswith("model.layers.")
     updates = make_adapter(tmp_path / "a", reference, modules=modules)
-    run = AdaptedRun(load(tmp_path, "torch", "a"))
+    run = PagedRun(load(tmp_path, "torch", "a"))
     prompt = tokens(15, 3)
     sequence = run.add(prompt)
-    run.slots = {sequence: 0}
+    sequence.lora_slot = 0
     (found,) = run.step((sequence, len(prompt)))
     for changed in merged(tmp_path, reference, updates, 3):
         expected = changed(torch.tensor([prompt])).logits[0]
@@ -212,12 +192,13 @@ def test_a_row_has_the_same_bits_in_any_batch(tmp_path, kernels, dtype):
     reference = make_checkpoint(tmp_path / "base")
     for seed, name in enumerate("ab"):
         make_adapter(tmp_path / name, reference, modules=ALL, seed=seed)
-    run = AdaptedRun(load(tmp_path, kernels, "a", "b", dtype=dtype))
+    run = PagedRun(load(tmp_path, kernels, "a", "b", dtype=dtype))
     prompts = [tokens(12, seed) for seed in range(3)]
 
     def outputs(chunk, *slots):
         sequences = [run.add(prompt) for prompt in prompts]
-        run.slots = dict(zip(sequences, slots, strict=True))
+        for sequence, slot in zip(sequences, slots, strict=True):
+            sequence.lora_slot = slot
         found = [[] for _ in sequences]
         for _ in range(12 // chunk):
             for part, rows in zip(
@@ -263,44 +244,43 @@ def test_a_slot_that_is_written_again_keeps_nothing(tmp_path):
     used.write_lora(0, load_lora(tmp_path / "small", used.config, 8))
     found = []
     for model in (fresh, used):
-        run = AdaptedRun(model)
+        run = PagedRun(model)
         sequence = run.add(tokens(10, 1))
-        run.slots = {sequence: 0}
+        sequence.lora_slot = 0
         found.append(feed(run, sequence, 10))
     assert torch.equal(*found)
 
 
+OF_TEXT = {r"model\.layers\..*": 1, r"language_model\.layers\.1\..*": 20}
+VISION_MODEL = "Qwen2_5_VLForConditionalGeneration"
+
+
 @pytest.mark.parametrize(
-    ("options", "scales"),
+    ("architecture", "options", "scales"),
     [
-        ({}, (3, 3)),
-        ({"use_rslora": True, "modules_to_save": None, "use_dora": False}, (6, 6)),
-        ({"alpha_pattern": {r"layers\.1\..*": 20, "_proj": 1}}, (3, 5)),
+        ("Qwen2ForCausalLM", {}, (3, 3)),
+        (
+            "Qwen2ForCausalLM",
+            {"use_rslora": True, "modules_to_save": None, "use_dora": False},
+            (6, 6),
+        ),
+        (
+            "Qwen2ForCausalLM",
+            {"alpha_pattern": {r"layers\.1\..*": 20, "_proj": 1}},
+            (3, 5),
+        ),
+        (VISION_MODEL, {"alpha_pattern": OF_TEXT}, (3, 5)),
     ],
-    ids=["alpha by rank", "stabilized", "patterns"],
+    ids=["alpha by rank", "stabilized", "patterns", "patterns of names in the adapted model"],
 )
-def test_scales(tmp_path, options, scales):
-    reference = make_checkpoint(tmp_path / "base", "Qwen2ForCausalLM")
-    updates = make_adapter(tmp_path / "adapter", reference, **options)
-    config = ModelConfig.load(tmp_path / "base")
-    adapter = load_lora(tmp_path / "adapter", config, 8)
-    assert adapter.updates.keys() == {(0, "qkv"), (1, "down")}
-    for (key, section), update, scale in zip(
-        (((0, "qkv"), 0), ((1, "down"), 0)), updates.values(), scales, strict=True
-    ):
-        a, b = adapter.updates[key]
-        torch.testing.assert_close(b[:, : len(update)].T @ a[section], scale * update)
-
-
-def test_patterns_are_of_names_in_the_adapted_model(tmp_path):
-    reference = make_checkpoint(tmp_path / "base", "Qwen2_5_VLForConditionalGeneration")
-    q, down = (name.replace("model.", "model.language_model.") for name in (Q, DOWN))
-    patterns = {r"model\.layers\..*": 1, r"language_model\.layers\.1\..*": 20}
-    updates = make_adapter(tmp_path / "a", reference, modules=(q, down), alpha_pattern=patterns)
-    found = load_lora(tmp_path / "a", ModelConfig.load(tmp_path / "base"), 8).updates
-    for module, key, scale in ((q, (0, "qkv"), 3), (down, (1, "down"), 5)):
-        a, b = found[key]
-        update = updates[module]
+def test_scales(tmp_path, architecture, options, scales):
+    reference = make_checkpoint(tmp_path / "base", architecture)
+    text = text_module(reference)
+    modules = [name.replace("model.", text) for name in (Q, DOWN)]
+    updates = make_adapter(tmp_path / "adapter", reference, modules=modules, **options)
+    found = load_lora(tmp_path / "adapter", ModelConfig.load(tmp_path / "base"), 8).updates
+    assert found.keys() == {(0, "qkv"), (1, "down")}
+    for (a, b), update, scale in zip(found.values(), updates.values(), scales, strict=True):
         torch.testing.assert_close(b[:, : len(update)].T @ a[0], scale * update)
 
 
@@ -316,6 +296,10 @@ def test_an_identity_is_that_of_the_content(tmp_path):
 
 def one(module, half, *shape):
     return {f"{PREFIX}{module}.lora_{half}.weight": torch.zeros(shape)}
+
+
+def whole(module):
+    return one(module, "A", 4, 64) | one(module, "B", 64, 4)
 
 
 WRONG = {
@@ -350,43 +334,42 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
-def test_what_is_no_plain_adapter_of_this_model_is_refused_by_name(tmp_path, options, message):
-    model = make_checkpoint(tmp_path / "base")
-    make_adapter(tmp_path / "adapter", model, **options)
-    with pytest.raises(CheckpointError) as caught:
-        load_lora(tmp_path / "adapter", ModelConfig.load(tmp_path / "base"), 8)
-    assert message in str(caught.value)
-
-
 VISION = "model.visual.blocks.0.attn.proj"
 Q_OF_TEXT = Q.replace("model.", "model.language_model.")
+WRONG_FOR_TEXT = {
+    "images": (
+        one(VISION, "A", 4, 32) | one(VISION, "B", 32, 4),
+        f"adapts {VISION}.weight, which is no projection of attention or of a dense MLP of "
+        "this model's text layers",
+    ),
+    "another size of text": (
+        one(Q_OF_TEXT, "A", 4, 32) | one(Q_OF_TEXT, "B", 64, 4),
+        f"{Q_OF_TEXT}.weight is [64, 64], and its update [64, 4] by [4, 32]",
+    ),
+    "half of text": (
+        one(Q_OF_TEXT, "A", 4, 64),
+        f"lacks tensor {PREFIX}{Q_OF_TEXT}.lora_B.weight",
+    ),
+    "twice": (
+        whole(Q_OF_TEXT) | whole(Q),
+        f"adapts {Q_OF_TEXT}.weight and {Q}.weight, which are one matrix",
+    ),
+}
+REFUSED = [("LlamaForCausalLM", *case) for case in WRONG.values()] + [
+    (VISION_MODEL, {"modules": (), "tensors": tensors}, message)
+    for tensors, message in WRONG_FOR_TEXT.values()
+]
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        (
-            one(VISION, "A", 4, 32) | one(VISION, "B", 32, 4),
-            f"adapts {VISION}.weight, which is no projection of attention or of a dense MLP of "
-            "this model's text layers",
-        ),
-        (
-            one(Q_OF_TEXT, "A", 4, 32) | one(Q_OF_TEXT, "B", 64, 4),
-            f"{Q_OF_TEXT}.weight is [64, 64], and its update [64, 4] by [4, 32]",
-        ),
-        (one(Q_OF_TEXT, "A", 4, 64), f"lacks tensor {PREFIX}{Q_OF_TEXT}.lora_B.weight"),
-        (
-            {k: v for name in (Q_OF_TEXT, Q) for half, *shape in (("A", 4, 64), ("B", 64, 4))
-             for k, v in one(name, half, *shape).items()},
-            f"adapts {Q_OF_TEXT}.weight and {Q}.weight, which are one matrix",
-        ),
-    ],
-    ids=["images", "another size", "half", "twice"],
-)  # fmt: skip
-def test_refusals_have_the_names_of_the_adapted_model(tmp_path, tensors, message):
-    model = make_checkpoint(tmp_path / "base", "Qwen2_5_VLForConditionalGeneration")
-    make_adapter(tmp_path / "adapter", model, modules=(), tensors=tensors)
+    ("architecture", "options", "message"), REFUSED, ids=[*WRONG, *WRONG_FOR_TEXT]
+)
+def test_what_is_no_plain_adapter_of_this_model_is_refused_by_name(
+    tmp_path, architecture, options, message
+):
+    """By the names of the adapted model."""
+    model = make_checkpoint(tmp_path / "base", architecture)
+    make_adapter(tmp_path / "adapter", model, **options)
     with pytest.raises(CheckpointError) as caught:
         load_lora(tmp_path / "adapter", ModelConfig.load(tmp_path / "base"), 8)
     assert message in str(caught.value)

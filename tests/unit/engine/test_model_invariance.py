@@ -8,6 +8,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -30,15 +31,19 @@ PLAIN = [Kind(*place) for place in PLACES]
 HELD = ((True, False), (False, True), (True, True))
 INT8 = [Kind(*place, *held) for place in PLACES for held in HELD]
 DELTA_RULE = DeltaRuleConfig((True, False), DeltaRuleShape(2, 6, 16, 32, 4))
-by_plain_kind = pytest.mark.parametrize("kind", PLAIN, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _threads_are_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[1, 2])
 def threads(request):
-    before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    return request.param
 
 
 @pytest.mark.parametrize("shape", PRODUCTS)
@@ -63,36 +68,74 @@ def test_a_gate_does_not_depend_on_threads_or_rows(size, activation, threads):
             assert torch.equal(act_mul(gate_up[:rows], activation), alone[:rows])
 
 
-@pytest.mark.parametrize(
-    ("kind", "heads", "kv_heads", "inner", "window"),
-    [
-        *((kind, 4, 2, 96, None) for kind in PLAIN),
-        *((kind, 9, 3, 100, 50) for kind in PLAIN),
-        *((kind, 3, 3, 128, None) for kind in PLAIN),
-        *((kind, 4, 2, 100, 50) for kind in INT8),
-    ],
-    ids=str,
-)
-def test_tokens_do_not_depend_on_their_batch(kind, heads, kv_heads, inner, window, threads):
+CHANGES: list[dict[str, Any]] = [
+    {
+        "architecture": "Gemma2ForCausalLM",
+        "activation": "gelu_tanh",
+        "attention_softcap": 5.0,
+        "logit_softcap": 3.0,
+    },
+    {"architecture": "Olmo2ForCausalLM", "ropes": (Rope(1e4, size=16), None)},
+    {"architecture": "GraniteForCausalLM", "residual_scale": 0.3, "logit_scale": 0.1},
+    {
+        "architecture": "Qwen2MoeForCausalLM",
+        "experts": ExpertsConfig(6, 48, Routing(3, normed=True), (True, False), shared_size=32),
+    },
+    {
+        "architecture": "GptOssForCausalLM",
+        "activation": "swigluoai",
+        "experts": ExpertsConfig(6, 48, Routing(3, normed=True), (True, True)),
+    },
+    {
+        "architecture": "DeepseekV3ForCausalLM",
+        "num_kv_heads": 1,
+        "head_size": 80,
+        "latent": LatentConfig(24, 64, nope_size=32, rope_size=16, value_size=32),
+        "score_scale": 48**-0.5,
+        "experts": ExpertsConfig(
+            6, 48, Routing(3, True, True, 3, 2, 2, 1.5), (False, True), shared_size=32
+        ),
+    },
+    {"architecture": "Qwen3NextForCausalLM", "delta_rule": DELTA_RULE},
+    {"architecture": "Qwen3_5ForCausalLM", "delta_rule": DELTA_RULE},
+]
+HEADS = [(4, 2, 96, None), (9, 3, 100, 50), (3, 3, 128, None)]
+CASES = [
+    *((kind, sizes, {}) for kind in PLAIN for sizes in HEADS),
+    *((kind, (4, 2, 100, 50), {}) for kind in INT8),
+    *((kind, (4, 2, 100, 50), changes) for kind in PLAIN for changes in CHANGES),
+]
+
+
+def name_of(part):
+    return part.get("architecture", "plain") if isinstance(part, dict) else str(part)
+
+
+@pytest.mark.parametrize(("kind", "sizes", "changes"), CASES, ids=name_of)
+def test_tokens_do_not_depend_on_their_batch(kind, sizes, changes):
     """Nor on the number of threads: all equal what one computes for the whole text."""
-    run = run_of(kind, window, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner)
+    heads, kv_heads, inner, window = sizes
+    config = {"num_heads": heads, "num_kv_heads": kv_heads, "intermediate_size": inner}
+    run = run_of(kind, window, **{**config, "qkv_bias": not changes, **changes})
     mine = tokens(150, seed=1)
     torch.set_num_threads(1)
     whole = feed(run, run.add(mine), 150)
-    torch.set_num_threads(threads)
-    for chunk in (7, 33) if threads == 2 else (1, 2, 64):
-        assert torch.equal(feed(run, run.add(mine), chunk), whole), f"chunks of {chunk}"
+    assert whole.isfinite().all()
     others = [run.add(tokens(length, seed=length), room=32) for length in (5, 140, 300)]
     for other in others:
         feed(run, other, 128)
         other.tokens += tokens(32, seed=9)
-    sequence = run.add(mine)
-    run.step((sequence, 120))
-    # A decode row among others, short and long; then a chunk beside decode rows and a chunk.
-    got = run.step((others[0], 1), (others[2], 1), (sequence, 1))[2]
-    assert torch.equal(got[0], whole[120])
-    got = run.step((others[0], 1), (others[2], 1), (sequence, 20), (others[1], 17))[2]
-    assert torch.equal(got, whole[121:141])
+    for threads, chunks in ((1, (1, 2, 64)), (2, (7, 33))):
+        torch.set_num_threads(threads)
+        for chunk in chunks:
+            assert torch.equal(feed(run, run.add(mine), chunk), whole), f"chunks of {chunk}"
+        sequence = run.add(mine)
+        run.step((sequence, 120))
+        # A decode row among others, short and long; then a chunk beside decode rows and a chunk.
+        got = run.step((others[0], 1), (others[2], 1), (sequence, 1))[2]
+        assert torch.equal(got[0], whole[120])
+        got = run.step((others[0], 1), (others[2], 1), (sequence, 20), (others[1], 16))[2]
+        assert torch.equal(got, whole[121:141])
 
 
 BY_THREE_THREADS = """
@@ -121,7 +164,7 @@ def test_fewer_threads_than_asked_for_compute_the_same(limit):
     assert ran.stdout.split() == [digest()]
 
 
-@by_plain_kind
+@pytest.mark.parametrize("kind", PLAIN, ids=str)
 def test_neighbours_far_longer_and_long_contexts_in_chunks_change_nothing(kind, threads):
     run = run_of(kind, block_size=32)
     mine = tokens(40, seed=1)
@@ -143,60 +186,6 @@ def test_a_positions_angles_are_the_same_whatever_the_longest_context():
     for size in (1, 2, 63, 64, 100, 1023, 4000):
         short = rope_table(Rope(theta=10_000.0), 96, size)
         assert all(torch.equal(s, table[:size]) for s, table in zip(short, long, strict=True))
-
-
-@by_plain_kind
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {
-            "architecture": "Gemma2ForCausalLM",
-            "activation": "gelu_tanh",
-            "attention_softcap": 5.0,
-            "logit_softcap": 3.0,
-        },
-        {"architecture": "Olmo2ForCausalLM", "ropes": (Rope(1e4, size=16), None)},
-        {"architecture": "GraniteForCausalLM", "residual_scale": 0.3, "logit_scale": 0.1},
-        {
-            "architecture": "Qwen2MoeForCausalLM",
-            "experts": ExpertsConfig(6, 48, Routing(3, normed=True), (True, False), shared_size=32),
-        },
-        {
-            "architecture": "GptOssForCausalLM",
-            "activation": "swigluoai",
-            "experts": ExpertsConfig(6, 48, Routing(3, normed=True), (True, True)),
-        },
-        {
-            "architecture": "DeepseekV3ForCausalLM",
-            "num_kv_heads": 1,
-            "head_size": 80,
-            "latent": LatentConfig(24, 64, nope_size=32, rope_size=16, value_size=32),
-            "score_scale": 48**-0.5,
-            "experts": ExpertsConfig(
-                6, 48, Routing(3, True, True, 3, 2, 2, 1.5), (False, True), shared_size=32
-            ),
-        },
-        {"architecture": "Qwen3NextForCausalLM", "delta_rule": DELTA_RULE},
-        {"architecture": "Qwen3_5ForCausalLM", "delta_rule": DELTA_RULE},
-    ],
-    ids=lambda changes: changes["architecture"],
-)
-def test_other_architectures_tokens_do_not_depend_on_their_batch(kind, changes):
-    run = run_of(kind, 50, qkv_bias=False, **changes)
-    mine = tokens(150, seed=1)
-    whole = feed(run, run.add(mine), 150)
-    assert whole.isfinite().all()
-    for chunk in (1, 7, 64):
-        assert torch.equal(feed(run, run.add(mine), chunk), whole), f"chunks of {chunk}"
-    others = [run.add(tokens(length, seed=length), room=8) for length in (5, 140)]
-    sequence = run.add(mine)
-    run.step((sequence, 20))
-    got = run.step((others[0], 5), (sequence, 100), (others[1], 140))[1]
-    assert torch.equal(got, whole[20:120])
-    for other in others:
-        other.tokens += tokens(1, seed=9)
-    got = run.step((others[0], 1), (sequence, 1), (others[1], 1))[1]
-    assert torch.equal(got[0], whole[120])
 
 
 @pytest.mark.parametrize("kind", INT8, ids=str)

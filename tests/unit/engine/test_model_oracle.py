@@ -15,18 +15,18 @@ from baton.engine.models.architectures import ARCHITECTURES
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.weight_loader import load_weights
 from tests.unit.engine import small_models
-from tests.unit.engine.checkpoints import load_reference, make_checkpoint, make_model
+from tests.unit.engine.checkpoints import (
+    assert_greedy,
+    load_reference,
+    make_checkpoint,
+    make_model,
+)
 from tests.unit.engine.model_cases import ABSENT, EDITED, GREEDY, VARIANTS
 from tests.unit.engine.paged import PagedRun
 
 CPU = torch.device("cpu")
+PROMPT = small_models.tokens(75, 7)
 by_kernels = pytest.mark.parametrize("kernels", small_models.KERNELS)
-
-
-def load(directory, kernels, dtype=torch.float32):
-    config = ModelConfig.load(directory)
-    weights = load_weights(directory, config, dtype, CPU)
-    return small_models.make(kernels, config, weights, dtype)
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +43,6 @@ def saved(tmp_path_factory):
     return make
 
 
-def prompt(length=75, vocab=300):
-    return torch.randint(2, vocab, (length,), generator=torch.Generator().manual_seed(7)).tolist()
-
-
 @torch.inference_mode()
 def expected_logits(reference, tokens):
     logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
@@ -56,7 +52,7 @@ def expected_logits(reference, tokens):
 @functools.cache
 def exact_logits(directory):
     """Of the prompt, in float32; one for all kernels."""
-    return expected_logits(load_reference(directory), prompt())
+    return expected_logits(load_reference(directory), PROMPT)
 
 
 @by_kernels
@@ -64,12 +60,10 @@ def exact_logits(directory):
 def test_equals_transformers_however_the_prompt_is_fed(name, kernels, saved):
     architecture, overrides = VARIANTS[name]
     directory, reference = saved(architecture, **overrides)
-    run = PagedRun(load(directory, kernels))
-    tokens = prompt()
-    expected = expected_logits(reference, tokens)
+    run = PagedRun(small_models.load(directory, kernels))
+    expected = expected_logits(reference, PROMPT)
     for query_lens in ([75], [16, 30, 29], [*[1] * 18, 38, *[1] * 19]):
-        sequence = run.add(tokens)
-        got = torch.cat([run.step((sequence, count))[0] for count in query_lens])
+        got = run.logits(PROMPT, *query_lens)
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
@@ -77,8 +71,7 @@ def test_equals_transformers_however_the_prompt_is_fed(name, kernels, saved):
 def test_experts_may_be_stored_together_whatever_the_architecture(kernels, tmp_path):
     """As Qwen3.5's are."""
     make_checkpoint(tmp_path, "Qwen3_5MoeForConditionalGeneration")
-    run = PagedRun(load(tmp_path, kernels))
-    expected = run.step((run.add(prompt()), 75))[0]
+    expected = PagedRun(small_models.load(tmp_path, kernels)).logits(PROMPT)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     names = [name for name in tensors if name.endswith("experts.0.down_proj.weight")]
@@ -91,8 +84,8 @@ def test_experts_may_be_stored_together_whatever_the_architecture(kernels, tmp_p
         tensors[f"{prefix}.down_proj"] = torch.stack([one[2] for one in each])
     save_file(tensors, file)
     assert any("mlp.experts.gate_up_proj" in name for name in tensors)
-    run = PagedRun(load(tmp_path, kernels))
-    assert torch.equal(run.step((run.add(prompt()), 75))[0], expected)
+    found = PagedRun(small_models.load(tmp_path, kernels)).logits(PROMPT)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +102,7 @@ def test_layers_that_predict_further_tokens_are_skipped_as_transformers_does(
     file = tmp_path / "model.safetensors"
     added = {f"{name}.weight": torch.zeros(4, 4) for name in names}
     save_file(load_file(file) | added, file, {"format": "pt"})
-    run = PagedRun(load(tmp_path, "torch"))
-    got = run.step((run.add(prompt()), 75))[0]
+    got = PagedRun(small_models.load(tmp_path, "torch")).logits(PROMPT)
     torch.testing.assert_close(got, exact_logits(tmp_path), rtol=0, atol=1e-4)
 
 
@@ -122,11 +114,8 @@ def test_config_json_is_read_as_transformers_reads_it(name, tmp_path):
     edited = {**json.loads(file.read_text()), **edits}
     kept = {key: value for key, value in edited.items() if value is not ABSENT}
     file.write_text(json.dumps(kept))
-    config = ModelConfig.load(tmp_path)
-    weights = load_weights(tmp_path, config, torch.float32, CPU)
-    run = PagedRun(small_models.make("torch", config, weights))
-    got = run.step((run.add(prompt()), 75))[0]
-    expected = expected_logits(load_reference(tmp_path), prompt())
+    got = PagedRun(small_models.load(tmp_path, "torch")).logits(PROMPT)
+    expected = expected_logits(load_reference(tmp_path), PROMPT)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
@@ -136,14 +125,11 @@ def test_64_greedy_tokens_are_those_of_transformers(architecture, kernels, saved
     """And either kernels read the KV that the others wrote, as workers of one cluster may."""
     directory, reference = saved(architecture, sliding_window=24)
     (others,) = {*small_models.KERNELS} - {kernels}
-    run, model = PagedRun(load(directory, others)), load(directory, kernels)
-    sequence, count = run.add(prompt(40), room=64), 40
-    for _ in range(64):
-        scores, count = run.step((sequence, count))[0][-1], 1
-        sequence.tokens.append(int(scores.argmax()))
-        run.model = model
-    expected = expected_logits(reference, sequence.tokens).argmax(dim=1)
-    assert sequence.tokens[40:] == expected[39:-1].tolist()
+    run = PagedRun(small_models.load(directory, others))
+    sequence = run.add(PROMPT[:40], room=64)
+    run.step((sequence, 39))
+    run.model = small_models.load(directory, kernels)
+    assert_greedy(reference, run.generate(sequence, 64), 40)
 
 
 @pytest.mark.parametrize(
@@ -159,28 +145,25 @@ def test_operations_one_by_one_compute_what_a_whole_step_does(architecture, save
     directory, _ = saved(architecture, sliding_window=24)
     config = ModelConfig.load(directory)
     weights = small_models.packed(load_weights(directory, config, torch.float32, CPU))
-    found = []
-    for kind in (NativeModel, NativeOps):
-        run = PagedRun(kind(config, weights, torch.float32))
-        sequence = run.add(prompt())
-        found.append(torch.cat([run.step((sequence, count))[0] for count in (37, 1, 37)]))
-    whole, one_by_one = found
+    whole, one_by_one = (
+        PagedRun(kind(config, weights, torch.float32)).logits(PROMPT, 37, 1, 37)
+        for kind in (NativeModel, NativeOps)
+    )
     if config.experts is None and not config.logit_softcap:
         assert torch.equal(one_by_one, whole)
     else:  # torch adds up experts' outputs and makes the cap of logits
-        assert (one_by_one - whole).norm() / whole.norm() < 2e-6
+        assert small_models.relative_error(one_by_one, whole) < 2e-6
 
 
 @by_kernels
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(architecture, kernels, saved):
     directory, reference = saved(architecture, dtype=torch.bfloat16)
-    bf16 = expected_logits(reference, prompt())
+    bf16 = expected_logits(reference, PROMPT)
     exact = exact_logits(directory)
-    run = PagedRun(load(directory, kernels, torch.bfloat16))
+    run = PagedRun(small_models.load(directory, kernels, torch.bfloat16))
     for query_lens in ([75], [40, *[1] * 35]):
-        sequence = run.add(prompt())
-        got = torch.cat([run.step((sequence, count))[0] for count in query_lens])
+        got = run.logits(PROMPT, *query_lens)
         assert error(got, exact) < 1.3 * error(bf16, exact)
 
 
@@ -188,13 +171,10 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(architecture, kernel
 def test_tokens_are_counted_by_the_experts_that_they_take(kernels, saved):
     architecture, overrides = VARIANTS["qwen3 moe"]
     directory, reference = saved(architecture, **overrides)
-    model = load(directory, kernels)
-    run, tokens = PagedRun(model), prompt()
-    sequence = run.add(tokens)
-    for count in (40, 34, 1):
-        run.step((sequence, count))
+    model = small_models.load(directory, kernels)
+    PagedRun(model).logits(PROMPT, 40, 34, 1)
     with torch.inference_mode():
-        routed = reference(torch.tensor([tokens]), output_router_logits=True).router_logits
+        routed = reference(torch.tensor([PROMPT]), output_router_logits=True).router_logits
     expected = [layer.topk(3).indices.flatten().bincount(minlength=6).tolist() for layer in routed]
     assert model.expert_tokens.tolist() == expected
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -13,34 +14,20 @@ from baton.engine.draft_model import MIN_CATCH_UP
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.tensor_names import _mtp_name
 from baton.engine.mtp import MtpProposer
-from baton.engine.sequence import Sequence
 from baton.errors import CheckpointError, ConfigError
-from baton.generation.structured_output import GrammarCompiler
 from baton.local.model_check import check_model
 from baton.local.model_plan import check_plan, weight_bytes
-from tests.unit.engine.bench import WAIT_S, Bench, load
+from tests.unit.engine import test_draft_model as draft_model
+from tests.unit.engine.bench import Bench, load
 from tests.unit.engine.checkpoints import add_predicting_layer, load_reference, make_checkpoint
 from tests.unit.engine.model_cases import PREDICTING
 from tests.unit.engine.small_models import KERNELS
-from tests.unit.engine.test_draft_model import (
-    CHEAP,
-    GREEDY,
-    KINDS,
-    KINDS_BY_KERNELS,
-    SEEDED,
-    change,
-    run,
-)
+from tests.unit.engine.test_draft_model import GREEDY, KINDS, KINDS_BY_KERNELS, SEEDED, change, run
 
 LATENT, DENSE_KV, STATES = PREDICTING[:3]
 
 
-@pytest.fixture(autouse=True)
-def price(monkeypatch):
-    """What is proposed does not depend on how fast this machine is."""
-    prices = {"of a row": CHEAP}
-    monkeypatch.setattr(MtpProposer, "price", lambda self, sequences, rows: prices["of a row"])
-    return prices
+price = draft_model.price
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +48,23 @@ def made(tmp_path_factory):
 
 
 def sequences(directory, params, lengths=(5, 40, 90)):
-    grammars, some = GrammarCompiler(directory, 320, {1}), []
-    for at, length in enumerate(lengths):
-        tokens = [(7 * i * i + 31 * at + 5) % 250 + 2 for i in range(length)]
-        sequence = Sequence(f"s{at}", tokens, length, params)
-        if params.structured_output:
-            compiled = grammars.compile(params.structured_output, tokens, length, None)
-            sequence.grammar = compiled.result(WAIT_S)
-        some.append(sequence)
-    return some
+    prompts = [
+        [(7 * i * i + 31 * at + 5) % 250 + 2 for i in range(length)]
+        for at, length in enumerate(lengths)
+    ]
+    return draft_model.begun(directory, 320, params, prompts)
+
+
+DRAFT = "a draft model, itself"
+
+
+@pytest.fixture(params=[DRAFT, LATENT])
+def proposing(request, made):
+    """A model and its sequences, with what proposes for it: itself, or a layer of its own."""
+    if request.param == DRAFT:
+        return DEMO_MODEL, str(DEMO_MODEL), draft_model.sequences
+    directory = made(request.param, 0.3)
+    return directory, "mtp", partial(sequences, directory)
 
 
 class Layer(torch.nn.Module):
@@ -170,8 +165,10 @@ def test_tokens_are_those_without(architecture, kind, kernels, made):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "options"),
+    ("proposing", "options"),
     [
+        (DRAFT, {"tp": 2, "threads": 2}),
+        (DRAFT, {"quantization": "int4", "kv_dtype": "int8"}),
         (LATENT, {"tp": 2, "tp_backend": "gloo", "threads": 2}),
         (DENSE_KV, {"tp": 2, "threads": 2}),
         (DENSE_KV, {"dtype": "bfloat16"}),
@@ -179,15 +176,16 @@ def test_tokens_are_those_without(architecture, kind, kernels, made):
         (DENSE_KV, {"quantization": "int4", "kv_dtype": "int8"}),
     ],
     ids=str,
+    indirect=["proposing"],
 )
-def test_ranks_and_formats_change_nothing(architecture, options, made):
-    """The layer is whole on the first rank."""
-    directory, options = made(architecture, 0.3), {"kernels": "native", **options}
-    plain, *_ = run(load(directory, **options), *sequences(directory, SEEDED))
-    loaded = load(directory, **options, speculative_model="mtp")
-    found, proposed, accepted, _ = run(loaded, *sequences(directory, SEEDED))
+def test_ranks_and_formats_change_nothing(proposing, options):
+    """What proposes is whole on the first rank, in the formats of the other model."""
+    (directory, proposer, begin), options = proposing, {"kernels": "native", **options}
+    plain, *_ = run(load(directory, **options), *begin(SEEDED))
+    loaded = load(directory, **options, speculative_model=proposer)
+    found, proposed, accepted, _ = run(loaded, *begin(SEEDED))
     assert found == plain
-    assert 0.1 * proposed < accepted
+    assert accepted >= (0.1 if proposer == "mtp" else 1) * proposed > 0
 
 
 def test_embedding_and_output_layer_are_the_models(made):
@@ -205,12 +203,13 @@ def test_embedding_and_output_layer_are_the_models(made):
     assert found.text.startswith("multi-token prediction layer, 0.1 M parameters")
 
 
-def test_pools_too_small_for_all_change_no_token(made):
-    """Sequences are preempted, and what the layer knew of them is lost."""
-    directory, lengths = made(LATENT, 0.3), (90, 100, 110, 120)
-    plain, *_ = run(load(directory, kv_blocks=200), *sequences(directory, SEEDED, lengths))
-    loaded = load(directory, kv_blocks=22, speculative_model="mtp")
-    found, _, accepted, preemptions = run(loaded, *sequences(directory, SEEDED, lengths))
+@pytest.mark.parametrize("options", [{"kv_blocks": 22}, {"kv_blocks": 26, "block_size": 8}])
+def test_pools_too_small_for_all_change_no_token(options, proposing):
+    """Sequences are preempted, drafts lose their blocks, and a layer what it knew of them."""
+    (directory, proposer, begin), lengths = proposing, (90, 100, 110, 120)
+    plain, *_ = run(load(directory, kv_blocks=200), *begin(SEEDED, lengths))
+    loaded = load(directory, **options, speculative_model=proposer)
+    found, _, accepted, preemptions = run(loaded, *begin(SEEDED, lengths))
     assert found == plain
     assert accepted > 0
     assert preemptions > 0
@@ -248,7 +247,7 @@ def test_what_is_not_worth_it_is_computed_in_groups(price, made):
         bench.engine.add(sequence)
         while sum(len(one.token_ids) for r in bench.reports for one in r.progress) < 150:
             bench.next_report()
-        price["of a row"] = CHEAP
+        price["of a row"] = draft_model.CHEAP
         bench.until("s0", "finish_reason")
     assert sum(count for _, count in rows[:4]) >= 4 * (MIN_CATCH_UP - 2)
     begun = 0
@@ -258,20 +257,23 @@ def test_what_is_not_worth_it_is_computed_in_groups(price, made):
     assert begun > 150
 
 
-def test_a_broken_layer_disturbs_no_sequence(made, caplog):
-    directory = made(LATENT, 0.3)
-    plain, *_ = run(load(directory), *sequences(directory, GREEDY))
-    loaded = load(directory, speculative_model="mtp")
+def test_what_is_broken_disturbs_no_sequence(proposing, caplog):
+    directory, proposer, begin = proposing
+    plain, *_ = run(load(directory), *begin(GREEDY))
+    loaded = load(directory, speculative_model=proposer)
     whole = loaded.draft.model.step
     loaded.draft.model.step = lambda batch, pool: whole(batch, pool).fill_(torch.nan)
-    found, proposed, _, _ = run(loaded, *sequences(directory, GREEDY))
+    loaded.draft.pool.fill_(torch.nan)
+    found, proposed, _, _ = run(loaded, *begin(GREEDY))
     assert (found, proposed) == (plain, 0)
+    used = 0 if proposer == "mtp" else -(-200 // loaded.layout.block_size)
+    assert loaded.draft.pool.isfinite().flatten(1).all(1).sum() >= used  # zeroed for the next
 
     def fails(batch, pool):
         raise RuntimeError("no memory")
 
     loaded.draft.model.step = fails
-    found, proposed, _, _ = run(loaded, *sequences(directory, GREEDY))
+    found, proposed, _, _ = run(loaded, *begin(GREEDY))
     assert (found, proposed) == (plain, 0)
     assert "the draft model failed" in caplog.text
 

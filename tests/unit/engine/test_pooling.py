@@ -36,12 +36,15 @@ def summed(progress):
     return sum(one.pooled for one in progress if one.pooled is not None)
 
 
-@pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize(
+by_engine = pytest.mark.parametrize(
     "settings",
     [{"kernels": "torch"}, {"kernels": "native"}, {"kernels": "native", "tp": 2, "threads": 2}],
     ids=["torch", "native", "ranks"],
 )
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@by_engine
 def test_embeddings_are_pooled_hidden_states(directory, settings, mean):
     loaded = load(directory, chunk_tokens=64, **settings)
     other = Sequence("other", PROMPT[:61], 61, SamplingParams(max_tokens=9, ignore_eos=True))
@@ -58,11 +61,7 @@ def test_embeddings_are_pooled_hidden_states(directory, settings, mean):
     assert all(one.pooled is None for one in bench.reports[0].progress if one.seq_id == "other")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"kernels": "torch"}, {"kernels": "native"}, {"kernels": "native", "tp": 2, "threads": 2}],
-    ids=["torch", "native", "ranks"],
-)
+@by_engine
 def test_label_tokens_have_the_logits_after_the_prompt(directory, settings):
     labels = (7, 200)
     params = SamplingParams(max_tokens=0, classification=True, label_token_ids=labels)

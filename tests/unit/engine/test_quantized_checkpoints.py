@@ -22,7 +22,7 @@ from baton.engine.quantization.methods import quantize_weight
 from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from baton.errors import CheckpointError, ConfigError
 from tests.unit.engine import small_models
-from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.checkpoints import assert_greedy, make_checkpoint
 from tests.unit.engine.paged import PagedRun
 from tests.unit.engine.quantized_checkpoints import (
     compressed,
@@ -30,6 +30,7 @@ from tests.unit.engine.quantized_checkpoints import (
     make_quantized,
     quantize_inputs,
 )
+from tests.unit.engine.small_models import relative_error
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 TOKENS = torch.randint(2, 300, (70,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -134,35 +135,13 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def model_of(kernels, directory, dtype=F32):
-    config = ModelConfig.load(directory)
-    return small_models.make(kernels, config, load_weights(directory, config, dtype, CPU), dtype)
-
-
-def relative_error(got, expected):
-    return float((got - expected).norm() / expected.norm())
-
-
 @torch.inference_mode()
 def logits_of(reference):
     return reference(torch.tensor([TOKENS])).logits[0].float()
 
 
 def paged_logits(model):
-    run = PagedRun(model)
-    return small_models.feed(run, run.add(TOKENS), 33)
-
-
-@torch.inference_mode()
-def assert_greedy(model, reference, count=64):
-    """Each of the model's greedy tokens is the reference's likeliest behind those before it."""
-    run = PagedRun(model)
-    sequence, step = run.add(TOKENS, room=count), len(TOKENS)
-    for _ in range(count):
-        scores, step = run.step((sequence, step))[0][-1], 1
-        sequence.tokens.append(int(scores.argmax()))
-    expected = reference(torch.tensor([sequence.tokens])).logits[0].argmax(1).tolist()
-    assert sequence.tokens[len(TOKENS) :] == expected[len(TOKENS) - 1 : -1]
+    return PagedRun(model).logits(TOKENS, 33, 33, 4)
 
 
 @pytest.mark.parametrize("kernels", small_models.KERNELS)
@@ -171,7 +150,7 @@ def test_latent_attention_in_blocks_of_fp8(tmp_path, kernels):
     sizes = {"num_key_value_heads": 4, "v_head_dim": 32, "q_lora_rank": 64}
     sizes |= {"moe_intermediate_size": 64, "head_dim": 16}
     reference = make_quantized(tmp_path, FORMATS["fp8"], "DeepseekV3ForCausalLM", **sizes)
-    model = model_of(kernels, tmp_path)
+    model = small_models.load(tmp_path, kernels)
     assert relative_error(paged_logits(model), logits_of(reference)) < 1e-5
 
 
@@ -182,12 +161,13 @@ def test_int4_and_blocks_of_fp8_give_the_tokens_of_the_dense_model(tmp_path, nam
     architecture, sizes = MODELS.get(name, default)
     parts = PARTS.get(name, ())
     reference = make_quantized(tmp_path, FORMATS[name], architecture, parts=parts, **sizes)
-    model = model_of(kernels, tmp_path)
+    model = small_models.load(tmp_path, kernels)
     expected = logits_of(reference)
     assert relative_error(paged_logits(model), expected) < 1e-5
-    assert_greedy(model, reference)
+    run = PagedRun(model)
+    assert_greedy(reference, run.generate(run.add(TOKENS, room=64), 64), len(TOKENS))
     # In bfloat16 no further from it than the dense model is.
-    low = relative_error(paged_logits(model_of(kernels, tmp_path, BF16)), expected)
+    low = relative_error(paged_logits(small_models.load(tmp_path, kernels, BF16)), expected)
     assert low < 1.2 * relative_error(logits_of(reference.bfloat16()), expected) < 0.05
 
 
@@ -211,7 +191,7 @@ def test_w8a8_gives_the_dense_model_s_scores_for_inputs_in_8_bits(
     expected = logits_of(quantize_inputs(reference, kind))
     # A last bit may round an input to its neighbour, a hundredth or a sixteenth from it.
     limit = 3e-3 if kind == torch.int8 else 2e-2
-    assert relative_error(paged_logits(model_of(kernels, tmp_path)), expected) < limit
+    assert relative_error(paged_logits(small_models.load(tmp_path, kernels)), expected) < limit
 
 
 @dataclass(frozen=True)
@@ -259,7 +239,7 @@ def test_mxfp4_experts_are_those_of_the_dense_model(tmp_path):
     sizes = {"num_local_experts": 4, "sliding_window": 24}
     reference = make_mxfp4(tmp_path, **sizes)
     for kernels in small_models.KERNELS:
-        got = paged_logits(model_of(kernels, tmp_path))
+        got = paged_logits(small_models.load(tmp_path, kernels))
         assert relative_error(got, logits_of(reference)) < 1e-5
     weights = load_weights(tmp_path, ModelConfig.load(tmp_path), BF16, CPU)
     expert = weights.layers[1].experts.experts[3]
@@ -268,7 +248,7 @@ def test_mxfp4_experts_are_those_of_the_dense_model(tmp_path):
     assert expert.down.take_inputs(half).num_bytes == expert.down.num_bytes // 2
     make_mxfp4(tmp_path, damage=changed(f"{EXPERTS}.down_proj_blocks", torch.zeros(3)), **sizes)
     with pytest.raises(CheckpointError, match=r"down_proj_blocks has dtype F32; supported: U8"):
-        model_of("torch", tmp_path)
+        small_models.load(tmp_path, "torch")
 
 
 def test_what_is_not_quantised_stays_dense_and_symmetric_groups_have_no_zero_points(tmp_path):
@@ -371,14 +351,17 @@ def changed(name, value):
 def test_a_broken_checkpoint_is_an_error_that_names_the_tensor(tmp_path, name, damage, message):
     make_quantized(tmp_path, FORMATS[name], damage=damage)
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        model_of("torch", tmp_path)
+        small_models.load(tmp_path, "torch")
 
 
 def test_biases_of_zeros_that_old_exports_saved_are_ignored(tmp_path):
     reference = make_quantized(
         tmp_path, FORMATS["gptq 64"], damage=changed(f"{Q}.bias", torch.zeros(128))
     )
-    assert relative_error(paged_logits(model_of("torch", tmp_path)), logits_of(reference)) < 3e-6
+    assert (
+        relative_error(paged_logits(small_models.load(tmp_path, "torch")), logits_of(reference))
+        < 3e-6
+    )
 
 
 @pytest.mark.parametrize(

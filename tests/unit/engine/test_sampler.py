@@ -319,6 +319,8 @@ def test_equally_likely_tokens_are_named_by_id_whatever_other_rows_ask_for():
         assert [[token for token, _ in top] for top in tops] == [expected[:3], expected[:most], []]
     found = compute_logprobs(logits.repeat(2, 1), [70, 80], 20)
     assert found.top_ids.tolist() == [expected[:20]] * 2
+    better = (logits > logits[0, [70, 80], None]).sum(1)
+    assert found.ranks.tolist() == (1 + better).tolist()
 
 
 def test_logprobs_are_those_of_the_raw_logits():

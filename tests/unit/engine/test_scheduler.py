@@ -25,14 +25,22 @@ def make_sequence(name, length, first=0, priority=0.0):
     return Sequence(name, tokens, length, SamplingParams(), priority=priority)
 
 
-def run(scheduler, step):
-    """What a step does to the books: computes, and draws a token (7) where one is due."""
+def run(scheduler, step, text=(7,)):
+    """What a step does to the books: computes, and draws tokens of a text that repeats itself."""
+    drawn = [[text[at % len(text)] for at in _positions(one)] for one in step.sequences]
     scheduler.update_after_launch(step)
-    for scheduled in step.sequences:
+    for scheduled, tokens in zip(step.sequences, drawn, strict=True):
         if scheduled.samples:
-            scheduled.sequence.tokens[-1] = 7
-        scheduler.update_after_landing(scheduled)
+            scheduled.sequence.tokens[-1:] = tokens
+            scheduled.sequence.new_tokens += len(tokens) - 1
+        scheduler.update_after_landing(scheduled, tokens)
     scheduler.blocks.check()
+
+
+def _positions(scheduled):
+    """Of the tokens that a step draws."""
+    known = scheduled.sequence.num_tokens
+    return range(known, known + len(scheduled.proposed) + 1) if scheduled.samples else range(0)
 
 
 def shape(step):
@@ -366,26 +374,12 @@ def looping(name, length=12, max_tokens=50, **fields):
     return Sequence(name, tokens, length, params, **fields)
 
 
-def go_on(scheduler, step):
-    """Every sequence goes on with the loop."""
-    sampled = [
-        [LOOP[at % len(LOOP)] for at in _positions(scheduled)] for scheduled in step.sequences
-    ]
-    scheduler.update_after_launch(step)
-    for scheduled, tokens in zip(step.sequences, sampled, strict=True):
-        if scheduled.samples:
-            scheduled.sequence.tokens[-1:] = tokens
-            scheduled.sequence.new_tokens += len(tokens) - 1
-        scheduler.update_after_landing(scheduled, tokens)
-    scheduler.blocks.check()
-
-
 def started(scheduler, *sequences):
     """Brings sequences to where they decode."""
     for sequence in sequences:
         scheduler.add(sequence)
     while any(sequence.num_pending != 1 for sequence in sequences):
-        go_on(scheduler, scheduler.schedule())
+        run(scheduler, scheduler.schedule(), LOOP)
 
 
 def test_step_times_are_learned_by_rows_and_proposed_tokens():
@@ -418,7 +412,7 @@ def test_they_end_where_the_sequence_parks():
     scheduler, sequence = speculating(num_blocks=60), looping("parks", pause_after=3)
     started(scheduler, sequence)
     assert scheduler.schedule().num_proposed == 1
-    go_on(scheduler, scheduler.schedule())
+    run(scheduler, scheduler.schedule(), LOOP)
     assert sequence.tokens_left(MAX_CONTEXT) == 0
 
 
@@ -443,9 +437,3 @@ def test_they_take_a_new_block_only_while_every_sequence_could_have_one():
             scheduled.sequence.seq_id for scheduled in step.sequences if scheduled.proposed
         ] == speculation
         assert scheduler.preemptions == 0
-
-
-def _positions(scheduled):
-    """Of the tokens that a step draws."""
-    known = scheduled.sequence.num_tokens
-    return range(known, known + len(scheduled.proposed) + 1) if scheduled.samples else range(0)

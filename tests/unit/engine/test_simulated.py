@@ -108,13 +108,6 @@ class TestKv:
             with pytest.raises(InternalError, match=r"token 0$"):
                 compute(engine, sequence(5, [0, 4]), 4, 1)
 
-    def test_a_block_overwritten_while_decoding_is_noticed_within_a_round(self):
-        engine, running = runner(), sequence(12, [0, 1, 2, 3, 4])
-        running.tokens.append(compute(engine, running, 0, 12) or 0)
-        engine.zero_blocks([1])
-        with pytest.raises(InternalError, match="block 1 "):
-            decode(engine, running, 5)
-
     def test_in_a_batch_a_block_is_noticed_within_a_round_over_all(self):
         engine = runner(blocks=32)
         running = [sequence(12, list(range(at, at + 8))) for at in (0, 8, 16)]

@@ -20,7 +20,6 @@ from baton.engine.sampling.sampler import Sampled
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
-from baton.engine.speculative.proposer import Proposer
 from baton.generation.sampling_params import SamplingParams
 from baton.text import load_tokenizer
 from tests.unit.engine.bench import WAIT_S, Bench, load, tokens_of
@@ -40,10 +39,7 @@ def run(make_engine, *sequences):
         got = bench.finish(*sequences)
         cached = bench.engine._blocks._by_hash[0]
         assert bench.engine.load().result(WAIT_S).blocks_held == 0
-    counts = [
-        sum(getattr(report, name) for report in bench.reports)
-        for name in ("num_proposed", "num_accepted", "num_kept")
-    ]
+    counts = map(bench.total, ("num_proposed", "num_accepted", "num_kept"))
     return got, *counts, bench.reports[-1].load.preemptions, cached
 
 
@@ -136,28 +132,9 @@ class ScriptedRunner(StepRunner):
 class UsualCost(NgramProposer):
     """What is proposed does not depend on how fast this machine is."""
 
-    def record_step(self, rows, proposed, seconds):
-        pass
-
-
-class GoodDraftModel(Proposer):
-    """Says of a batch's sequences what comes; every third token of each is another."""
-
-    def __init__(self, most, max_context, text):
-        super().__init__(most, max_context)
-        self.text, self.batches = text, []
-
-    def propose(self, sequences, limits, rows):
-        self.batches.append(len(sequences))
-        drafts = []
-        for sequence, limit in zip(sequences, limits, strict=True):
-            end = sequence.num_tokens
-            coming = self.text[end : end + limit]
-            drafts.append(tuple(0 if (end + i) % 3 == 0 else t for i, t in enumerate(coming)))
-        return drafts
-
     def learn(self, sequence, sampled):
         assert list(sampled) == sequence.tokens[len(sequence.tokens) - len(sampled) :]
+        super().learn(sequence, sampled)
 
     def record_step(self, rows, proposed, seconds):
         pass
@@ -167,17 +144,16 @@ LOOP = [1, 2, 3, 4, 5, 6, 7, 8]
 EOS = 90
 
 
-def scripted(text, params, max_context=1000, proposer=None, names="a"):
-    """What sequences got that begin with 16 tokens of a text, and the counts of `run`."""
-    scheduler = Scheduler(
-        BlockManager(64, 4), ChunkBudget(64), 4, proposer or UsualCost(4, max_context)
-    )
+def scripted(text, params, max_context=1000, proposer=None):
+    """What a sequence got that begins with 16 tokens of a text, and the counts of `run`."""
+    proposer = proposer or UsualCost(4, max_context)
+    scheduler = Scheduler(BlockManager(64, 4), ChunkBudget(64), 4, proposer)
     runner, eos = ScriptedRunner(text), frozenset({EOS})
     got, *counts = run(
         lambda publish: Engine(runner, scheduler, eos, max_context, publish),
-        *(Sequence(name, text[:16], 16, params) for name in names),
+        Sequence("a", text[:16], 16, params),
     )
-    return *(got[name] for name in names), *counts
+    return got["a"], *counts
 
 
 @pytest.mark.parametrize(
@@ -216,18 +192,6 @@ def test_wrong_proposals_leave_nothing_behind():
         assert set(cached) == set(hash_chain(text[:65], 4))
         wrong += proposed - accepted
     assert wrong > 8
-
-
-def test_a_proposer_of_another_kind_gets_the_whole_batch():
-    text = list(range(1, 81))
-    model = GoodDraftModel(4, 1000, text)
-    one, other, proposed, accepted, *_ = scripted(
-        text, SamplingParams(max_tokens=50), proposer=model, names="ab"
-    )
-    assert tokens_of(one) == tokens_of(other) == text[16:66]
-    assert 0 < accepted < proposed
-    assert 2 in model.batches
-    assert len(one) < 25
 
 
 def test_nothing_is_kept_of_sequences_that_ended():

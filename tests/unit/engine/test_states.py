@@ -23,7 +23,7 @@ from baton.generation.sampling_params import SamplingParams
 from baton.kv_groups import KvGroups
 from baton.local.model_check import check_model
 from tests.unit.engine.bench import WAIT_S, Bench, load
-from tests.unit.engine.checkpoints import load_reference, make_checkpoint
+from tests.unit.engine.checkpoints import assert_greedy, load_reference, make_checkpoint
 
 SIZE = 4
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -67,28 +67,6 @@ def test_blocks_that_held_a_state_are_zeroed_before_they_hold_kv():
     blocks.release(again)
     assert set(blocks.allocate(6)) == set(range(6))
     assert zeroed == [sorted({*state, *again})]
-
-
-def test_a_sequence_has_a_state_until_it_ends_or_is_preempted():
-    blocks = StateBlockManager(12, SIZE, False, 3, zero=list, copy=zip)
-    scheduler = Scheduler(blocks, ChunkBudget(64), max_batch=4)
-    first, second = (Sequence(name, [5] * 8, 8, GREEDY) for name in "ab")
-    for one in (first, second):
-        scheduler.add(one)
-    for _ in range(12):
-        step = scheduler.schedule()
-        for one in step.sequences:
-            assert len(one.sequence.state_blocks) == 3
-        scheduler.update_after_launch(step)
-        for one in step.sequences:
-            scheduler.update_after_landing(one)
-        blocks.check()
-    assert scheduler.preemptions
-    assert not second.state_blocks or not second.num_computed
-    for one in (first, second):
-        scheduler.remove(one)
-        scheduler.free(one)
-    assert blocks.num_free == 12
 
 
 def test_a_handoff_is_the_blocks_of_tokens_and_then_the_states():
@@ -192,7 +170,7 @@ class Machine:
     """A scheduler whose blocks hold what was computed into them: tokens, instead of numbers."""
 
     def __init__(self, num_blocks, state_blocks=3, proposer=None):
-        self.memory = dict.fromkeys(range(num_blocks))
+        self.memory, self.state_blocks = dict.fromkeys(range(num_blocks)), state_blocks
         self.blocks = StateBlockManager(
             num_blocks, SIZE, True, state_blocks, copy=self.copy,
             zero=lambda blocks: self.memory.update(dict.fromkeys(blocks)),
@@ -212,6 +190,7 @@ class Machine:
             known = tuple(sequence.tokens)
             assert start == sequence.num_computed
             states = [self.memory[block] for block in sequence.state_blocks]
+            assert len(states) == self.state_blocks
             assert not start or states == [known[:start]] * len(states)
             for index in range(start // SIZE):
                 block = sequence.block_ids[index]
@@ -235,6 +214,8 @@ class Machine:
                 self.drop(sequence)
         known = takes or step.num_proposed or before >= set(self.blocks._checkpoints)
         assert known, "it was known before the launch"
+        waiting = [one for one in self.scheduler.waiting if not one.num_computed]
+        assert not any(one.state_blocks for one in waiting), "nor has a preempted one a state"
         self.check()
         return [item.sequence for item in step.sequences]
 
@@ -433,14 +414,14 @@ def test_logits_are_the_same_with_and_without_a_warm_cache(engine, directory):
     assert [one.num_cached for one, _ in cold] == [0] * 5
     assert [logprobs for _, logprobs in warm] == [logprobs for _, logprobs in cold]
     reference = load_reference(directory)
-    with torch.inference_mode():
-        for one, _ in warm:
-            expected = reference(torch.tensor([one.tokens])).logits[0].argmax(dim=-1)
-            assert one.tokens[one.prompt_tokens :] == expected[one.prompt_tokens - 1 : -1].tolist()
+    for one, _ in warm:
+        assert_greedy(reference, one.tokens, one.prompt_tokens)
 
 
 def test_a_decode_worker_gets_only_the_rest_and_the_state_or_starts_by_itself(directory):
+    """And a handoff needs no checkpoint of a prefix whose KV is cached."""
     tokens = [(7 * i) % 250 + 2 for i in range(430)]
+    parts = [*tokens[:250], *[9] * 20]
     loaded = load(directory, kv_blocks=400)
     with Bench(loaded.engine) as bench:
         expected = bench.tokens(Sequence("a", list(tokens), 430, GREEDY))["a"]
@@ -455,17 +436,10 @@ def test_a_decode_worker_gets_only_the_rest_and_the_state_or_starts_by_itself(di
         while len(got) < len(expected):
             got += bench.until("c", "token_ids").token_ids
         assert got == expected
-
-
-def test_a_handoff_needs_no_checkpoint_of_a_prefix_whose_kv_is_cached(directory):
-    tokens = [(7 * i) % 250 + 2 for i in range(430)]
-    loaded = load(directory, kv_blocks=400)
-    with Bench(loaded.engine) as bench:
-        bench.tokens(Sequence("a", list(tokens), 430, GREEDY))
-        parts = Sequence("b", [*tokens[:250], *[9] * 20], 270, GREEDY)
-        assert bench.engine.reserve(parts).result(WAIT_S).num_cached == 240
-        bench.engine.release("b").result(WAIT_S)
-        here = Sequence("c", [*tokens[:250], *[9] * 20], 270, GREEDY)
+        handed_over = Sequence("d", list(parts), 270, GREEDY)
+        assert bench.engine.reserve(handed_over).result(WAIT_S).num_cached == 240
+        bench.engine.release("d").result(WAIT_S)
+        here = Sequence("e", list(parts), 270, GREEDY)
         assert bench.engine.reserve(here, 270).result(WAIT_S).started
-        bench.until("c", "token_ids")
+        bench.until("e", "token_ids")
         assert here.num_cached == 0

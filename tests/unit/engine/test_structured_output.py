@@ -37,6 +37,11 @@ SEEDED = dataclasses.replace(GREEDY, temperature=1.0, seed=7)
 EOS = 1
 
 
+@pytest.fixture(params=[GREEDY, SEEDED], ids=["greedy", "seeded"])
+def params(request):
+    return request.param
+
+
 class Demo:
     """The demo model, its tokenizer and its grammars."""
 
@@ -79,7 +84,6 @@ def undisturbed(demo):
         }
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED])
 def test_the_output_matches_its_schema_and_ends_with_it(demo, undisturbed, params):
     tokens = undisturbed[params.temperature]
     jsonschema.validate(json.loads(demo.tokenizer.decode(tokens)), LIST)
@@ -93,7 +97,6 @@ def test_an_output_that_is_cut_says_so(demo, undisturbed):
     assert (tokens_of(got), got[-1].finish_reason) == (undisturbed[0.0][:9], "length")
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED])
 def test_others_in_the_batch_change_nothing(demo, undisturbed, params):
     free = dataclasses.replace(params, structured_output=None, max_tokens=40)
     with demo.bench() as bench:
@@ -109,7 +112,6 @@ def test_others_in_the_batch_change_nothing(demo, undisturbed, params):
     }
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED])
 def test_a_preempted_sequence_goes_on_within_its_grammar(demo, undisturbed, params):
     longest = -(-max(map(len, undisturbed.values())) // demo.loaded.layout.block_size) + 2
     with demo.bench(num_blocks=longest + 1) as bench:
@@ -120,7 +122,6 @@ def test_a_preempted_sequence_goes_on_within_its_grammar(demo, undisturbed, para
 
 
 @pytest.mark.parametrize("delivered", [1, 7, 30])
-@pytest.mark.parametrize("params", [GREEDY, SEEDED])
 def test_another_worker_goes_on_behind_what_was_delivered(demo, undisturbed, params, delivered):
     """Failover, a resumed stream, and a handoff's decode worker alike know the tokens alone."""
     tokens = undisturbed[params.temperature]
@@ -129,7 +130,6 @@ def test_another_worker_goes_on_behind_what_was_delivered(demo, undisturbed, par
         assert tokens[:delivered] + bench.tokens(rest)["a"] == tokens
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED])
 def test_a_handoff_takes_its_grammar_to_the_decode_worker(demo, undisturbed, params):
     with demo.bench() as bench:
         first = demo.sequence("prefill", params, pause_after=1)
@@ -147,11 +147,14 @@ def test_a_handoff_takes_its_grammar_to_the_decode_worker(demo, undisturbed, par
     assert [token, *rest, *progress.token_ids] == undisturbed[params.temperature]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED])
-def test_speculation_changes_no_token(demo, params, monkeypatch):
-    """Proposed tokens that the grammar forbids are not computed; the others are kept if right."""
+@pytest.fixture
+def proposes_much(monkeypatch):
     monkeypatch.setattr("baton.engine.speculative.ngram.worthwhile", lambda chance, price, most: 8)
     monkeypatch.setattr("baton.engine.speculative.ngram.LENGTHS", (2, 1))
+
+
+def test_speculation_changes_no_token(demo, params, proposes_much):
+    """Proposed tokens that the grammar forbids are not computed; the others are kept if right."""
     # The prompt repeats what the grammar forbids: names that are too long, and other keys.
     prompt = '[{"name": "aaaaaaaaaaaaaaaaaaaaaaaaaa", "size": 1}, ' * 4
     with demo.bench() as bench:
@@ -167,18 +170,15 @@ def test_speculation_changes_no_token(demo, params, monkeypatch):
 
         sequence.grammar.accepts = watched
         assert bench.tokens(sequence)["a"] == plain
-    assert sum(report.num_accepted for report in bench.reports) > 0
+    assert bench.total("num_accepted") > 0
     assert max(cut) > 0
 
 
 @pytest.mark.parametrize("structured", [None, PERSONS])
-@pytest.mark.parametrize("params", [GREEDY, SEEDED])
 def test_reasoning_ends_at_its_limit_and_what_follows_matches(
-    demo, params, structured, monkeypatch
+    demo, params, structured, proposes_much
 ):
     """Whoever goes on with it, and with proposed tokens: 4094 ends it here, after six tokens."""
-    monkeypatch.setattr("baton.engine.speculative.ngram.worthwhile", lambda chance, price, most: 8)
-    monkeypatch.setattr("baton.engine.speculative.ngram.LENGTHS", (2, 1))
     reasoning = Reasoning(4093, 4094, begun=True, max_tokens=6)
     most = params.max_tokens if structured else 20
     params = dataclasses.replace(
@@ -197,7 +197,7 @@ def test_reasoning_ends_at_its_limit_and_what_follows_matches(
             output = tokens[:delivered]
             rest = demo.sequence(f"{delivered}", params, prompt, output)
             assert output + bench.tokens(rest)[f"{delivered}"] == tokens
-    assert sum(report.num_accepted for report in bench.reports) > 0
+    assert bench.total("num_accepted") > 0
 
 
 def test_a_prefix_from_the_cache_changes_no_token(demo):

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from torch import distributed
 from baton import rendezvous
 from baton.config import EngineConfig
 from baton.cuda import NCCL_ENVIRONMENT, CudaArea
-from baton.engine import build, collectives, rank_executor, rank_process, tensor_parallel
+from baton.engine import collectives, rank_executor, rank_process, tensor_parallel
 from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.collectives import GlooCollectives
 from baton.engine.kv_cache import KvLayout
@@ -37,17 +38,14 @@ from baton.generation.sampling_params import SamplingParams
 from baton.net.object_connection import ObjectConnection
 from baton.rendezvous import Rendezvous
 from tests.contract.kvtransfer_driver import DRIVER, StandIn
+from tests.unit.engine import bench as engines
 from tests.unit.engine.bench import WAIT_S, Bench
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.test_lora import adaptable, make_adapter
 
 GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)  # into a further block
 PROMPTS = [[(n * i) % 250 + 2 for i in range(20 * n)] for n in (1, 2, 3)]
-SETTINGS = {"dtype": "float32", "kv_blocks": 32, "chunk_tokens": 32, "threads": 2, "device": "cpu"}
-
-
-def load(path, **settings):
-    return build.load(EngineConfig(str(path), **{**SETTINGS, **settings}))
+load = partial(engines.load, kv_blocks=32, chunk_tokens=32, threads=2, device="cpu")
 
 
 def connections():
@@ -70,28 +68,25 @@ def test_each_rank_has_its_part_of_an_adapter(tmp_path, architecture, backend):
         make_adapter(tmp_path / name, model, modules=modules, seed=seed)
     config = ModelConfig.load(tmp_path / "base")
     adapters = [load_lora(tmp_path / name, config, 16) for name in "ab"]
-
-    def generated(**settings):
-        loaded = load(tmp_path / "base", max_loras=2, **settings)
-        with Bench(loaded.engine) as bench:
-            for one in adapters:
-                bench.engine.load_adapter(one).result(WAIT_S)
-            identities = ("", *(one.identity for one in adapters))
-            return bench.tokens(
-                *(
-                    Sequence(f"{n}", list(p), len(p), GREEDY, identities[n], adapter=identities[n])
-                    for n, p in enumerate(PROMPTS)
-                )
-            )
-
-    assert generated(tp=2, tp_backend=backend) == generated()
+    one, ranks = (
+        load(tmp_path / "base", max_loras=2, **settings)
+        for settings in ({}, {"tp": 2, "tp_backend": backend})
+    )
+    assert generated(ranks, adapters) == generated(one, adapters)
 
 
-def generated(loaded):
-    """Prompts of several chunks beside each other: what each got."""
+def generated(loaded, adapters=()):
+    """Prompts of several chunks beside each other, the last with these adapters: what each got."""
     with Bench(loaded.engine) as bench:
-        sequences = (Sequence(f"{n}", list(p), len(p), GREEDY) for n, p in enumerate(PROMPTS))
-        return bench.tokens(*sequences)
+        for one in adapters:
+            bench.engine.load_adapter(one).result(WAIT_S)
+        names = [""] * (len(PROMPTS) - len(adapters)) + [one.identity for one in adapters]
+        return bench.tokens(
+            *(
+                Sequence(f"{n}", list(p), len(p), GREEDY, name, adapter=name)
+                for n, (p, name) in enumerate(zip(PROMPTS, names, strict=True))
+            )
+        )
 
 
 @pytest.mark.parametrize(

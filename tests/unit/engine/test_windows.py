@@ -14,7 +14,8 @@ from baton.generation.sampling_params import SamplingParams
 from baton.kv_descriptor import differences
 from baton.kv_groups import NO_BLOCK, LayerGroups, held
 from tests.unit.engine.bench import WAIT_S, Bench, load
-from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.checkpoints import assert_greedy, make_checkpoint
+from tests.unit.engine.test_scheduler import finish, run
 
 WINDOW = 40
 MODELS = {
@@ -42,13 +43,6 @@ def prompt(length, seed=0):
     return random.Random(seed).choices(range(3, 300), k=length)
 
 
-def is_greedy(reference, tokens, got):
-    """Whether transformers, given the same text, has each of these tokens as the likeliest."""
-    with torch.inference_mode():
-        logits = reference(torch.tensor([[*tokens, *got]])).logits[0, len(tokens) - 1 : -1]
-    return logits.argmax(-1).tolist() == got
-
-
 def a_sequence(name, tokens, params=GREEDY):
     return Sequence(name, list(tokens), len(tokens), params)
 
@@ -61,7 +55,8 @@ def test_tokens_are_those_of_transformers(checkpoint, kernels):
     groups = loaded.layout.groups
     with Bench(loaded.engine) as bench:
         got = bench.tokens(*(a_sequence(*one) for one in prompts.items()))
-        assert all(is_greedy(reference, tokens, got[name]) for name, tokens in prompts.items())
+        for name, tokens in prompts.items():
+            assert_greedy(reference, [*tokens, *got[name]], len(tokens))
         most = max(report.load.blocks_held for report in bench.reports)
         assert most <= sum(groups.most_blocks(len(one) + 64, 32) for one in prompts.values())
         # The prompt again, and a further turn of it, from what was cached.
@@ -70,7 +65,7 @@ def test_tokens_are_those_of_transformers(checkpoint, kernels):
         assert again.num_cached == 144
         turn = [*prompts["long"], *got["long"], *prompt(20, seed=2)]
         further = a_sequence("further", turn)
-        assert is_greedy(reference, turn, bench.tokens(further)["further"])
+        assert_greedy(reference, [*turn, *bench.tokens(further)["further"]], len(turn))
         assert further.num_cached == 208
     few = load(directory, kernels=kernels, chunk_tokens=32, kv_blocks=groups.most_blocks(216, 32))
     with Bench(few.engine) as bench:
@@ -122,9 +117,7 @@ def test_blocks_are_flat_over_ten_thousand_tokens():
     assert most <= 2 * blocks.groups.most_blocks(10_000, 64) and not scheduler.preemptions
     for sequence in sequences:
         assert len(held(sequence.block_ids)) <= 100 // 16 + 30 // 16 + 2 * 2
-        scheduler.remove(sequence)
-        scheduler.free(sequence)
-    blocks.check()
+        finish(scheduler, sequence)
     assert blocks.num_held == 0
 
 
@@ -139,15 +132,12 @@ def test_prompts_that_grow_into_each_other_preempt_the_last_one():
     while len(done) < 3:
         step = scheduler.schedule()
         assert step.sequences
-        scheduler.update_after_launch(step)
+        run(scheduler, step)
         for one in step.sequences:
             assert one.sequence.num_slots >= one.start + one.count
-            scheduler.update_after_landing(one)
             if one.sequence.num_tokens == 310:
                 done.add(one.sequence.seq_id)
-                scheduler.remove(one.sequence)
-                scheduler.free(one.sequence)
-        blocks.check()
+                finish(scheduler, one.sequence)
     assert blocks.num_held == 0 and scheduler.preemptions
 
 
@@ -172,13 +162,8 @@ def test_cached_prefixes_have_every_block_that_a_window_reaches(windows):
         assert hit < len(tokens)
         scheduler.add(sequence)
         while sequence.num_tokens == len(tokens):
-            step = scheduler.schedule()
-            scheduler.update_after_launch(step)
-            for one in step.sequences:
-                scheduler.update_after_landing(one)
-        scheduler.remove(sequence)
-        scheduler.free(sequence)
-        blocks.check()
+            run(scheduler, scheduler.schedule())
+        finish(scheduler, sequence)
     assert hit > 0
 
 

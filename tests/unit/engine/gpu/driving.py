@@ -58,19 +58,12 @@ class PaddedModel(DecoderModel):
         self, token_ids, context_lens, block_tables, pool, lora_slots=None, state_tables=None
     ):
         assert token_ids.dtype == context_lens.dtype == block_tables.dtype == torch.int32
-        logits = torch.full((len(token_ids), self.config.vocab_size), torch.nan)
-        real = (context_lens >= 0).nonzero()[:, 0]
-        assert torch.equal(real, torch.arange(len(real))), "padding is behind all rows"
-        if len(real):
-            ones = torch.ones(len(real), dtype=torch.int32)
-            batch = StepBatch(
-                *(token_ids[real], context_lens[real], ones, block_tables[real], real.int()),
-                len(real),
-                lora_slots=None if lora_slots is None else lora_slots[real],
-                state_tables=None if state_tables is None else state_tables[real],
-            )
-            logits[real] = self.step(batch, pool)
-        return logits
+        real = context_lens >= 0
+        assert real[: int(real.sum())].all(), "padding is behind all rows"
+        rows, ones = torch.arange(len(token_ids)).int(), torch.ones_like(token_ids)
+        inputs = token_ids, context_lens, ones, block_tables, rows, len(token_ids)
+        batch = StepBatch(*inputs, lora_slots=lora_slots, state_tables=state_tables)
+        return PaddedModel.step(self, batch, pool)
 
 
 def model_of(config):
@@ -138,9 +131,10 @@ class Driven:
         self.do(self.engine.release(seq_id))
         self.ends.setdefault(seq_id, "cancelled")
 
-    def step(self):
-        self.engine._step()
-        self.blocks.check()
+    def step(self, times=1):
+        for _ in range(times):
+            self.engine._step()
+            self.blocks.check()
 
     def finish(self):
         for _ in range(2000):

@@ -63,26 +63,9 @@ def test_whatever_the_rows_ask_for(seed, count, vocab):
                 )
 
 
-@pytest.mark.parametrize(("flat", "shares"), [(0.0, (0.5,)), (1e-4, (0.1, 0.999)), (1.0, (0.5,))])
-def test_a_large_vocabulary_is_cut_where_a_ranking_of_it_is(flat, shares):
-    """Tens of thousands of weights at the edge of top-p, or nearly: every last token is drawn."""
-    vocab = 20_000
-    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(1)) * flat
-    ranked, ids = logits[0].double().softmax(0).sort(descending=True, stable=True)
-    for share in shares:
-        kept = ids[ranked.cumsum(0) - ranked < share].tolist()
-        row = SampleRow(SamplingParams(temperature=1.0, top_p=share, seed=5), [0], 1)
-        device = DeviceSampler(Stream(), Sampler(EOS, vocab), 1)
-        device.prepare([row])
-        device.sample(logits.clone())
-        (token,) = device.sampled().token_ids
-        assert token in kept
-        assert [token] == Sampler(EOS, vocab).sample(logits, [row]).token_ids
-
-
 def test_only_a_row_of_broken_logits_gets_no_token():
     device = DeviceSampler(Stream(), Sampler(EOS, 300), 4)
-    for params in ({"top_p": 0.5}, {"top_k": 3}, {}, {"logprobs": 2}, {"temperature": 0.0}):
+    for params in ({"top_p": 0.5}, {"logprobs": 2}):
         logits = torch.zeros(3, 300)
         logits[1, 7] = torch.nan
         row = SampleRow(SamplingParams(**{"temperature": 1.0, **params}), [1], 1)

@@ -52,6 +52,22 @@ def on_gpu(checkpoint, gpu=None, allocate=None, **settings):
     return build.load(config, allocate, GpuBackend(config, gpu or FakeGpu()))
 
 
+def assert_same(gpu, cpu, *batches):
+    """Both give the same tokens, batch by batch; how many of each prompt's were cached."""
+    assert gpu.descriptor == cpu.descriptor, "they may be paired"
+    found = []
+    for loaded in (gpu, cpu):
+        with Bench(loaded.engine) as bench:
+            tokens, cached = [], []
+            for batch in batches:
+                some = [Sequence(f"{n}", list(p), len(p), of) for n, (p, of) in enumerate(batch)]
+                tokens.append(bench.tokens(*some))
+                cached += [one.num_cached for one in some]
+        found.append((tokens, cached))
+    assert found[0] == found[1]
+    return cached
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"graphs": False, "overlap": False}, {"tp": 2}],
     ids=["graphs", "no graphs", "ranks"],
@@ -64,19 +80,15 @@ def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options, few_rows)
     seeded = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.8, top_p=0.9, seed=7)
     wanted = (replace(seeded, temperature=0.0), seeded, replace(seeded, logprobs=1, max_tokens=2))
     cpu = build.load(EngineConfig(str(checkpoint), **{**SETTINGS, "kernels": "torch"}))
-    gpu, found = on_gpu(checkpoint, FewRowsGpu(), chunk_tokens=4, **options), []
+    gpu = on_gpu(checkpoint, FewRowsGpu(), chunk_tokens=4, **options)
     if "tp" in options:
         assert [pool.shape[0] for pool in gpu.runner.pools] == [8, 8]
         assert [pool.shape[3] for pool in gpu.runner.pools] == [1, 1], "each has its heads"
         gpu.runner.capture()
     else:
         build.warm_up(gpu)
-    for loaded in (gpu, cpu):
-        prompts = zip("abc", (list(range(10, 22)), [3, 5], [6]), wanted, strict=True)
-        with Bench(loaded.engine) as bench:
-            found.append(bench.tokens(*(Sequence(name, p, len(p), of) for name, p, of in prompts)))
-    assert found[0] == found[1]
-    assert gpu.descriptor == cpu.descriptor, "they may be paired"
+    prompts = zip((list(range(10, 22)), [3, 5], [6]), wanted, strict=True)
+    assert_same(gpu, cpu, [*prompts])
     assert gpu.max_context == cpu.max_context == 32
 
 
@@ -89,25 +101,15 @@ def test_states_give_a_cpus_tokens_with_and_without_checkpoints(
 ):
     monkeypatch.setattr(state_cache, "MIN_CHECKPOINT", 16)
     make_checkpoint(tmp_path, "Qwen3_5ForCausalLM", **FEW_STATES)
-    greedy, found = SamplingParams(max_tokens=3, ignore_eos=True), []
+    greedy = SamplingParams(max_tokens=3, ignore_eos=True)
     settings = {"kv_blocks": 64, "max_context": 32, "chunk_tokens": 12}
     cpu = build.load(EngineConfig(str(tmp_path), **{**SETTINGS, **settings, "kernels": "torch"}))
     # Without a warm-up: the interpreter takes seconds for a step.
     gpu = on_gpu(tmp_path, UnmeasuredGpu(), **settings, **options)
     if options.get("graphs", True):
         gpu.runner.capture()
-    prompts = [list(range(10, 29)), list(range(10, 29)), list(range(10, 31))]
-    for loaded in (gpu, cpu):
-        with Bench(loaded.engine) as bench:
-            got, cached = [], []
-            for number, prompt in enumerate(prompts):
-                sequence = Sequence(f"{number}", list(prompt), len(prompt), greedy)
-                got += bench.tokens(sequence).values()
-                cached.append(sequence.num_cached)
-        found.append((got, cached))
-    assert found[0] == found[1]
-    assert cached == [0, 16, 16]
-    assert gpu.descriptor == cpu.descriptor
+    one_by_one = [[(list(range(10, end)), greedy)] for end in (29, 29, 31)]
+    assert assert_same(gpu, cpu, *one_by_one) == [0, 16, 16]
 
 
 @pytest.mark.parametrize("options", [{}, {"graphs": False, "overlap": False}], ids=str)

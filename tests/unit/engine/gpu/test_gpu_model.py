@@ -28,14 +28,9 @@ from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from baton.errors import ConfigError
 from tests.unit.engine.checkpoints import SIZES, make_checkpoint
 from tests.unit.engine.gpu.models import CONFIGS, EXPERTS, FEW_STATES, TINY, both, tokens
-from tests.unit.engine.paged import PagedRun
+from tests.unit.engine.paged import PagedRun, ints
 from tests.unit.engine.quantized_checkpoints import make_mxfp4
 from tests.unit.engine.small_models import CPU
-
-
-def ints(values):
-    return torch.tensor(values, dtype=torch.int32)
-
 
 ROWS = 18 + 4 + 1 + 4 + 3 + 3  # of mixed_steps
 
@@ -78,10 +73,10 @@ def assert_is(reference, folder, config):
     prepare = partial(linear.prepare, quantization="none")
     weights = load_weights(folder, config, torch.float32, CPU, prepare)
     run = PagedRun(GpuModel(config, weights, torch.float32, CPU))
-    sequence = run.add(tokens(20, 1))
-    got = torch.cat([run.step((sequence, count))[0] for count in (19, 1)])
+    prompt = tokens(20, 1)
+    got = run.logits(prompt, 19, 1)
     with torch.inference_mode():
-        expected = reference(torch.tensor([sequence.tokens])).logits[0]
+        expected = reference(torch.tensor([prompt])).logits[0]
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 

@@ -43,6 +43,7 @@ from baton.engine.sequence import Sequence
 from baton.errors import ConfigError
 from baton.generation.sampling_params import SamplingParams
 from tests.unit.engine.gpu.driving import CONFIG, MODEL, SIZE, gpu_runner, new_pool
+from tests.unit.engine.paged import ints
 
 
 @given(st.integers(1, 1024))
@@ -361,10 +362,6 @@ def test_warm_up_compiles_every_tile_of_chunks_that_a_step_can_have(group):
 
     # Sequences with proposed tokens are chunks, too.
     assert_warmed_up(4096, tiling, [(0, rows, 1) for rows in range(2, 512 + 64 + 1)])
-
-
-def ints(values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def batch(query_lens, context_lens, block_size):

@@ -329,8 +329,7 @@ def decoding(stream, names="ab", num_blocks=40, **options):
     driven = on_gpu(stream, num_blocks, **options)
     for name in names:
         driven.add(sequence(name))
-    for _ in range(4):
-        driven.step()
+    driven.step(4)
     assert driven.in_flight == list(names)
     return driven
 
@@ -401,24 +400,18 @@ def test_a_steps_report_tells_how_long_the_host_waited_for_the_device():
     driven, reports = on_gpu(Slow(), 40), []
     driven.engine._publish_report = reports.append
     driven.add(sequence("a"))
-    for _ in range(5):
-        driven.step()
+    driven.step(5)
     assert len(reports) == 4
     assert all(report.waited_s >= 0.02 for report in reports)
     assert sum(report.waited_s for report in reports) == pytest.approx(runner_of(driven).waited_s)
 
 
-def test_a_preempted_sequence_gets_the_token_in_flight():
-    driven = decoding(LazyStream())
+@pytest.mark.parametrize("one_a_step", [False, True])
+def test_a_preempted_sequence_gets_the_token_in_flight_and_computes_its_own_again(one_a_step):
+    driven = decoding(LazyStream(), graphs=one_a_step)
     driven.scheduler._preempt(driven.scheduler.running.last)
-    driven.finish()
-    assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
-
-
-def test_a_preempted_sequence_computes_its_own_tokens_again_one_a_step():
-    driven = decoding(LazyStream(), graphs=True)
-    driven.scheduler._preempt(driven.scheduler.running.last)
-    driven.scheduler.chunk.max_tokens = 1
+    if one_a_step:
+        driven.scheduler.chunk.max_tokens = 1
     driven.finish()
     assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
 
@@ -480,8 +473,7 @@ class TestFailures:
         params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=logprobs)
         driven.add(sequence("a", params=params))
         driven.add(sequence("b"))
-        for _ in range(4):
-            driven.step()
+        driven.step(4)
         decode, fed = MODEL.decode, list[list[int]]()
 
         def broken(token_ids, *arguments):
@@ -520,8 +512,7 @@ class TestLaunches:
         driven.add(sequence("a"))
         params = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **settings})
         driven.add(fresh(sequence("b", params=params)))
-        for _ in range(4):
-            driven.step()
+        driven.step(4)
         assert driven.in_flight == in_flight
         driven.finish()
         assert driven.tokens["a"] == tokens_alone("a")
@@ -563,8 +554,7 @@ class TestLaunches:
             return masks(sampler, rows)
 
         monkeypatch.setattr(Sampler, "masks", watched)
-        for _ in range(4):
-            driven.step()
+        driven.step(4)
         assert runs == [1] * 4
 
     def test_a_sequence_parks_with_its_last_token(self):

@@ -17,7 +17,6 @@ from baton.engine.kernels.triton.group_scaled_linear import (
 from baton.engine.kernels.triton.group_scaled_packing import pack, random_weight
 from baton.engine.kernels.triton.specs import relative_error
 from baton.engine.quantization.int4 import Int4Weight, pack_nibbles
-from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from tests.unit.engine.kernels.ptx import run_ptx
 
 FORMATS = ("int4", "awq", "fp8", "mxfp4", "nvfp4")
@@ -127,27 +126,23 @@ def test_fields_of_another_weight_change_no_number(format: str) -> None:
     assert other.with_fields(False, False) is other
 
 
-def test_groups_of_half_a_plane_of_fp8() -> None:
-    weight = random_weight("fp8", 64, 160, CPU)
-    assert weight.group == 32
-    packed = pack(weight, torch.float32)
-    assert packed is not None
-    assert torch.equal(dequantized(packed), weight.dequantized(torch.float32))
-
-
-def test_scales_that_are_no_powers_of_two_are_not_packed_as_such() -> None:
-    weight = random_weight("mxfp4", 64, 256, CPU)
-    assert isinstance(weight, Mxfp4Weight)
-    weight = replace(weight, scales=weight.scales * 3)
-    packed = pack(weight, torch.bfloat16)
-    assert packed is not None and packed.format == "nvfp4"
-    assert torch.equal(dequantized(packed), weight.dequantized(torch.bfloat16))
-
-
-def test_a_scale_beyond_a_type_keeps_its_weight() -> None:
-    """Groups of tiny and of large numbers: planes have factors that fields make up for."""
-    weight = random_weight("int4", 64, 256, CPU)
-    weight.scales.mul_(torch.tensor([2.0**-40, 2.0**20, 0.0, 1.0]))
-    packed = pack(weight, torch.bfloat16)
-    assert packed is not None and packed.format == "int4_symmetric"
-    assert torch.equal(dequantized(packed), weight.dequantized(torch.bfloat16))
+@pytest.mark.parametrize(
+    ("format", "depth", "group", "factor", "kind", "dtype"),
+    [
+        ("fp8", 160, 32, 1.0, "fp8", torch.float32),
+        ("mxfp4", 256, 32, 3.0, "nvfp4", torch.bfloat16),
+        ("int4", 256, 64, torch.tensor([2.0**-40, 2.0**20, 0.0, 1.0]), "int4_symmetric",
+         torch.bfloat16),
+    ],
+    ids=["half a plane of fp8", "no powers of two", "scales beyond the type"],
+)  # fmt: skip
+def test_what_is_special_is_packed_to_the_bit(
+    format: str, depth: int, group: int, factor: float | torch.Tensor, kind: str, dtype: torch.dtype
+) -> None:
+    """Planes have factors that fields make up for."""
+    weight = random_weight(format, 64, depth, CPU)
+    assert weight.group == group
+    weight.scales.mul_(factor)
+    packed = pack(weight, dtype)
+    assert packed is not None and packed.format == kind
+    assert torch.equal(dequantized(packed), weight.dequantized(dtype))

@@ -117,14 +117,11 @@ def test_a_row_of_a_batch_does_not_depend_on_the_others():
     """Broken rows and padding among them: a token beyond the vocabulary, and none."""
     logits = rows_of()["many likely ones"].repeat(6, 1)
     logits[1, 700], logits[2, 3], logits[4] = torch.nan, torch.inf, -torch.inf
-    params = [SamplingParams(temperature=0.7, top_p=0.8)] * 6
-    found = sampled(logits, params, [9] * 6, [5, 5, 5, 0, 5, 5], SMALL)
-    (token,) = wanted(logits[:1], params[:1], [9], [5])
-    assert found == [token, VOCAB, VOCAB, -1, VOCAB, token]
-    greedy = [SamplingParams(temperature=0.0)] * 6
-    likeliest = int(logits[0].argmax())
-    found = sampled(logits, greedy, [9] * 6, [5, 5, 5, 0, 5, 5], SMALL)
-    assert found == [likeliest, VOCAB, VOCAB, -1, VOCAB, likeliest]
+    for settings in ({"top_p": 0.8}, {"top_k": 3}, {}, {"temperature": 0.0}):
+        params = [SamplingParams(**{"temperature": 0.7, **settings})] * 6
+        found = sampled(logits, params, [9] * 6, [5, 5, 5, 0, 5, 5], SMALL)
+        (token,) = wanted(logits[:1], params[:1], [9], [5])
+        assert found == [token, VOCAB, VOCAB, -1, VOCAB, token]
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}], ids=str)

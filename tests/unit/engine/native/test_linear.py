@@ -234,8 +234,7 @@ def test_a_row_has_the_same_bits_in_every_batch(kind: Kind) -> None:
                        grouped_weight(outputs, inputs, 128, 2, "zeros and order"),
                        grouped_weight(outputs, inputs, 128, 2, "fp8"),
                        grouped_weight(outputs, inputs, 32, 2, "mxfp4"),
-                       gguf_weight(outputs, inputs, "Q4_K", 2),
-                       gguf_weight(outputs, inputs, "Q6_K", 2)]  # fmt: skip
+                       *(gguf_weight(outputs, inputs, one, 2) for one in QUANTIZED)]  # fmt: skip
         for weight in weights:
             together = check(kind, x, weight, bias, threads=2)
             for rows in numbers:

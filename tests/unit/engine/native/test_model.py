@@ -16,7 +16,7 @@ from baton.engine.models.weights import ModelWeights
 from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
 from baton.engine.quantization.methods import quantize_weight
 from tests.unit.engine.paged import PagedRun, PagedSequence
-from tests.unit.engine.small_models import packed, small_config
+from tests.unit.engine.small_models import packed, relative_error, small_config
 
 pytestmark = pytest.mark.usefixtures("every_cpu")
 CPU = torch.device("cpu")
@@ -45,12 +45,8 @@ def weights_of(dtype: torch.dtype, int8: bool = False) -> ModelWeights:
 
 def logits(model: DecoderModel, query_lens: tuple[int, ...], int8_kv: bool = False) -> Tensor:
     run = PagedRun(model, kv_dtype=torch.int8 if int8_kv else None)
-    sequence = run.add(TOKENS)
-    return torch.cat([run.step((sequence, count))[0] for count in query_lens])
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).norm() / expected.norm())
+    logits: Tensor = run.logits(TOKENS, *query_lens)
+    return logits
 
 
 @pytest.mark.parametrize("int8_kv", [False, True])
