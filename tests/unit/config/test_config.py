@@ -128,11 +128,6 @@ def test_a_process_without_the_folder_shares_none(monkeypatch, tmp_path):
         assert host_id() != own
 
 
-def test_prompts_do_not_starve_beside_a_busy_process():
-    """Each step of niceness is worth a quarter less of a core that is shared (sched(7))."""
-    assert 1 / (1 + 1.25**ClusterConfig.prefill_nice) > 1 / 3
-
-
 def test_slo_classes_and_that_all_their_targets_must_be_met():
     assert Slo.parse("ttft=0.5,tpot=0.05") == Slo("default", 0.5, 0.05, math.inf)
     assert Slo.parse("batch: ttft=10, e2e=60") == Slo("batch", 10, math.inf, 60)
