@@ -124,13 +124,12 @@ async def test_errors_keep_class_text_and_details_over_a_call(scripted):
 async def test_a_channel_to_a_role_stays_connected_while_nothing_is_called(monkeypatch):
     """Or a link would seem to have ended. gRPC's time is half an hour, a second the shortest."""
     monkeypatch.setattr(rpc, "OPTIONS", [*rpc.OPTIONS, ("grpc.client_idle_timeout_ms", 1000)])
-    async with served() as other:
-        async with rpc.channel(other.address, role="worker") as held:
-            for channel in (held, other):
-                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-            await asyncio.wait_for(other.wait_for_state_change(ChannelConnectivity.READY), WAIT_S)
-            await asyncio.sleep(0.5)
-            assert held.get_state() is ChannelConnectivity.READY
+    async with served() as other, rpc.channel(other.address, role="worker") as held:
+        for channel in (held, other):
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        await asyncio.wait_for(other.wait_for_state_change(ChannelConnectivity.READY), WAIT_S)
+        await asyncio.sleep(0.5)
+        assert held.get_state() is ChannelConnectivity.READY
 
 
 async def test_a_bug_and_an_unknown_code_are_internal(scripted, caplog):
