@@ -262,6 +262,7 @@ def test_the_report_has_tables_failures_and_targets_that_are_met_or_missed() -> 
     }  # fmt: skip
     for target, value in ((met, 0.91), (missed, 4.2), (unknown, float("nan"))):
         run.add(report, {"table": target.table, "name": target.row, "cells": {target.cell: value}})
+    run.add(report, {"table": "ceilings", "name": "measured", "cells": {"copy GB/s": 3000.0}})
     cells = {"tokens/s": 5131.49, "of floor": 0.9123, "by": "static"}
     run.add(report, {"table": "decode", "name": "batch 64", "cells": cells})
     run.add(report, {"table": "decode", "note": "fp8 is left out"})
