@@ -76,7 +76,8 @@ async def test_the_demo_models_tokens_are_those_of_transformers_also_when_a_work
     assert {one.route.transport for one in done} == {"shm"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# All tokens: test_halves_of_unlike_tensor_parallelism_and_a_rank_that_is_killed.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "all tokens"])
 async def test_each_kind_of_kv_between_workers_of_other_ranks_one_of_which_is_killed(
     kind, tmp_path, clusters
 ):
