@@ -396,12 +396,6 @@ async def test_structured_output(clusters):
             extra_body={"structured_outputs": {"json": Answer.model_json_schema()}},
         )  # fmt: skip
         assert "".join([c.choices[0].text async for c in stream]) == expected.text
-        cut = await own.generate(prompt, response_format=Answer, **{**sampling, "max_tokens": 2})
-        assert (cut.finish_reason, cut.text) == ("length", expected.text[: len(cut.text)])
-        with pytest.raises(openai.BadRequestError, match="json_schema at /items: Invalid type: x"):
-            await client.completions.create(
-                model="demo", prompt="x", extra_body={"guided_json": {"items": {"type": "x"}}}
-            )
     await all_blocks_free(own)
 
 
@@ -444,28 +438,6 @@ async def test_a_tool_that_must_be_called_is_called_though_its_decode_worker_is_
     assert killed and arguments == call.arguments
     answered = [*MESSAGES, whole.message, {"role": "tool", "tool_call_id": call.id, "content": "4"}]
     assert (await own.chat(answered, tools=[WEATHER], max_tokens=4)).usage.prompt_tokens > 20
-
-
-async def test_log_probabilities_of_a_response_are_those_of_the_chat(clusters):
-    cluster, _ = await clusters()
-    include: Any = ["message.output_text.logprobs"]
-    async with openai.AsyncOpenAI(**settings(cluster)) as client:
-        chat = await client.chat.completions.create(
-            model="demo", messages=MESSAGES, max_tokens=20, temperature=0, logprobs=True,
-            top_logprobs=2,
-        )  # fmt: skip
-        answer = await client.responses.create(
-            model="demo", input=MESSAGES, max_output_tokens=20, temperature=0, include=include,
-            top_logprobs=2,
-        )  # fmt: skip
-    (choice,), (item,) = chat.choices, answer.output
-    assert item.type == "message" and choice.logprobs and choice.logprobs.content
-    (part,) = item.content
-    assert part.type == "output_text" and part.text == choice.message.content and part.logprobs
-    assert [(t.token, t.logprob, len(t.top_logprobs)) for t in part.logprobs] == [
-        (t.token, pytest.approx(t.logprob, abs=1e-4), 2) for t in choice.logprobs.content
-    ][: len(part.logprobs)]
-    assert "".join(t.token for t in part.logprobs) == part.text
 
 
 async def test_a_message_streams_on_though_its_decode_worker_is_killed(

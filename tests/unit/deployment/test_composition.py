@@ -134,10 +134,9 @@ def test_further_workers_have_every_overlay():
         assert further == first
 
 
-def test_gpu_workers_share_memory_and_take_a_gpu_each():
+def test_gpu_workers_share_memory():
     """What cuda_ipc and NCCL need of containers, so that KV never falls to sockets unsaid."""
     services = whole("gpu")
-    devices = []
     for name in WORKERS:
         settings = services[name]
         (asked,) = settings["deploy"]["resources"]["reservations"]["devices"]
@@ -151,9 +150,6 @@ def test_gpu_workers_share_memory_and_take_a_gpu_each():
         assert {volume.split(":")[1] for volume in settings["volumes"]} == {
             "/models", "/var/cache/baton"
         }  # fmt: skip
-        devices.append(environment["BATON_OPT_DEVICE"])
-        assert environment["BATON_OPT_TP"] == 1
-    assert devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
 
 
 @pytest.mark.parametrize(
