@@ -175,7 +175,8 @@ def test_services_are_limited_and_have_no_privilege_no_public_port_and_no_secret
     services = load(BASE)["services"]
     for name in ("router-1", "router-2", *WORKERS):
         assert services[name]["read_only"] and services[name]["cap_drop"] == ["ALL"], name
-        assert services[name]["mem_limit"] and services[name]["ulimits"]["nofile"], name
+        assert services[name]["mem_limit"] == "4gb", name
+        assert services[name]["ulimits"]["nofile"] == 65536, name
     for file in (BASE, *OVERLAYS):
         for name, settings in load(file)["services"].items():
             for port in settings.get("ports", ()):
