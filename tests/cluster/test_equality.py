@@ -39,20 +39,9 @@ BYTES_PER_TOKEN = (
 )
 
 
-# Clusters that few tests use come first: only the last few are kept.
-async def test_mixed_workers(clusters, oracle):
-    """The router decides where each part of a request runs."""
-    _, client = await clusters(mixed=2)
-    done = await asyncio.gather(
-        *(check(client, oracle, case) for case in oracle.mixed(24)),
-        check(client, oracle, oracle.case(LENGTHS[-1], 3)),
-    )
-    assert all(one.route.decode.startswith("mixed-") for one in done if one.route.decode)
-    await all_blocks_free(client)
-
-
+# Clusters that run already come first: only the last few are kept.
 # Pairs of two and two over gloo: tests/cluster/test_chaos.py.
-@pytest.mark.parametrize(("size", "transport"), [(2, "shm"), (1, "gloo"), (1, "shm")])
+@pytest.mark.parametrize(("size", "transport"), [(1, "gloo"), (1, "shm"), (2, "shm")])
 async def test_cold_cached_and_32_at_once(clusters, oracle, size, transport):
     """Every length, in each way to sample, in a batch; of one pair before it alone, without and
     with prefix-cache hits.
@@ -87,6 +76,17 @@ async def test_cold_cached_and_32_at_once(clusters, oracle, size, transport):
     assert {one.route.attempts for one in done} == {1}
     assert len({one.route.decode for one in done}) == size
     assert len({one.route.prefill for one in by_handoff}) == size
+
+
+async def test_mixed_workers(clusters, oracle):
+    """The router decides where each part of a request runs."""
+    _, client = await clusters(mixed=2)
+    done = await asyncio.gather(
+        *(check(client, oracle, case) for case in oracle.mixed(24)),
+        check(client, oracle, oracle.case(LENGTHS[-1], 3)),
+    )
+    assert all(one.route.decode.startswith("mixed-") for one in done if one.route.decode)
+    await all_blocks_free(client)
 
 
 async def test_only_what_decode_lacks_is_sent(clusters, oracle):
@@ -396,22 +396,25 @@ async def test_structured_output(clusters):
             extra_body={"structured_outputs": {"json": Answer.model_json_schema()}},
         )  # fmt: skip
         assert "".join([c.choices[0].text async for c in stream]) == expected.text
-        cut = await own.generate(prompt, response_format=Answer, **{**sampling, "max_tokens": 2})
-        assert (cut.finish_reason, cut.text) == ("length", expected.text[: len(cut.text)])
-        with pytest.raises(openai.BadRequestError, match="json_schema at /items: Invalid type: x"):
-            await client.completions.create(
-                model="demo", prompt="x", extra_body={"guided_json": {"items": {"type": "x"}}}
-            )
     await all_blocks_free(own)
+
+
+@pytest.fixture(scope="module")
+def two_decode_workers(tmp_path_factory):
+    """Settings of a cluster that several tests use, each of which kills a worker."""
+    folder = str(tmp_path_factory.mktemp("responses") / "responses")
+    return {"decode": 2, "extra_args": {"router": ["--response-dir", folder]}}
 
 
 FUNCTION = {"name": "weather", "parameters": Answer.model_json_schema()}
 WEATHER = {"type": "function", "function": FUNCTION}
 
 
-async def test_a_tool_that_must_be_called_is_called_though_its_decode_worker_is_killed(clusters):
+async def test_a_tool_that_must_be_called_is_called_though_its_decode_worker_is_killed(
+    clusters, two_decode_workers
+):
     """Whole, streamed and resumed on another worker: the same valid call, and its answer back."""
-    cluster, own = await clusters(alone=True, decode=2)
+    cluster, own = await clusters(**two_decode_workers)
     sampling: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 200}
     asked = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
     whole = await own.chat(MESSAGES, **asked, **sampling)
@@ -437,33 +440,13 @@ async def test_a_tool_that_must_be_called_is_called_though_its_decode_worker_is_
     assert (await own.chat(answered, tools=[WEATHER], max_tokens=4)).usage.prompt_tokens > 20
 
 
-async def test_log_probabilities_of_a_response_are_those_of_the_chat(clusters):
-    cluster, _ = await clusters()
-    include: Any = ["message.output_text.logprobs"]
-    async with openai.AsyncOpenAI(**settings(cluster)) as client:
-        chat = await client.chat.completions.create(
-            model="demo", messages=MESSAGES, max_tokens=20, temperature=0, logprobs=True,
-            top_logprobs=2,
-        )  # fmt: skip
-        answer = await client.responses.create(
-            model="demo", input=MESSAGES, max_output_tokens=20, temperature=0, include=include,
-            top_logprobs=2,
-        )  # fmt: skip
-    (choice,), (item,) = chat.choices, answer.output
-    assert item.type == "message" and choice.logprobs and choice.logprobs.content
-    (part,) = item.content
-    assert part.type == "output_text" and part.text == choice.message.content and part.logprobs
-    assert [(t.token, t.logprob, len(t.top_logprobs)) for t in part.logprobs] == [
-        (t.token, pytest.approx(t.logprob, abs=1e-4), 2) for t in choice.logprobs.content
-    ][: len(part.logprobs)]
-    assert "".join(t.token for t in part.logprobs) == part.text
-
-
-async def test_a_message_streams_on_though_its_decode_worker_is_killed(clusters):
+async def test_a_message_streams_on_though_its_decode_worker_is_killed(
+    clusters, two_decode_workers
+):
     """What Anthropic's accumulator has at the end is the SDK's text, and goes back."""
     import anthropic  # noqa: PLC0415 - 2 s, in every process that collects tests
 
-    cluster, own = await clusters(alone=True, decode=2)
+    cluster, own = await clusters(**two_decode_workers)
     expected = await own.chat(MESSAGES, seed=5, temperature=1.0, max_tokens=1000, ignore_eos=True)
     asked: dict[str, Any] = {"model": "demo", "max_tokens": 1000}
     more = {"seed": 5, "temperature": 1.0, "ignore_eos": True}
@@ -491,18 +474,14 @@ async def test_a_message_streams_on_though_its_decode_worker_is_killed(clusters)
 
 
 async def test_a_response_in_the_background_streams_on_though_its_decode_worker_is_killed(
-    clusters, tmp_path
+    clusters, two_decode_workers
 ):
     """Its client leaves, the worker dies, and who follows it later misses nothing."""
-    router = ["--response-dir", str(tmp_path / "responses")]
-    cluster, own = await clusters(alone=True, decode=2, extra_args={"router": router})
+    cluster, own = await clusters(**two_decode_workers)
     expected = await own.chat(MESSAGES, temperature=0.0, max_tokens=1000, ignore_eos=True)
     asked: dict[str, Any] = {"model": "demo", "input": MESSAGES, "max_output_tokens": 1000}
     more = {"temperature": 0.0, "ignore_eos": True}
-    async with openai.AsyncOpenAI(
-        base_url=f"http://{cluster.http_addresses[0]}/v1", api_key="any", max_retries=0,
-        timeout=TIMEOUT_S,
-    ) as client:  # fmt: skip
+    async with openai.AsyncOpenAI(**settings(cluster)) as client:
         events: list[Any] = []
         decoding: list[str] = []
         while len(decoding) != 1:  # the stream has ended, or the one before is still reported

@@ -71,6 +71,35 @@ async def seen_as(client, cluster, name, state):
     return str(worker["incarnation"])
 
 
+# First: on the cluster that tests before these have used.
+NICE = ClusterConfig.prefill_nice
+CORES = os.sched_getaffinity(0)
+_NICE = 16  # of the fields behind the command's name in /proc/PID/stat
+
+
+def threads(pid):
+    """Cores and niceness of every thread of a process."""
+    return [
+        (
+            frozenset(os.sched_getaffinity(int(task.name))),
+            int((task / "stat").read_text().rpartition(")")[2].split()[_NICE]),
+        )
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    ]
+
+
+async def test_only_engine_threads_are_pinned_and_only_prefill_is_nice(clusters):
+    cluster, _ = await clusters()
+    niceness = {name: [nice for _, nice in threads(p.pid)] for name, p in cluster.processes.items()}
+    assert set(niceness["decode-0"]) == set(niceness["router"]) == {os.nice(0)}
+    assert 1 <= niceness["prefill-0"].count(NICE) <= 1 + len(CORES)  # engine and compute threads
+    for name in ("prefill-0", "decode-0"):
+        pid = cluster.processes[name].pid
+        assert os.sched_getaffinity(pid) == CORES, "the event loop is not pinned"
+        pinned = {cpus for cpus, _ in threads(pid)} - {frozenset(CORES)}
+        assert len(pinned) == (len(CORES) >= 2), "only the engine has cores of its own"
+
+
 async def test_one_worker_of_each_role_killed_under_24_streams(clusters, simulated):
     """24 of 24 complete with the oracle's tokens, after a short pause."""
     cluster, client = await clusters(**FOUR)
@@ -389,31 +418,3 @@ async def test_what_a_full_decode_worker_has_no_room_for_runs_on_its_prefill_wor
         await anext(stream)
         done = await check(client, simulated, simulated.case(600, 1))
         assert done.route.decode == prefill
-
-
-NICE = ClusterConfig.prefill_nice
-CORES = os.sched_getaffinity(0)
-_NICE = 16  # of the fields behind the command's name in /proc/PID/stat
-
-
-def threads(pid):
-    """Cores and niceness of every thread of a process."""
-    return [
-        (
-            frozenset(os.sched_getaffinity(int(task.name))),
-            int((task / "stat").read_text().rpartition(")")[2].split()[_NICE]),
-        )
-        for task in Path(f"/proc/{pid}/task").iterdir()
-    ]
-
-
-async def test_only_engine_threads_are_pinned_and_only_prefill_is_nice(clusters):
-    cluster, _ = await clusters()
-    niceness = {name: [nice for _, nice in threads(p.pid)] for name, p in cluster.processes.items()}
-    assert set(niceness["decode-0"]) == set(niceness["router"]) == {os.nice(0)}
-    assert 1 <= niceness["prefill-0"].count(NICE) <= 1 + len(CORES)  # engine and compute threads
-    for name in ("prefill-0", "decode-0"):
-        pid = cluster.processes[name].pid
-        assert os.sched_getaffinity(pid) == CORES, "the event loop is not pinned"
-        pinned = {cpus for cpus, _ in threads(pid)} - {frozenset(CORES)}
-        assert len(pinned) == (len(CORES) >= 2), "only the engine has cores of its own"

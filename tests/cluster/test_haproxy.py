@@ -1,7 +1,6 @@
 """HAProxy, as compose configures it, before two routers that end while OpenAI clients wait."""
 
 import asyncio
-import contextlib
 import re
 import shutil
 import signal
@@ -14,6 +13,7 @@ import pytest
 
 from baton.local import ports
 from tests.cluster.oracle import SIMULATED
+from tests.processes import running
 from tests.waiting import WAIT_S, eventually
 
 PROGRAM = shutil.which("haproxy", path="/usr/sbin:/usr/bin")
@@ -38,21 +38,6 @@ def configuration(http_addresses, health_ports, port, metrics_port):
     return text
 
 
-@contextlib.asynccontextmanager
-async def haproxy(path, text):
-    """A running HAProxy."""
-    path.write_text(text)
-    process = await asyncio.create_subprocess_exec(
-        PROGRAM, "-f", path, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-
 async def test_a_client_of_haproxy_sees_no_router_end_before_its_first_byte(
     clusters, simulated, tmp_path
 ):
@@ -66,10 +51,11 @@ async def test_a_client_of_haproxy_sees_no_router_end_before_its_first_byte(
     )  # fmt: skip
     port, metrics_port = ports.free(), ports.free()
     text = configuration(cluster.http_addresses, health_ports, port, metrics_port)
+    (tmp_path / "haproxy.cfg").write_text(text)
     cases = [simulated.case(PROMPT, seed, "greedy", OUTPUT) for seed in range(2)]
 
     async with (
-        haproxy(tmp_path / "haproxy.cfg", text) as proxy,
+        running(PROGRAM, "-f", str(tmp_path / "haproxy.cfg")) as proxy,
         openai.AsyncOpenAI(
             base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=WAIT_S
         ) as http,
@@ -120,11 +106,11 @@ async def test_a_client_of_haproxy_sees_no_router_end_before_its_first_byte(
         await cluster.start_again("router-0")
         await eventually(routers_up, lambda up: up == 2, "not both routers are used")
         first = asyncio.Event()
-        running = [asyncio.create_task(stream(case, first)) for case in cases]
+        streams = [asyncio.create_task(stream(case, first)) for case in cases]
         await first.wait()
         cluster.kill("router-1", signal.SIGTERM)  # it drains
         assert await stream(cases[1]) == expected[1]
-        assert await asyncio.gather(*running) == expected
+        assert await asyncio.gather(*streams) == expected
         assert await cluster.processes["router-1"].wait() == 0
         first = asyncio.Event()
         broken = asyncio.create_task(stream(cases[0], first))
@@ -132,5 +118,4 @@ async def test_a_client_of_haproxy_sees_no_router_end_before_its_first_byte(
         cluster.kill("router-0")
         with pytest.raises((openai.APIError, httpx.HTTPError)):
             await broken  # after its first byte only the SDK continues a stream
-        proxy.send_signal(signal.SIGUSR1)
-        assert await proxy.wait() == 0
+        assert await proxy.end(signal.SIGUSR1) == 0

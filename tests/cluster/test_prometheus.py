@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import signal
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ import yaml
 from baton.config import RouterLimits
 from baton.local import ports
 from tests.cluster.oracle import SIMULATED
+from tests.processes import running
 from tests.unit.deployment.files import COMPOSE, load
 from tests.waiting import WAIT_S, eventually
 
@@ -53,17 +55,13 @@ async def prometheus(folder, config):
     """A running Prometheus; the URL of its API."""
     (folder / "prometheus.yaml").write_text(config)
     address = f"127.0.0.1:{ports.free()}"
-    process = await asyncio.create_subprocess_exec(
+    async with running(
         "prometheus", f"--config.file={folder}/prometheus.yaml",
         f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}",
-        "--enable-feature=exemplar-storage",
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
+        "--enable-feature=exemplar-storage", stderr=asyncio.subprocess.DEVNULL,
+    ) as program:  # fmt: skip
         yield f"http://{address}/api/v1"
-    finally:
-        process.terminate()
-        assert await process.wait() == 0
+        assert await program.end(signal.SIGTERM) == 0
 
 
 def queries():

@@ -29,38 +29,35 @@ def logits_of(reference, ids):
     return found[-1] if found.dim() == 2 else found
 
 
-async def test_a_reranker_compares_the_logits_of_two_tokens(tmp_path, clusters):
-    model = tmp_path / "reranker"
-    reference = make_checkpoint(model, "Qwen3ForCausalLM", **SIZES)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "classifier_from_token": ["n", "y"]}))
-    engine = EngineConfig(model=str(model), dtype="float32", kv_blocks=256)
-    _, client = await clusters(alone=True, engine=engine)
+async def test_logits_of_two_tokens_and_of_a_classification_head_are_scores(tmp_path, clusters):
+    ranks, sorts = tmp_path / "ranks", tmp_path / "sorts"
+    reranker = make_checkpoint(ranks, "Qwen3ForCausalLM", **SIZES)
+    config = json.loads((ranks / "config.json").read_text())
+    (ranks / "config.json").write_text(json.dumps({**config, "classifier_from_token": ["n", "y"]}))
+    classifier = make_checkpoint(sorts, "LlamaForSequenceClassification", num_labels=3, **SIZES)
+    engine = EngineConfig(dtype="float32", kv_blocks=256)
+    models = tuple(f"{path.name}={path}" for path in (ranks, sorts))
+    _, client = await clusters(alone=True, engine=engine, models=models)
     scores = await asyncio.gather(
-        *(client.score(QUERY, one, instruction="Find it") for one in DOCUMENTS)
+        *(client.score(QUERY, one, instruction="Find it", model="ranks") for one in DOCUMENTS)
     )
     for score, document in zip(scores, DOCUMENTS, strict=True):
         text = PROMPT.format(query=QUERY, document=document)
-        found = logits_of(reference, byte_tokenizer().encode(text).ids)
+        found = logits_of(reranker, byte_tokenizer().encode(text).ids)
         expected = 1 / (1 + math.exp(float(found[NO] - found[YES])))
         assert score == pytest.approx(expected, abs=1e-4)
-    assert (await client.generate("a", max_tokens=2)).usage.completion_tokens == 2
+    done = await client.generate("a", max_tokens=2, model="ranks")
+    assert done.usage.completion_tokens == 2
 
-
-async def test_a_classification_head_scores(tmp_path, clusters):
-    model = tmp_path / "classifier"
-    reference = make_checkpoint(model, "LlamaForSequenceClassification", num_labels=3, **SIZES)
-    engine = EngineConfig(model=str(model), dtype="float32", kv_blocks=256)
-    _, client = await clusters(alone=True, engine=engine)
     for text in DOCUMENTS:
-        labels = await client.classify(text)
-        expected = logits_of(reference, byte_tokenizer().encode(text).ids)
+        labels = await client.classify(text, model="sorts")
+        expected = logits_of(classifier, byte_tokenizer().encode(text).ids)
         assert [one.name for one in labels] == ["LABEL_0", "LABEL_1", "LABEL_2"]
         assert [one.logit for one in labels] == pytest.approx(expected.tolist(), abs=1e-3)
         assert [one.score for one in labels] == pytest.approx(
             expected.softmax(0).tolist(), abs=1e-3
         )
     with pytest.raises(InvalidRequest, match="generates none"):
-        await client.generate("a", max_tokens=2)
+        await client.generate("a", max_tokens=2, model="sorts")
     with pytest.raises(InvalidRequest, match="3 labels"):
-        await client.score("a", "b")
+        await client.score("a", "b", model="sorts")

@@ -6,6 +6,7 @@ On simulated engines.
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -31,29 +32,41 @@ LEASES = {role: ["--lease-ttl", f"{LEASE_S}"] for role in ("prefill", "decode")}
 
 
 @contextlib.asynccontextmanager
-async def steady_load(clients, oracle, cases):
-    """Two requests at a time at each client, each compared, before, while and after the block."""
+async def again_and_again(calls, count):
+    """Each call is made again when it has ended: so many end before and after the block."""
     ended: asyncio.Queue[None] = asyncio.Queue()
     stopping = asyncio.Event()
 
-    async def call(client, number):
+    async def repeat(call):
         while not stopping.is_set():
-            case = cases[number % len(cases)]
-            await check(client, oracle, case, cache_salt=f"{number % 7}")
+            await call()
             ended.put_nowait(None)
-            number += 5
 
     async with asyncio.TaskGroup() as callers:
-        for number, client in enumerate([*clients, *clients]):
-            callers.create_task(call(client, number))
-        for _ in range(6):
+        for call in calls:
+            callers.create_task(repeat(call))
+        for _ in range(count):
             await ended.get()
         yield
         while not ended.empty():
             ended.get_nowait()
-        for _ in range(6):
+        for _ in range(count):
             await ended.get()
         stopping.set()
+
+
+def steady_load(clients, oracle, cases):
+    """Two requests at a time at each client, each compared, before, while and after the block."""
+
+    async def call(client, numbers):
+        number = next(numbers)
+        await check(client, oracle, cases[number % len(cases)], cache_salt=f"{number % 7}")
+
+    calls = [
+        partial(call, client, itertools.count(number, 5))
+        for number, client in enumerate([*clients, *clients])
+    ]
+    return again_and_again(calls, 6)
 
 
 async def members(client, ready=2):
@@ -99,7 +112,6 @@ async def test_a_rolling_restart_under_http_clients_that_never_retry(clusters, s
     )
     before = {name: process.pid for name, process in cluster.processes.items()}
     url = f"http://{cluster.http_addresses[0]}/v1/completions"
-    stopping, answered = asyncio.Event(), asyncio.Queue()
     long, short = simulated.case(30, 0, "seeded", 700), simulated.case(30, 0, "seeded")
 
     async def ask(client, case, stream):
@@ -111,29 +123,20 @@ async def test_a_rolling_restart_under_http_clients_that_never_retry(clusters, s
             for line in response.text.splitlines() if line.startswith("data: {")
         )  # fmt: skip
         assert text == expected[case]
-        answered.put_nowait(None)
 
-    async def call(case, keeps, stream):
-        while not stopping.is_set():
-            async with httpx.AsyncClient(timeout=WAIT_S, verify=False) as client:
-                await ask(client, case, stream)
-                while keeps and not stopping.is_set():
-                    await ask(client, case, stream)
+    async def ask_once(case, stream):
+        async with httpx.AsyncClient(timeout=WAIT_S, verify=False) as client:
+            await ask(client, case, stream)
 
     expected = {case: simulated.text(simulated.tokens(case)) for case in (long, short)}
-    async with asyncio.TaskGroup() as callers:
-        for keeps in (True, False):
-            for stream in (True, False):
-                callers.create_task(call(short, keeps, stream))
-            callers.create_task(call(long, keeps, True))
-        for _ in range(10):
-            await answered.get()
-        assert await cluster.rolling_restart() == dict.fromkeys(before, 0)
-        while not answered.empty():
-            answered.get_nowait()
-        for _ in range(10):
-            await answered.get()
-        stopping.set()
+    calls = []
+    async with contextlib.AsyncExitStack() as stack:
+        for case, stream in ((short, True), (short, False), (long, True)):
+            kept = httpx.AsyncClient(timeout=WAIT_S, verify=False)
+            await stack.enter_async_context(kept)
+            calls += [partial(ask, kept, case, stream), partial(ask_once, case, stream)]
+        async with again_and_again(calls, 10):
+            assert await cluster.rolling_restart() == dict.fromkeys(before, 0)
     assert not set(before.values()) & {p.pid for p in cluster.processes.values()}
     async with httpx.AsyncClient(timeout=WAIT_S) as client:
         for address in cluster.metrics.values():

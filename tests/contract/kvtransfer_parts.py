@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 import os
 import socket
 import threading
@@ -124,6 +125,19 @@ def _served(pool, transport):
     server = PoolServer(pool, [transport])
     threading.Thread(target=server.serve, args=(theirs,), name="kv-served").start()
     return ours
+
+
+def connected(transport, pool, receiver, **change):
+    """A link to the receiver's pool, or to what it says is that: some fields are changed."""
+    listener = transport.listen(receiver)
+    endpoint = json.dumps(json.loads(listener.endpoint) | change).encode()
+    with ThreadPoolExecutor(1) as thread:
+        accepted = thread.submit(listener.accept, 5.0)
+        try:
+            return transport.connect(pool, endpoint, 5.0)
+        finally:
+            accepted.result()
+            listener.close()
 
 
 def slots(num_tokens, *ids):

@@ -76,7 +76,6 @@ WRONG = [
     ("prefill-worker --port 7710 /nowhere", 1, "model '/nowhere' not found"),
     *((f"{command} --api-key é", 2, "argument --api-key: an API key must be ASCII")
       for command in ("up", "router")),
-    ("up --prefill 0 --decode 0", 1, "a cluster needs a worker: --mixed 1, or"),
     ("up --http-port 65535 --routers 2", 1, "--http-port 65535 leaves no ports for all routers"),
     ("router --config {", 1, "--config is no JSON object"),
     ("decode-worker --name a/b", 1, "--name 'a/b': use up to 63 letters"),

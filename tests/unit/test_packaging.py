@@ -147,14 +147,3 @@ def test_extras_and_the_command_agree():
         for module in modules:
             package = packages.get(module, module.replace("_", "-"))
             assert any(line.startswith(package) for line in extras[extra]), (extra, module)
-
-
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-def test_both_halves_of_the_tests_run_whatever_becomes_of_the_first(tmp_path):
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text('#!/bin/sh\necho "$*"\ncase "$*" in *tests/unit*) exit 1;; esac\n')
-    python.chmod(0o755)
-    argv = ["make", "-o", f"{tmp_path}/.installed", f"VENV={tmp_path}", "test"]
-    done = run(argv, cwd=ROOT)
-    assert done.status and "tests/unit" in done.out and "tests/cluster" in done.out

@@ -111,29 +111,22 @@ def test_the_model_is_a_directory_a_config_or_the_demo(tmp_path, monkeypatch):
         model_path("org/llama-3.2")
 
 
-def test_processes_of_one_user_on_one_host_share_a_host_id():
+@pytest.mark.parametrize(
+    "first", [(), pytest.param(OWN_PIDS_AND_NETWORK, marks=needs_namespaces)], ids=["same", "other"]
+)
+def test_processes_of_one_user_share_a_host_id_in_any_namespaces(first):
+    """If they share a folder."""
+    code = "import baton.config; print(baton.config.host_id())"
+    assert run([*first, *PYTHON, code]) == (0, f"{host_id()}\n", "")
+
+
+def test_another_user_or_a_process_without_the_folder_shares_none(monkeypatch, tmp_path):
     """Two that get the same id may open each other's memory, so the user is part of it."""
-    code = "import baton.config; print(baton.config.host_id())"
-    assert run([*PYTHON, code]) == (0, f"{host_id()}\n", "")
-    assert host_id().endswith(f"/{os.getuid()}")
-
-
-@needs_namespaces
-def test_processes_in_other_namespaces_share_it_if_they_share_a_folder():
-    code = "import baton.config; print(baton.config.host_id())"
-    assert run([*OWN_PIDS_AND_NETWORK, *PYTHON, code]) == (0, f"{host_id()}\n", "")
-
-
-def test_a_process_without_the_folder_shares_none(monkeypatch, tmp_path):
     own = host_id()
+    assert own.endswith(f"/{os.getuid()}")
     for folder in (tmp_path, tmp_path / "none"):
         monkeypatch.setattr(service, "SHARED_FOLDER", folder)
         assert host_id() != own
-
-
-def test_prompts_do_not_starve_beside_a_busy_process():
-    """Each step of niceness is worth a quarter less of a core that is shared (sched(7))."""
-    assert 1 / (1 + 1.25**ClusterConfig.prefill_nice) > 1 / 3
 
 
 def test_slo_classes_and_that_all_their_targets_must_be_met():

@@ -1,8 +1,7 @@
 """Whose memory a cuda_ipc link opens, when it stops, and what it leaves behind."""
 
-import json
 import time
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tests.contract.kvtransfer_driver import CPU, StandIn
+from tests.contract.kvtransfer_parts import connected
 
 SHAPE = (6, 1, 2, 1, 4, 2)  # 64 bytes a block
 
@@ -39,20 +39,7 @@ def pools(driver):
 @pytest.fixture
 def connect(driver, pools):
     """Connects to the receiver's endpoint with some fields changed."""
-    transport = CudaIpcTransport(driver)
-
-    def connected(**change):
-        listener = transport.listen(pools[1])
-        endpoint = json.dumps(json.loads(listener.endpoint) | change).encode()
-        with ThreadPoolExecutor(1) as thread:
-            accepted = thread.submit(listener.accept, 5.0)
-            try:
-                return transport.connect(pools[0], endpoint, 5.0)
-            finally:
-                accepted.result()
-                listener.close()
-
-    return connected
+    return partial(connected, CudaIpcTransport(driver), *pools)
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
 """Memory that other processes can map, and whose it is."""
 
-import json
 import mmap
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from baton import shared_memory
 from baton.errors import TransferFailed
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import shm
+from tests.contract.kvtransfer_parts import connected
 from tests.waiting import WAIT_S
 
 MIB = 1 << 20
@@ -34,16 +33,8 @@ def descriptors():
 
 
 def connect(pool, **change):
-    """A link to the pool's own memory, or to what its receiver says is that."""
-    listener = shm.ShmTransport().listen(pool)
-    endpoint = json.dumps(json.loads(listener.endpoint) | change).encode()
-    with ThreadPoolExecutor(1) as thread:
-        accepted = thread.submit(listener.accept, 5.0)
-        try:
-            return shm.ShmTransport().connect(pool, endpoint, 5.0)
-        finally:
-            accepted.result()
-            listener.close()
+    """A link to the pool's own memory."""
+    return connected(shm.ShmTransport(), pool, pool, **change)
 
 
 def resident(name):

@@ -118,10 +118,18 @@ async def test_too_many_unsent_bytes_end_the_stream(raw, stream, monkeypatch):
     assert not stream._sealed
 
 
-async def test_bytes_that_are_no_message_end_the_stream(raw, stream):
+@pytest.mark.parametrize(
+    ("broken", "error", "text"),
+    [
+        (b"\xff\xff", InvalidRequest, "no RouterMessage"),
+        (Unavailable("it broke"), Unavailable, "it broke"),
+    ],
+    ids=["no message", "the reader's error"],
+)
+async def test_what_cannot_be_read_ends_the_stream(raw, stream, broken, error, text):
     raw.incoming.put_nowait(RouterMessage(cancel=["a"]).SerializeToString())
-    raw.incoming.put_nowait(b"\xff\xff")
-    with pytest.raises(InvalidRequest, match="no RouterMessage"):
+    raw.incoming.put_nowait(broken)
+    with pytest.raises(error, match=text):
         await stream.life
     assert stream.received == [RouterMessage(cancel=["a"])]
 
@@ -143,9 +151,3 @@ async def test_an_end_that_takes_nothing_does_not_keep_a_closed_stream(raw, stre
     stream.outgoing.cancel.append("last")
     raw.incoming.put_nowait(grpc.aio.EOF)
     await stream.life
-
-
-async def test_a_broken_stream_ends_with_the_readers_error(raw, stream):
-    raw.incoming.put_nowait(Unavailable("it broke"))
-    with pytest.raises(Unavailable, match="it broke"):
-        await stream.life

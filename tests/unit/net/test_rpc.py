@@ -69,18 +69,26 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
         raise self.error
 
 
-@pytest_asyncio.fixture
-async def scripted():
-    """A server on loopback and a stub for it."""
-    servicer = Scripted()
-    server, address = bind("127.0.0.1", 0)
+@contextlib.asynccontextmanager
+async def served(servicer=None, **limits):
+    """A server with these limits: a channel to it, and its address as the channel's."""
+    server, address = bind("127.0.0.1", 0, **limits)
+    servicer = servicer or Scripted()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
     Health().add_to(server, ["baton.v1.InferenceService"])
     await server.start()
     async with rpc.channel(address) as channel:
-        servicer.channel = channel
-        yield servicer, inference_pb2_grpc.InferenceServiceStub(channel)
+        channel.address = address
+        yield channel
     await server.stop(None)
+
+
+@pytest_asyncio.fixture
+async def scripted():
+    """A server on loopback and a stub for it."""
+    servicer = Scripted()
+    async with served(servicer) as servicer.channel:
+        yield servicer, inference_pb2_grpc.InferenceServiceStub(servicer.channel)
 
 
 async def failure(stub):
@@ -116,16 +124,12 @@ async def test_errors_keep_class_text_and_details_over_a_call(scripted):
 async def test_a_channel_to_a_role_stays_connected_while_nothing_is_called(monkeypatch):
     """Or a link would seem to have ended. gRPC's time is half an hour, a second the shortest."""
     monkeypatch.setattr(rpc, "OPTIONS", [*rpc.OPTIONS, ("grpc.client_idle_timeout_ms", 1000)])
-    server, address = bind("127.0.0.1", 0)
-    Health().add_to(server, [])
-    await server.start()
-    async with rpc.channel(address, role="worker") as held, rpc.channel(address) as other:
+    async with served() as other, rpc.channel(other.address, role="worker") as held:
         for channel in (held, other):
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         await asyncio.wait_for(other.wait_for_state_change(ChannelConnectivity.READY), WAIT_S)
         await asyncio.sleep(0.5)
         assert held.get_state() is ChannelConnectivity.READY
-    await server.stop(None)
 
 
 async def test_a_bug_and_an_unknown_code_are_internal(scripted, caplog):
@@ -189,18 +193,6 @@ async def test_malformed_requests_are_refused_with_one_line(scripted, caplog):
                 pass
     (record,) = caplog.records
     assert record.name == "baton.net.rpc" and record.exc_info is None
-
-
-@contextlib.asynccontextmanager
-async def served(servicer=None, **limits):
-    """A server with these limits, and a channel to it."""
-    server, address = bind("127.0.0.1", 0, **limits)
-    servicer = servicer or Scripted()
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
-    await server.start()
-    async with rpc.channel(address) as channel:
-        yield channel
-    await server.stop(None)
 
 
 async def nothing():
@@ -340,17 +332,15 @@ class Loud(inference_pb2_grpc.InferenceServiceServicer):
 
 async def test_a_caller_that_gives_no_window_is_cut_off(monkeypatch):
     monkeypatch.setattr(rpc, "SEND_S", 0.1)
-    server, address = bind("127.0.0.1", 0)
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Loud(), server)
-    await server.start()
-    frame, writer = await call_with_a_small_window(int(address.split(":")[1]), METHODS[1])
     data, headers, end_of_stream, end_of_headers = 0, 1, 1, 4
 
     async def status():
         while await frame() != (headers, end_of_stream | end_of_headers):
             pass
 
-    async with asyncio.timeout(WAIT_S), rpc.channel(address) as channel:
+    async with asyncio.timeout(WAIT_S), served(Loud()) as channel:
+        port = int(channel.address.split(":")[1])
+        frame, writer = await call_with_a_small_window(port, METHODS[1])
         while await frame() != (data, 0):
             pass
         ended = asyncio.create_task(status())  # without the rest of the output
@@ -361,5 +351,4 @@ async def test_a_caller_that_gives_no_window_is_cut_off(monkeypatch):
         ended.result()
         names = [getattr(task.get_coro(), "__name__", "") for task in asyncio.all_tasks()]
         assert "_handle_exceptions" not in names
-    writer.close()
-    await server.stop(None)
+        writer.close()

@@ -22,13 +22,13 @@ from baton.net.metrics_server import serving
 from baton.net.server import Health, bind
 from baton.net.tls import Credentials, is_loopback, why_refused
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from baton.v1.dispatch_pb2 import WorkerMessage
+from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from baton.worker.dispatch_service import DispatchService
-from baton.worker.metrics import LoadTracker
+from tests.unit.worker.running import CONNECT
+from tests.unit.worker.test_dispatch_service import Worker as Dispatching
 from tests.waiting import WAIT_S
 
 TIMEOUT_S = WAIT_S
-CONNECT = "/baton.v1.DispatchService/Connect"
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,25 @@ def of(folder, role, **more):
     )
 
 
+def renew(folder):
+    """Another authority, and all certificates anew."""
+    (folder / "ca-key.pem").unlink()
+    certs.write(folder, [])
+
+
+@contextlib.asynccontextmanager
+async def served(credentials, add_to=lambda server: None):
+    """The address of a port with these credentials, which the process has from now on."""
+    tls.use(credentials)
+    server, address = bind("127.0.0.1", 0)
+    add_to(server)
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(0)
+
+
 class Worker(worker_pb2_grpc.WorkerServiceServicer):
     async def Describe(self, request, context):
         return worker_pb2.DescribeResponse()
@@ -64,19 +83,28 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
     async def Drain(self, request, context):
         return worker_pb2.DrainResponse()
 
+    def add_to(self, server):
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
+
 
 @pytest.fixture
 async def worker(folder):
     """The address of a worker's port that wants certificates."""
-    tls.use(of(folder, "worker", client_ca_file=folder / "ca.pem"))
-    server, address = bind("127.0.0.1", 0)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Worker(), server)
-    health = Health()
-    health.add_to(server, ["baton.v1.WorkerService"])
-    await health.set(True)
-    await server.start()
-    yield address
-    await server.stop(0)
+    ours = of(folder, "worker", client_ca_file=folder / "ca.pem")
+    async with served(ours, Worker().add_to) as address:
+        yield address
+
+
+@pytest.fixture
+def strangers(folder, tmp_path):
+    """Callers that no port with certificates may answer."""
+    certs.write(tmp_path / "other", [])
+    other = of(tmp_path / "other", "router")
+    return {
+        "plain": Credentials(),
+        "without a certificate": Credentials(ca_file=folder / "ca.pem"),
+        "of another authority": Credentials(other.cert_file, other.key_file, folder / "ca.pem"),
+    }
 
 
 async def call(address, credentials, method="Describe", role="worker"):
@@ -101,20 +129,12 @@ async def test_a_worker_answers_its_cluster_alone_and_each_role_what_it_may_call
         await call(worker, of(folder, "worker"), "Drain")
 
 
-@pytest.mark.parametrize("who", ["plain", "without a certificate", "of another authority"])
-async def test_strangers_get_no_connection(worker, folder, tmp_path, who):
-    certs.write(tmp_path / "other", [])
-    other = of(tmp_path / "other", "router")
-    stranger = {
-        "plain": Credentials(),
-        "without a certificate": Credentials(ca_file=folder / "ca.pem"),
-        "of another authority": Credentials(other.cert_file, other.key_file, folder / "ca.pem"),
-    }[who]
-    with pytest.raises(Unavailable):
-        await call(worker, stranger)
-
-
-async def test_a_process_of_another_role_is_not_taken_for_a_worker(worker, folder):
+async def test_strangers_get_no_connection_and_another_role_is_not_taken_for_a_worker(
+    worker, folder, strangers
+):
+    for stranger in strangers.values():
+        with pytest.raises(Unavailable):
+            await call(worker, stranger)
     with pytest.raises(Unavailable, match="Verification Check failed"):
         await call(worker, of(folder, "admin"), role="router")
 
@@ -141,35 +161,10 @@ def test_which_calls_are_for_which_roles():
     assert not refused("/grpc.health.v1.Health/Check")
 
 
-class Accepting:
-    """A worker, as its dispatch service has it."""
-
-    incarnation = "d"
-    max_message_bytes = 1 << 20
-
-    def __init__(self):
-        self.load_tracker, self.taken = LoadTracker(), 0
-
-    def report(self):
-        return worker_pb2.LoadReport()
-
-    def take(self, router, message):
-        self.taken += 1
-        yield
-
-    def lost(self, router):
-        """Nothing runs here."""
-
-
-async def test_a_workers_dispatch_service_is_for_routers_alone(folder, tmp_path):
-    certs.write(tmp_path / "other", [])
-    other = of(tmp_path / "other", "router")
-    tls.use(ours := of(folder, "worker", client_ca_file=folder / "ca.pem"))
-    worker = Accepting()
-    server, address = bind("127.0.0.1", 0)
+async def test_a_workers_dispatch_service_is_for_routers_alone(folder, strangers):
+    ours = of(folder, "worker", client_ca_file=folder / "ca.pem")
+    worker = Dispatching()
     service = DispatchService(worker)
-    service.add_to(server)
-    await server.start()
 
     async def answer(credentials, role="worker"):
         while True:
@@ -184,32 +179,39 @@ async def test_a_workers_dispatch_service_is_for_routers_alone(folder, tmp_path)
             tls.use(ours)
             with rpc.translated():
                 call = channel.stream_stream(CONNECT)(timeout=TIMEOUT_S)
-                await call.write(b"")
+                await call.write(RouterMessage(cancel=["h"]).SerializeToString())
                 first = WorkerMessage.FromString(await call.read())
                 await call.done_writing()
                 assert await call.read() is grpc.aio.EOF
                 return first
 
-    assert (await answer(of(folder, "router"))).incarnation == "d"
-    assert worker.taken == 1
-    for role in ("worker", "admin"):
-        with pytest.raises(Unauthenticated, match=f"for router only, and this is {role}"):
-            await answer(of(folder, role))
-    for stranger in (
-        Credentials(ca_file=folder / "ca.pem"),
-        Credentials(other.cert_file, other.key_file, folder / "ca.pem"),
-        Credentials(),
-    ):
+    async with served(ours, service.add_to) as address:
+        assert (await answer(of(folder, "router"))).incarnation == worker.incarnation
+        assert len(worker.done) == 1
+        for role in ("worker", "admin"):
+            with pytest.raises(Unauthenticated, match=f"for router only, and this is {role}"):
+                await answer(of(folder, role))
+        for stranger in strangers.values():
+            with pytest.raises(Unavailable):
+                await answer(stranger)
         with pytest.raises(Unavailable):
-            await answer(stranger)
-    with pytest.raises(Unavailable):
-        await answer(of(folder, "router"), "router")  # not taken for another role's
-    assert worker.taken == 1
-    await service.aclose()
-    await server.stop(None)
+            await answer(of(folder, "router"), "router")  # not taken for another role's
+        assert len(worker.done) == 1
+        await service.aclose()
+
+
+def serving_a_page():
+    return serving(lambda accept: ("text/plain", b"page"), "127.0.0.1", 0)
+
+
+async def page_at(url, context):
+    """What a port of metrics answers, on a connection of its own."""
+    async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
+        return (await client.get(f"{url}/metrics")).text
 
 
 async def test_new_certificates_are_taken_up_and_broken_ones_are_not(worker, folder, caplog):
+    """By every port, whichever sees it first."""
     router = of(folder, "router")
     await call(worker, router)
     cert = folder / "worker.pem"
@@ -218,24 +220,28 @@ async def test_new_certificates_are_taken_up_and_broken_ones_are_not(worker, fol
     await call(worker, router)
     assert "the certificate stays as it is" in caplog.text
     shutil.copytree(folder, old := folder.parent / "old")
+    cert.write_bytes(good)
     (old / "worker.pem").write_bytes(good)
-    (folder / "ca-key.pem").unlink()
-    certs.write(folder, [])  # another authority, and all certificates anew
-    await call(worker, of(folder, "router"))
-    with pytest.raises(Unavailable):
-        await call(worker, of(old, "router"))
+    async with serving_a_page() as url:
+        await call(worker, router)
+        renew(folder)
+        await call(worker, of(folder, "router"))
+        with pytest.raises(Unavailable):
+            await call(worker, of(old, "router"))
+        context = ssl.create_default_context(cafile=folder / "ca.pem")
+        context.check_hostname = False  # it is a worker's
+        context.load_cert_chain(folder / "router.pem", folder / "router-key.pem")
+        assert await page_at(url, context) == "page"
 
 
 async def test_the_metrics_port_takes_tls_and_a_silent_client_stops_nobody(folder):
     tls.use(of(folder, "router"))
-    async with serving(lambda accept: ("text/plain", b"page"), "127.0.0.1", 0) as url:
+    async with serving_a_page() as url:
         _, silent = await asyncio.open_connection(*url.removeprefix("https://").split(":"))
         context = ssl.create_default_context(cafile=folder / "ca.pem")
-        async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
-            assert (await client.get(f"{url}/metrics")).text == "page"
+        assert await page_at(url, context) == "page"
         certs.write(folder, [])
-        async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
-            assert (await client.get(f"{url}/metrics")).text == "page"
+        assert await page_at(url, context) == "page"
         silent.close()
 
 
@@ -263,46 +269,31 @@ async def test_a_process_is_asked_for_its_health_by_its_own_settings(
     role, folder, monkeypatch, capsys
 ):
     """As in its container, whose environment is the service's."""
-    tls.use(of(folder, role, client_ca_file=folder / "ca.pem"))
     health = Health()
     await health.set(False)
-    server, address = bind("127.0.0.1", 0)
-    health.add_to(server, [])
-    await server.start()
-    settings = {
-        "HOST": "0.0.0.0", "PORT": address.rpartition(":")[2], "TLS_CLIENT_CA": folder / "ca.pem",
-        "TLS_CERT": folder / f"{role}.pem", "TLS_KEY": folder / f"{role}-key.pem",
-    }  # fmt: skip
-    for name, value in settings.items():
-        monkeypatch.setenv(f"BATON_OPT_{name}", str(value))
+    ours = of(folder, role, client_ca_file=folder / "ca.pem")
     ask = partial(asyncio.to_thread, cli.main, ["health"])
-    assert await ask() == 1
-    await health.set(True)
-    assert await ask() == 0
-    said = capsys.readouterr()
-    assert said.out == "SERVING\n" and "NOT_SERVING" in said.err
-    async with health.probed("127.0.0.1", 0) as url:
-        monkeypatch.setenv("BATON_OPT_HEALTH_PORT", url.rpartition(":")[2])
-        assert await ask() == 0
-        await health.set(False)
+    async with served(ours, lambda server: health.add_to(server, [])) as address:
+        settings = {
+            "HOST": "0.0.0.0", "PORT": address.rpartition(":")[2],
+            "TLS_CLIENT_CA": folder / "ca.pem",
+            "TLS_CERT": folder / f"{role}.pem", "TLS_KEY": folder / f"{role}-key.pem",
+        }  # fmt: skip
+        for name, value in settings.items():
+            monkeypatch.setenv(f"BATON_OPT_{name}", str(value))
         assert await ask() == 1
-    assert await ask() == 1
-    said = capsys.readouterr()
-    assert said.out == "ready\n" and "not ready" in said.err and "--health-port" in said.err
-    await server.stop(None)
-
-
-async def test_a_new_certificate_is_taken_up_by_every_port_whichever_sees_it_first(worker, folder):
-    async with serving(lambda accept: ("text/plain", b"page"), "127.0.0.1", 0) as url:
-        await call(worker, of(folder, "router"))
-        (folder / "ca-key.pem").unlink()
-        certs.write(folder, [])  # another authority, and all certificates anew
-        await call(worker, of(folder, "router"))
-        context = ssl.create_default_context(cafile=folder / "ca.pem")
-        context.check_hostname = False  # it is a worker's
-        context.load_cert_chain(folder / "router.pem", folder / "router-key.pem")
-        async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
-            assert (await client.get(f"{url}/metrics")).text == "page"
+        await health.set(True)
+        assert await ask() == 0
+        said = capsys.readouterr()
+        assert said.out == "SERVING\n" and "NOT_SERVING" in said.err
+        async with health.probed("127.0.0.1", 0) as url:
+            monkeypatch.setenv("BATON_OPT_HEALTH_PORT", url.rpartition(":")[2])
+            assert await ask() == 0
+            await health.set(False)
+            assert await ask() == 1
+        assert await ask() == 1
+        said = capsys.readouterr()
+        assert said.out == "ready\n" and "not ready" in said.err and "--health-port" in said.err
 
 
 async def test_calls_take_a_new_certificate_and_those_that_run_go_on_with_the_old(
@@ -316,8 +307,7 @@ async def test_calls_take_a_new_certificate_and_those_that_run_go_on_with_the_ol
     stub = worker_pb2_grpc.WorkerServiceStub(held)
     async with asyncio.timeout(TIMEOUT_S):
         await stub.Describe(worker_pb2.DescribeRequest())
-        (folder / "ca-key.pem").unlink()
-        certs.write(folder, [])  # another authority: the worker's, and that of its callers
+        renew(folder)
         await call(worker, of(folder, "router"))
         shutil.copy(folder / "router.pem", ours)
         assert router.of_client() is router.of_client() is old  # its key is still the old one
@@ -398,42 +388,25 @@ def test_a_new_certificate_of_another_role_is_not_taken_up(folder, caplog):
     assert caplog.text.count("worker.pem is no certificate of a worker") == 2
 
 
+WRONG = "{} has a certificate that cannot be used: "
+
+
 @pytest.mark.parametrize(
-    ("days", "named", "reason"),
+    ("authority", "days", "named", "reason"),
     [
-        (9, "decode.baton", r"cannot be used: Hostname mismatch.*decode.baton.*--tls-name\)"),
-        (9, "", r"cannot be used: IP address mismatch.*--tls-name\)"),
-        (0, "worker.baton", r"cannot be used: certificate has expired\n"),
+        ("own", 9, "decode.baton", WRONG + r"Hostname mismatch.*decode.baton.*--tls-name\)"),
+        ("own", 9, "", WRONG + r"IP address mismatch.*--tls-name\)"),
+        ("own", 0, "worker.baton", WRONG + r"certificate has expired\n"),
+        ("made", 9, "worker.baton", "--tls-ca did not sign the certificate of {}"),  # same name
     ],
 )
 async def test_who_calls_hears_what_is_wrong_with_a_certificate(
-    tmp_path, capsys, days, named, reason
+    tmp_path, made, capsys, authority, days, named, reason
 ):
-    certs.write(tmp_path, [], days)
-    ca = str(tmp_path / "ca.pem")
-    tls.use(of(tmp_path, "worker"))
-    server, address = bind("127.0.0.1", 0)
-    await server.start()
-    try:
-        asked = ["health", "--target", address, "--tls-ca", ca, "--tls-name", named]
+    certs.write(own := tmp_path / "own", [], days)
+    trusted = str({"own": own, "made": made}[authority] / "ca.pem")
+    async with served(of(own, "worker")) as address:
+        asked = ["health", "--target", address, "--tls-ca", trusted, "--tls-name", named]
         assert await asyncio.to_thread(cli.main, asked) == 1
-    finally:
-        await server.stop(None)
     error = capsys.readouterr().err
-    assert re.search(f"{address} has a certificate that {reason}", error), error
-
-
-async def test_who_calls_hears_that_another_authority_signed_a_certificate(
-    folder, tmp_path, capsys
-):
-    certs.write(tmp_path / "other", [])  # an authority of the same name
-    tls.use(of(folder, "worker"))
-    server, address = bind("127.0.0.1", 0)
-    await server.start()
-    try:
-        trusted = str(tmp_path / "other" / "ca.pem")
-        asked = ["health", "--target", address, "--tls-ca", trusted, "--tls-name", "worker.baton"]
-        assert await asyncio.to_thread(cli.main, asked) == 1
-    finally:
-        await server.stop(None)
-    assert f"--tls-ca did not sign the certificate of {address}" in capsys.readouterr().err
+    assert re.search(reason.format(address), error), error

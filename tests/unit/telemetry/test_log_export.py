@@ -3,6 +3,7 @@
 import logging
 import queue
 from concurrent import futures
+from contextlib import closing
 
 import grpc
 import pytest
@@ -34,7 +35,7 @@ class Collector(logs_service_pb2_grpc.LogsServiceServicer):
                     self.received.put((name["service.name"], scope.scope.name, record))
         return logs_service_pb2.ExportLogsServiceResponse()
 
-    def stop(self):
+    def close(self):
         self._server.stop(0).wait()
 
 
@@ -44,23 +45,23 @@ def loggers(caplog):
         caplog.set_level(logging.INFO, name)
 
 
+def exporting(port):
+    """A router's telemetry whose logs go to that port until it is closed."""
+    return closing(tracing.setup("baton-router", None, logs=f"http://127.0.0.1:{port}"))
+
+
 def log_request(**fields):
     logging.getLogger("baton.access").info("request", extra={"fields": fields})
 
 
 def test_access_and_audit_lines_arrive_with_their_fields_and_trace(loggers):
-    collector = Collector()
-    telemetry = tracing.setup("baton-router", None, logs=f"http://127.0.0.1:{collector.port}")
-    try:
+    with closing(Collector()) as collector, exporting(collector.port):
         log_request(tenant="acme\n", ttft_ms=12.5, batch=False, trace_id=TRACE_ID)
         audit("role changed", worker="w1")
         logging.getLogger("baton.other").warning("not exported")
         (service, scope, line), (_, other, changed) = (
             collector.received.get(timeout=WAIT_S) for _ in range(2)
         )
-    finally:
-        telemetry.close()
-        collector.stop()
     assert (service, scope, other) == ("baton-router", "baton.access", "baton.audit")
     assert line.trace_id.hex() == TRACE_ID and line.time_unix_nano > 0
     found = {one.key: one.value for one in line.attributes}
@@ -73,23 +74,15 @@ def test_access_and_audit_lines_arrive_with_their_fields_and_trace(loggers):
 
 def test_lines_wait_for_a_collector_that_starts_late(loggers, monkeypatch):
     monkeypatch.setattr(span_export, "_FIRST_DELAY_S", 0.05)
-    port = ports.free()
-    telemetry = tracing.setup("baton-router", None, logs=f"http://127.0.0.1:{port}")
-    collector = None
-    try:
+    with exporting(port := ports.free()):
         log_request(tenant="early")
-        collector = Collector(port)
-        _, _, line = collector.received.get(timeout=WAIT_S)
+        with closing(Collector(port)) as collector:
+            _, _, line = collector.received.get(timeout=WAIT_S)
         assert line.attributes[0].value.string_value == "early"
-    finally:
-        telemetry.close()
-        if collector:
-            collector.stop()
 
 
 def test_a_collector_that_is_not_there_is_named_and_not_waited_for(loggers, caplog):
-    telemetry = tracing.setup("baton-router", None, logs=f"http://127.0.0.1:{ports.free()}")
-    log_request(tenant="lost")
-    telemetry.close()
+    with exporting(ports.free()):
+        log_request(tenant="lost")
     lines = [one.getMessage() for one in caplog.records if one.name.endswith("span_export")]
     assert len(lines) == 1 and lines[0].startswith("cannot export logs to http://127.0.0.1:")

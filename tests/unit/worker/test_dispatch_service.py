@@ -74,6 +74,15 @@ async def connect(service):
         yield connect
 
 
+@pytest.fixture
+async def opened(service, connect):
+    """A router's stream, its first message, and the worker's end of it."""
+    call = await connect("r")
+    first = WorkerMessage.FromString(await call.read())
+    (router,) = service.routers
+    return call, first, router
+
+
 async def ended(call):
     """The status with which the worker ends a stream."""
     async with asyncio.timeout(PATIENCE_S):
@@ -168,10 +177,8 @@ async def test_streams_are_limited_also_where_one_connection_has_thousands(
 
 
 @pytest.mark.parametrize("how", ["half-close", "cancel"])
-async def test_a_stream_that_ends_frees_what_its_router_asked_for(service, how):
-    channel = rpc.channel(service.address)
-    call = channel.stream_stream(CONNECT)(metadata=(("baton-router-id", "r"),))
-    await call.read()
+async def test_a_stream_that_ends_frees_what_its_router_asked_for(service, opened, how):
+    call, _, _ = opened
     if how == "half-close":
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
@@ -179,28 +186,23 @@ async def test_a_stream_that_ends_frees_what_its_router_asked_for(service, how):
     else:
         call.cancel()
     await until(lambda: service.worker.left == ["r"] and not service.routers)
-    await channel.close()
 
 
-async def test_a_router_that_does_not_read_is_cut_off(service, connect, monkeypatch):
+async def test_a_router_that_does_not_read_is_cut_off(service, opened, monkeypatch):
     monkeypatch.setattr(message_stream, "MAX_UNSENT_BYTES", 1 << 20)
-    call = await connect("mute")
-    await call.read()
-    (router,) = service.routers
+    call, _, router = opened
     async with asyncio.timeout(PATIENCE_S):
         while not router.ended.done():
             router.outgoing.events.add(abort_reason="x" * (1 << 18))
             await asyncio.sleep(0)
-    assert router._unsent_bytes <= 2 << 20 and service.worker.left == ["mute"]
+    assert router._unsent_bytes <= 2 << 20 and service.worker.left == ["r"]
     error = await ended(call)
     assert error.code() is grpc.StatusCode.UNAVAILABLE and "left unread" in error.details()
 
 
-async def test_what_a_slow_router_missed_comes_in_few_messages_with_the_last_load(service, connect):
-    call = await connect("slow")
-    first = WorkerMessage.FromString(await call.read())
+async def test_what_a_slow_router_missed_comes_in_few_messages_with_the_last_load(service, opened):
+    call, first, router = opened
     assert (first.incarnation, first.HasField("report")) == ("d-1", True)
-    (router,) = service.routers
     sent = 0
     while not router._sealed:  # until gRPC takes no more
         router.outgoing.events.add(handoff_id=str(sent), abort_reason="x" * 100_000)
@@ -226,10 +228,8 @@ async def test_what_a_slow_router_missed_comes_in_few_messages_with_the_last_loa
     assert messages < sent / 2 and reports[-1] == 7
 
 
-async def test_a_report_is_sent_though_its_timer_fires_early(service, connect):
-    call = await connect("r")
-    await call.read()
-    (router,) = service.routers
+async def test_a_report_is_sent_though_its_timer_fires_early(service, opened):
+    call, _, router = opened
     service.worker.report = lambda: LoadReport(load={"queue_tokens": 5})
     service.worker.load_tracker.wake()
     assert router._loop.time() < router._report_after
@@ -239,10 +239,8 @@ async def test_a_report_is_sent_though_its_timer_fires_early(service, connect):
         assert WorkerMessage.FromString(await call.read()).report.load.queue_tokens == 5
 
 
-async def test_a_report_that_is_early_goes_with_the_next_message(service, connect):
-    call = await connect("r")
-    await call.read()
-    (router,) = service.routers
+async def test_a_report_that_is_early_goes_with_the_next_message(service, opened):
+    call, _, router = opened
     service.worker.report = lambda: LoadReport(load={"queue_tokens": 5})
     router._report_after = router._loop.time() + 1e6
     service.worker.load_tracker.wake()
@@ -267,10 +265,10 @@ async def test_a_router_that_wants_no_heartbeats_gets_none_and_may_say_nothing(s
     assert router._heartbeat is None
 
 
-async def test_a_worker_that_leaves_sends_what_is_on_its_way_and_takes_no_more(service, connect):
-    call = await connect("r")
-    await call.read()
-    (router,) = service.routers
+async def test_a_worker_that_leaves_sends_what_is_on_its_way_and_takes_no_more(
+    service, connect, opened
+):
+    call, _, router = opened
     router.outgoing.events.add(handoff_id="last")
     service.worker.report = lambda: LoadReport(state=3)
     await service.aclose()

@@ -190,15 +190,25 @@ async def given_back(worker, break_it, failure, later=""):
     return reasons
 
 
-async def test_a_lost_report_ends_the_worker(directory, store):
+FAILURES = pytest.mark.parametrize(
+    ("break_it", "failure"),
+    [
+        (break_engine, "the engine failed: RuntimeError: broken"),
+        (lose_reports, "a step's report was lost: broken"),
+    ],
+)
+
+
+@FAILURES
+async def test_a_failed_engine_or_a_lost_report_ends_the_worker(
+    directory, store, break_it, failure
+):
     worker = Worker("decode", directory, store)
-    for reason in await given_back(worker, lose_reports, "report was lost: broken", "b"):
-        assert reason == "the decode worker ends: a step's report was lost: broken"
+    reasons = await given_back(worker, break_it, "broken", "b")
+    assert {*reasons} == {f"the decode worker ends: {failure}"}
 
 
-async def test_a_failure_of_engine_steps_or_serving_ends_the_worker(directory, store):
-    reasons = await given_back(Worker("decode", directory, store), break_engine, "broken", "b")
-    assert {*reasons} == {"the decode worker ends: the engine failed: RuntimeError: broken"}
+async def test_a_failure_of_steps_or_serving_ends_the_worker(directory, store):
     worker = Worker("decode", directory, store)
     assert await given_back(worker, break_serving, "broken") == ["the decode worker is draining"]
     worker = Worker("decode", directory, store)
@@ -207,13 +217,7 @@ async def test_a_failure_of_engine_steps_or_serving_ends_the_worker(directory, s
     assert re.match("the decode worker ends: the engine failed: .* in a row failed", last)
 
 
-@pytest.mark.parametrize(
-    ("break_it", "failure"),
-    [
-        (break_engine, "the engine failed: RuntimeError: broken"),
-        (lose_reports, "a step's report was lost: broken"),
-    ],
-)
+@FAILURES
 async def test_a_failure_while_the_worker_drains_ends_the_drain(
     directory, store, break_it, failure
 ):
