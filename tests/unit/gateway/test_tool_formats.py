@@ -6,7 +6,6 @@ import pytest
 
 from baton.text.tool_parsers import FORMATS
 from baton.text.tool_parsers.harmony import HARMONY
-from baton.v1 import common_pb2
 from tests.unit.text.tool_outputs import written
 
 PATH = "/v1/chat/completions"
@@ -80,29 +79,5 @@ async def test_channels_become_reasoning_content_and_calls(says):
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("reasoning", "") for delta in deltas) == "Which city? END"
     assert "".join(delta.get("content", "") for delta in deltas) == "Let me see."
-    left_out = (await gateway.chat(**asked, include_reasoning=False)).json()
-    assert "reasoning" not in left_out["choices"][0]["message"]
     output = (await gateway.post("/v1/responses", OF_RESPONSES)).json()["output"]
     assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
-    spec = gateway.decode.requests[-1].sequence.sampling
-    ends = {gateway.tokenizer.added_token(text) for text in HARMONY.stops}
-    assert set(spec.stop_token_ids) == ends
-
-
-async def test_stop_strings_and_lengths_end_the_content_of_channels(says):
-    text = (
-        "<|channel|>analysis<|message|>Say stop.<|end|><|start|>assistant<|channel|>final"
-        "<|message|>One, stop. Two"
-    )
-    length = common_pb2.FINISH_REASON_LENGTH
-    gateway = await says(text, length, template=template_of(HARMONY), added=HARMONY.markers)
-    message = (await gateway.chat(ignore_eos=False, max_tokens=None)).json()["choices"][0][
-        "message"
-    ]
-    assert (message["reasoning"], message["content"]) == ("Say stop.", "One, stop. Two")
-    choice = (await gateway.chat(stop="stop", max_tokens=500)).json()["choices"][0]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "stop")
-    message = choice["message"]
-    assert (message["reasoning"], message["content"]) == ("Say stop.", "One, ")
-    refused = await gateway.chat(max_thinking_tokens=5)
-    assert refused.status_code == 400 and "reasoning_effort" in refused.text
