@@ -278,6 +278,9 @@ async def test_documents_and_a_template_of_the_routers_reach_the_prompt(says, tm
     for documents in ({}, ["a"]):
         refused = await gateway.chat(documents=documents)
         assert refused.json()["error"]["param"].startswith("documents")
+    gateway = await says("{}")  # a template that shows none
+    assert rejected(await gateway.chat(documents=[{"title": "T"}])) == (400, "documents")
+    assert (await gateway.chat(documents=[])).status_code == 200
 
 
 async def test_the_system_fingerprint_stands_for_the_routers_template_too(says, tmp_path):
@@ -288,13 +291,6 @@ async def test_the_system_fingerprint_stands_for_the_routers_template_too(says, 
         gateway = await says("{}", **({"chat_template": own} if text else {}))
         found.append((await gateway.chat()).json()["system_fingerprint"])
     assert len(set(found)) == 3
-
-
-async def test_a_template_without_documents_refuses_them(says):
-    gateway = await says("{}")
-    refused = await gateway.chat(documents=[{"title": "T"}])
-    assert rejected(refused) == (400, "documents")
-    assert (await gateway.chat(documents=[])).status_code == 200
 
 
 @pytest.mark.parametrize(

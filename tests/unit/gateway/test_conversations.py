@@ -224,22 +224,29 @@ async def test_without_a_folder_they_are_refused(says):
             await client.responses.retrieve("resp_1")
 
 
-def test_conversations_share_their_tenants_room_with_responses(tmp_path, monkeypatch):
+def test_of_a_tenants_conversations_and_responses_the_oldest_and_the_expired_are_removed(
+    tmp_path, monkeypatch
+):
+    """They share its room; what others have stays, and is not found by it."""
     now = 1000.0
     monkeypatch.setattr(responses_store.time, "time", lambda: now)
     store = ConversationStore(tmp_path, 100, 60.0)
+    of_another = responses_store.StoredResponse("other", "", b"", b"x" * 90)
+    store.add("b", of_another)
+    for number in range(5):
+        store.add("a", responses_store.StoredResponse(f"r{number}", "", b"[]", b"x" * 38))
 
     def kept():
         names = []
-        for read, name in (
-            (store.get, "r"),
-            (store.conversation, "c0"),
-            (store.conversation, "c1"),
-        ):
+        reads = [(store.get, one) for one in ("other", *(f"r{n}" for n in range(5)), "r")]
+        for read, name in (*reads, (store.conversation, "c0"), (store.conversation, "c1")):
             with contextlib.suppress(responses_store.HttpError):
                 names.append(read("a", name)[0])
         return names
 
+    assert kept() == ["r3", "r4"]
+    for name in ("r3", "r4"):
+        store.delete("a", name)
     store.create_conversation("a", StoredConversation("c0", 1, b"{}"), [StoredItem("i", b"x" * 28)])
     now += 1.0
     store.add("a", responses_store.StoredResponse("r", "", b"[]", b"x" * 28))
@@ -249,6 +256,7 @@ def test_conversations_share_their_tenants_room_with_responses(tmp_path, monkeyp
     store.add_items("a", "c0", [StoredItem("k", b"x" * 28)])  # now r is the oldest
     assert kept() == ["c0", "c1"]
     assert store.context("a", "", "c0", {}).before == [b"[%b,%b]" % (b"x" * 28, b"x" * 28)]
+    assert store.get("b", "other") == of_another
     now += 61.0
     assert kept() == []
     store.add("a", responses_store.StoredResponse("s", "", b"", b"x"))

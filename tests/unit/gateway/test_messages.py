@@ -9,10 +9,9 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.gateway.messages import parse_message
 from baton.v1 import common_pb2, inference_pb2
-from router.admission.tenants import Tenants
 from tests.unit.router.scripted_workers import seen
 
-from .conftest import CALLS, rejected
+from .conftest import CALLS, rejected, tenants_of
 
 TOOLS = [
     {"name": "f", "description": "d", "input_schema": {"type": "object"}},
@@ -377,10 +376,8 @@ async def test_a_bad_field_is_refused_by_its_name_here(says):
 
 
 async def test_refusals_are_in_anthropics_format(gateway_of, client_of, tmp_path):
-    (tmp_path / "key").write_text("secret")
-    file = tmp_path / "tenants.toml"
-    file.write_text('[tenants.a]\nkey_files = ["key"]\nrequests_per_minute = 2\n')
-    gateway = await gateway_of(tenants=Tenants(file))
+    limited = '[tenants.a]\nkey_files = ["secret"]\nrequests_per_minute = 2'
+    gateway = await gateway_of(tenants=tenants_of(tmp_path, limited, "secret"))
 
     async def refused(key="secret", path="/v1/messages", **settings):
         body = {**ASKED, "max_tokens": 2, **settings}
@@ -427,18 +424,15 @@ async def test_an_overload_is_529(gateway_of, client_of):
     assert full.value.response.headers["retry-after"]
 
 
-async def test_models_are_listed_for_anthropics_client(gateway, client_of):
-    async with client_of(gateway) as client:
-        (model,) = [one async for one in client.models.list()]
-        assert model == await client.models.retrieve("tiny")
-    assert (model.id, model.display_name, model.max_input_tokens) == ("tiny", "tiny", 32)
-
-
 async def test_models_are_listed_in_pages_where_they_are_asked_for(gateway, client_of):
     names = ["tiny", "b", "c", "d", "e", "f"]
     gateway.service.models._aliases.update(dict.fromkeys(names[1:], "tiny"))
     async with client_of(gateway) as client:
-        assert [one.id for one in (await client.models.list()).data] == names
+        listed = (await client.models.list()).data
+        assert [one.id for one in listed] == names
+        tiny = listed[0]
+        assert (tiny.display_name, tiny.max_input_tokens) == ("tiny", 32)
+        assert await client.models.retrieve("tiny") == tiny
         page = await client.models.list(limit=4)
         assert [one.id for one in page.data] == names[:4] and page.has_more
         assert [one.id async for one in page] == names

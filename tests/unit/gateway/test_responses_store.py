@@ -217,29 +217,3 @@ async def test_requests_at_once_are_no_more_in_the_background_than_fit(says, con
             if response not in refused:
                 await client.responses.cancel(response.id)
         await gateway.idle()
-
-
-def test_the_oldest_and_the_expired_are_removed(tmp_path, monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr(responses_store.time, "time", lambda: now)
-    store = ResponseStore(tmp_path, 100, 60.0)
-    others = StoredResponse("other", "", b"", b"x" * 90)
-    store.add("b", others)
-    for number in range(5):
-        store.add("a", StoredResponse(f"r{number}", "", b"[]", b"x" * 38))
-    kept = [one.id for one in (found(store, "a", f"r{n}") for n in range(5)) if one]
-    assert kept == ["r3", "r4"]
-    assert found(store, "b", "other") == others and not found(store, "a", "other")
-    now += 61.0
-    assert not found(store, "a", "r4")
-    store.add("a", StoredResponse("new", "", b"", b"x"))
-    assert store._row("SELECT COUNT(*) FROM responses")[0] == 1
-    store.close()
-
-
-def found(store, tenant, response_id):
-    try:
-        return store.get(tenant, response_id)
-    except responses_store.HttpError as error:
-        assert error.status == 404
-        return None
