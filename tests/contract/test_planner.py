@@ -19,13 +19,11 @@ from baton.registry import EtcdRegistry
 from baton.registry.election import Election, LedKey
 from baton.registry.etcd_client import EtcdClient
 from baton.telemetry.metrics.prometheus import Recorder
-from baton.v1 import common_pb2, fleet_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import fleet_pb2, worker_pb2, worker_pb2_grpc
+from tests.unit.planner import test_observer as observed
 from tests.waiting import WAIT_S, eventually
 
-ROLES = {
-    "prefill": common_pb2.WORKER_ROLE_PREFILL,
-    "decode": common_pb2.WORKER_ROLE_DECODE,
-}
+ROLES = {"prefill": observed.PREFILL, "decode": observed.DECODE}
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +156,7 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
 class Cluster:
     """One router and four workers, which all are at one address.
 
-    1,000 requests a second of 100 prompt tokens, which five prefill workers could compute.
+    1,000 requests a second of 75 prompt tokens to compute, for which four prefill workers do.
     """
 
     def __init__(self, address):
@@ -171,30 +169,13 @@ class Cluster:
         if self.away:
             return {"r": None}
         requests = int(1000 * (asyncio.get_running_loop().time() - self.began))
-        counts = fleet_pb2.RouterCounts(
-            admitted=requests,
-            ended={"OK": requests},
-            prompt_tokens=100 * requests,
-            output_tokens=requests,
-        )
-        traffic = fleet_pb2.ModelTraffic(model="m", counts=counts)
-        router = fleet_pb2.RouterStatus(incarnation="r", traffic=[traffic])
-        load = worker_pb2.Load(prefill_tokens_per_s=2e4, step_ms=1.0)
+        load = {"prefill_tokens_per_s": 2e4, "step_ms": 1.0}
+        record = {"address": self.address, "max_batch": 64, "model": "m", "blocks_total": 0}
         workers = [
-            fleet_pb2.WorkerStatus(
-                record=common_pb2.WorkerRecord(
-                    incarnation=name,
-                    role=ROLES[role],
-                    address=self.address,
-                    max_batch=64,
-                    model="m",
-                ),
-                load=load,
-                state="READY",
-            )
+            observed.worker(name, ROLES[role], load=load, **record)
             for name, role in self.roles.items()
         ]
-        return {"r": fleet_pb2.GetStatusResponse(router=router, workers=workers)}
+        return {"r": observed.status(observed.router("r", requests, of=("m", "")), workers)}
 
 
 @pytest.fixture
@@ -253,7 +234,7 @@ async def test_the_leader_changes_roles_and_the_others_answer_with_its_plan(conf
     cluster = Cluster(worker.address)
     async with planning(config, "first", cluster, apply=True) as (first, leading):
         await until(lambda: worker.roles)
-        assert set(worker.roles) == {common_pb2.WORKER_ROLE_PREFILL}
+        assert set(worker.roles) == {observed.PREFILL}
         await until(lambda: flips(first, "done"))
         async with planning(config, "second", cluster, apply=True) as (second, following):
             await until(lambda: second.published.plan.flipped_ms)
