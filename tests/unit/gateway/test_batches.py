@@ -202,8 +202,9 @@ async def test_a_line_that_is_refused_waits_and_is_not_given_up(gateway, errors)
     assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0} and not left
 
 
-async def test_a_line_that_fails_again_and_again_is_given_up(gateway):
+async def test_a_line_that_fails_again_and_again_is_given_up(gateway, monkeypatch):
     """As one may that ends every worker it comes to."""
+    monkeypatch.setattr(batch_runner, "_MAX_FAILURES", 2)
 
     async def fails(*args):
         gateway.decode.requests.clear()

@@ -396,36 +396,36 @@ async def test_service_tiers_are_priorities_and_are_returned(gateway):
 OBJECT, SCHEMA = '{"type": "object"}', {"type": "array", "items": {"type": "integer"}}
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
-        ("response_format", {"type": "text"}, None),
-        ("response_format", {"type": "json_object"}, {"json_schema": OBJECT}),
-        (
-            "response_format",
-            {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}},
-            {"json_schema": json.dumps(SCHEMA)},
-        ),
-        ("guided_json", SCHEMA, {"json_schema": json.dumps(SCHEMA)}),
-        ("guided_json", OBJECT, {"json_schema": OBJECT}),
-        ("guided_regex", "a+", {"regex": "a+"}),
-        ("guided_choice", ["a", "b"], {"choice": ["a", "b"]}),
-        ("guided_grammar", 'start: "a"', {"grammar": 'start: "a"'}),
-        ("structured_outputs", {"json": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}),
-        ("structured_outputs", {"json_object": True}, {"json_schema": OBJECT}),
-        ("structured_outputs", {"regex": "a+"}, {"regex": "a+"}),
-    ],
-)
-async def test_a_restriction_reaches_both_workers(gateway, field, value, expected):
-    for send in (gateway.complete, gateway.chat):
-        assert (await send(ignore_eos=False, **{field: value})).status_code == 200
-    specs = [request.sequence for request in gateway.cluster.prefills[0].requests]
-    specs += [request.sequence for request in gateway.decode.requests]
-    assert len(specs) == 4
-    for spec in specs:
-        assert spec.sampling.HasField("structured_output") is (expected is not None)
-        message = common_pb2.StructuredOutput(**(expected or {}))
-        assert spec.sampling.structured_output == message
+RESTRICTIONS = [
+    ("response_format", {"type": "text"}, None),
+    ("response_format", {"type": "json_object"}, {"json_schema": OBJECT}),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}},
+        {"json_schema": json.dumps(SCHEMA)},
+    ),
+    ("guided_json", SCHEMA, {"json_schema": json.dumps(SCHEMA)}),
+    ("guided_json", OBJECT, {"json_schema": OBJECT}),
+    ("guided_regex", "a+", {"regex": "a+"}),
+    ("guided_choice", ["a", "b"], {"choice": ["a", "b"]}),
+    ("guided_grammar", 'start: "a"', {"grammar": 'start: "a"'}),
+    ("structured_outputs", {"json": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}),
+    ("structured_outputs", {"json_object": True}, {"json_schema": OBJECT}),
+    ("structured_outputs", {"regex": "a+"}, {"regex": "a+"}),
+]
+
+
+async def test_a_restriction_reaches_both_workers(gateway):
+    for field, value, expected in RESTRICTIONS:
+        for send in (gateway.complete, gateway.chat):
+            assert (await send(ignore_eos=False, **{field: value})).status_code == 200
+        specs = [request.sequence for request in gateway.cluster.prefills[0].requests[-2:]]
+        specs += [request.sequence for request in gateway.decode.requests[-2:]]
+        assert len({spec.handoff_id for spec in specs}) == 2 and len(specs) == 4
+        for spec in specs:
+            assert spec.sampling.HasField("structured_output") is (expected is not None), field
+            message = common_pb2.StructuredOutput(**(expected or {}))
+            assert spec.sampling.structured_output == message
 
 
 @pytest.mark.parametrize(
