@@ -242,19 +242,6 @@ def test_a_custom_input_is_the_same_at_every_cut():
             assert text == PATCH + "\ufffd\u00e9"
 
 
-async def test_a_cut_output_is_incomplete(says):
-    gateway = await says(CALLS.partition("1}}")[0], common_pb2.FINISH_REASON_LENGTH)
-    asked = {"model": "tiny", "input": "Hi", "tools": TOOLS}
-    async with client_of(gateway) as client:
-        whole = await client.responses.create(**asked)
-        events = [event async for event in await client.responses.create(**asked, stream=True)]
-    assert events[-1].type == "response.incomplete"
-    for answer in (whole, events[-1].response):
-        assert answer.status == "incomplete"
-        assert answer.incomplete_details.reason == "max_output_tokens"
-        assert [item.status for item in answer.output] == ["completed"] * 2 + ["incomplete"]
-
-
 async def test_tokenizing_ends_with_the_deadline(says, monkeypatch):
     gateway = await says("a")
 
@@ -305,20 +292,32 @@ async def test_work_on_threads_ends_with_the_deadline(says):
         wait(taken)
 
 
-async def test_an_output_without_text_has_an_empty_message(says):
-    gateway = await says("<think>Hm.</think>")
-    async with client_of(gateway) as client:
-        answer = await client.responses.create(model="tiny", input="Hi")
-    assert shown(answer.output) == [ITEMS[0], ("message", None, "", "completed")]
+LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
 
 
-async def test_a_stream_without_output_is_an_answer(says):
-    """All that there was is the beginning of reasoning."""
-    gateway = await says("<think>", common_pb2.FINISH_REASON_LENGTH)
+@pytest.mark.parametrize(
+    ("said", "reason", "items"),
+    [
+        (CALLS.partition("1}}")[0], LENGTH,
+         [*ITEMS[:2], ("function_call", "f", '{"a": ', "incomplete")]),
+        ("<think>Hm.</think>", STOP, [ITEMS[0], ("message", None, "", "completed")]),
+        ("<think>", LENGTH, []),  # all that there was is the beginning of reasoning
+    ],
+    ids=["a cut call", "no text", "nothing"],
+)  # fmt: skip
+async def test_an_output_may_be_cut_or_empty(says, said, reason, items):
+    gateway = await says(said, reason)
+    asked = {"model": "tiny", "input": "Hi", "tools": TOOLS}
     async with client_of(gateway) as client:
-        stream = await client.responses.create(model="tiny", input="Hi", stream=True)
-        kinds = [event.type async for event in stream]
-    assert kinds == ["response.created", "response.in_progress", "response.incomplete"]
+        whole = await client.responses.create(**asked)
+        events = [event async for event in await client.responses.create(**asked, stream=True)]
+    status = "incomplete" if reason == LENGTH else "completed"
+    assert events[-1].type == f"response.{status}"
+    assert (len(events) == 3) is (not items)  # its beginning, and its end
+    for answer in (whole, events[-1].response):
+        assert answer.status == status
+        assert reason == STOP or answer.incomplete_details.reason == "max_output_tokens"
+        assert shown(answer.output) == items
 
 
 async def test_text_is_parsed_by_its_schema(says):
