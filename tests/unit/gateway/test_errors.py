@@ -501,12 +501,16 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
     gateway = await gateway_of(default_timeout_s=3.0 if end == "deadline" else 600.0)
     gateway.decode.runs = [gateway.decode.flood] * n
     body = {"prompt": PROMPT, "n": n, "max_tokens": 5, "stream": True, "return_token_ids": True}
+    text = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n\r\n"
+    )
     gateway.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # soon full
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         client.settimeout(TIMEOUT_S)
         client.connect(("127.0.0.1", gateway.port))
-        client.sendall(raw_request(body))
+        client.sendall(head.encode() + text)
         # More than the sockets hold: a token takes six bytes. What is unread ends by itself.
         enough = 0 if end == "unread" else 100_000
         await seen(lambda: gateway.service.stats.counts.output_tokens > enough)
@@ -514,7 +518,8 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
             gateway.service.give_up()
         await gateway.idle()  # while nothing has been read
         await gateway.cluster.all_freed()
-        answer = await asyncio.to_thread(read_all, client)
+        with client.makefile("rb") as received:  # its end: no connection is kept for such a client
+            answer = await asyncio.to_thread(received.read)
     *_, last, done = answer.split(b"data: ")
     code = {"deadline": b"deadline_exceeded", "drain": b"unavailable", "unread": b"cancelled"}[end]
     assert b'"code":"' + code + b'"' in last
@@ -532,17 +537,6 @@ async def test_a_stream_that_waits_is_kept_alive_and_its_error_is_an_event(gatew
         error, done = [line async for line in lines if line.startswith("data: ")]
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
     assert done == "data: [DONE]"
-
-
-def raw_request(body):
-    text = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n"
-    return head.encode() + b"content-type: application/json\r\n\r\n" + text
-
-
-def read_all(client):
-    """Up to the end of the connection, which is not kept for a client that did not read."""
-    return b"".join(iter(lambda: client.recv(1 << 20), b""))
 
 
 @pytest.mark.parametrize(("stream", "n"), [(False, 1), (True, 1), (False, 3)])

@@ -1,7 +1,6 @@
 """The page at `/`, as a headless Chromium shows it: skipped where none is installed."""
 
 import asyncio
-import base64
 import json
 import re
 import shutil
@@ -83,9 +82,6 @@ class Page:
 
     def texts(self, of):
         return self.value(f"[...document.querySelectorAll('{of}')].map((one) => one.textContent)")
-
-    async def screenshot(self, file):
-        file.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot"))["data"]))
 
 
 @pytest.fixture(scope="module")
