@@ -194,6 +194,18 @@ async def test_ready_for_what_is_not_next_or_over_no_link_grants_nothing(join, c
     prefill.links.release(link)
 
 
+async def test_descriptors_that_differ_are_named_before_anything_is_sent(join):
+    other = common_pb2.KvDescriptor()
+    other.CopyFrom(DESCRIPTOR)
+    other.layout_version = 3
+    prefill, decode = await join("memory", prefill={"kv": other})
+    aborts = []
+    decode.before["abort"] = aborts.append
+    with pytest.raises(errors.KvMismatch, match=r"prefill p and decode d.*layout_version: 3 != 0"):
+        await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
+    assert aborts == []  # nothing was granted, so there is nothing to take back
+
+
 async def test_a_link_that_fails_after_its_waiters_were_cancelled_is_not_reported(join):
     prefill, decode = await join("memory")
     asked, reported = asyncio.Event(), []
@@ -232,6 +244,12 @@ async def test_a_sender_that_offers_and_does_not_come_holds_up_nothing():
     for endpoint in endpoints:
         with pytest.raises(errors.TransferFailed, match="no such receiver"):
             TRANSPORTS["shm"]().connect(decode.pool, endpoint, 1.0)
+
+
+async def test_shm_is_not_chosen_between_hosts(join):
+    prefill, decode = await join("shm", decode={"host": "elsewhere"})
+    with pytest.raises(errors.KvMismatch, match=r"different hosts.*different machines"):
+        await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
 
 
 class Sightless(StandIn):
