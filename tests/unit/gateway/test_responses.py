@@ -278,7 +278,7 @@ async def test_work_on_threads_ends_with_the_deadline(says):
         {"messages": [message], "bad_words": ["x" * 200] * 100},
     ]
     try:
-        assert (await gateway.chat()).status_code == 200
+        assert (await gateway.chat({"x-request-timeout": "20"})).status_code == 200
         for body in bodies:
             sent = gateway.client.post("/v1/chat/completions", json=body, headers=late)
             answer = await asyncio.wait_for(sent, WAIT_S)
