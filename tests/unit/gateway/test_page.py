@@ -35,6 +35,10 @@ class Page:
         for domain in ("Runtime", "Log", "Page"):
             await self.call(f"{domain}.enable")
         await self.call("Page.navigate", url=url)
+        await self.loaded()
+
+    async def loaded(self):
+        """Returns once it knows its model, without which it cannot ask."""
         await self.until("document.readyState === 'complete' && !$('model').value.startsWith('no')")
 
     async def call(self, method, **params):
@@ -254,6 +258,7 @@ async def test_a_chat_is_there_after_a_reload_also_in_the_midst_of_an_answer(pag
     await page.until("document.querySelectorAll('.text')[1]?.textContent === 'abc'")
     await page.call("Page.reload")
     await page.until("document.querySelector('.stats button')?.textContent === 'Regenerate'")
+    await page.loaded()
     assert await page.texts(".text") == ["<b>Hi</b>", "abc"]
     await page.send("more")
     await page.until("!running && document.querySelectorAll('.text').length === 4")
