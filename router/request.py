@@ -319,10 +319,7 @@ class RequestState:
             self.route.transport = message.committed.transport
 
     def record_cached(self, num_tokens: int) -> None:
-        """Stores how many prompt tokens came from a cache; the first attempt's count stays.
-
-        To a worker, tokens that another router delivered are prompt, too.
-        """
+        """Stores how many tokens the first attempt found cached, of the prompt: not resumed ones."""
         if self.cached_tokens is None:
             self.cached_tokens = min(num_tokens, len(self.request.prompt))
 

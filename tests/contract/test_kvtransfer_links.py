@@ -163,9 +163,7 @@ def test_a_stranger_that_reaches_the_port_cannot_join_and_a_new_link_opens(gloo_
     again = Pair(transport, gloo_pair.source, pool)
     sent, arrived = again.move(slots(4, 1), slots(4, 1))
     assert sent.value == arrived.value
-    again.link.close()
-    again.listener.close()
-    again.thread.shutdown()
+    again.close()
 
 
 @pytest.mark.parametrize("stranger", ["sender", "receiver"])

@@ -116,8 +116,9 @@ def test_every_receiver_gets_each_of_its_heads_once_from_one_that_holds_it():
     assert [(one.sender, one.receiver) for one in replicated] == [(n, n) for n in range(4)]
 
 
+@contextlib.contextmanager
 def remote_ends():
-    """A link between two pools of which each is on another host, connected."""
+    """A link between two pools of which each is on another host, connected, and the target."""
     transport = GlooTransport("127.0.0.1", STAGING_BYTES)
     source, target = make_pool(1), make_pool(2)
     sender, receiver = (across_hosts([None, pool], transport)[1] for pool in (source, target))
@@ -126,40 +127,34 @@ def remote_ends():
         accepted = thread.submit(listener.accept, 5.0)
         link = sender.connect(transport, listener.endpoint, 5.0)
         accepted.result()
-    return source, target, link, listener
-
-
-def test_a_receive_on_another_host_that_was_given_up_writes_nothing_more():
-    source, target, link, listener = remote_ends()
-    content, posted = target.tensor.clone(), threading.Event()
-    with ThreadPoolExecutor(1) as thread:
-        receive = thread.submit(listener.receive, slots(8, 3, 4), RemoteChecksum(), 1.0, posted.set)
-        assert posted.wait(WAIT_S)
-        listener.abort()
-        with pytest.raises(TransferFailed):
-            receive.result(WAIT_S)
-    with contextlib.suppress(TransferFailed):  # its group is gone, but it may not know that yet
-        link.put(slots(8, 1, 2), slots(8, 3, 4), RemoteChecksum(), 1.0)
+    yield link, listener, target
     for end in (link, listener):
         end.close()
     for served in (one for one in threading.enumerate() if one.name == "kv-served"):
         served.join(WAIT_S)
         assert not served.is_alive()
-    assert target.tensor.equal(content)
     for pool in (source, target):
         pool.area.close()
+
+
+def test_a_receive_on_another_host_that_was_given_up_writes_nothing_more():
+    with remote_ends() as (link, listener, target), ThreadPoolExecutor(1) as thread:
+        content, posted = target.tensor.clone(), threading.Event()
+        receive = thread.submit(listener.receive, slots(8, 3, 4), RemoteChecksum(), 1.0, posted.set)
+        assert posted.wait(WAIT_S)
+        listener.abort()
+        with pytest.raises(TransferFailed):
+            receive.result(WAIT_S)
+        with contextlib.suppress(TransferFailed):  # its group is gone, but it may not know that yet
+            link.put(slots(8, 1, 2), slots(8, 3, 4), RemoteChecksum(), 1.0)
+    assert target.tensor.equal(content)
 
 
 def test_a_call_that_fails_on_another_host_says_why_and_one_that_hangs_ends(monkeypatch):
     monkeypatch.setattr(remote_pool, "_ANSWER_S", 0.1)
-    source, target, link, listener = remote_ends()
-    checksum = RemoteChecksum()
-    with pytest.raises(TransferFailed, match="on another host: gloo: send failed"):
-        link.put(slots(4, 1), slots(4, 3), checksum, 0.1)  # no receive is posted
-    monkeypatch.setattr(remote_pool._ServedEnd, "_result", lambda *_: time.sleep(0.5))
-    with pytest.raises(TransferFailed, match="does not answer"):
-        listener.accept(0.1)
-    for end in (link, listener):
-        end.close()
-    for pool in (source, target):
-        pool.area.close()
+    with remote_ends() as (link, listener, _):
+        with pytest.raises(TransferFailed, match="on another host: gloo: send failed"):
+            link.put(slots(4, 1), slots(4, 3), RemoteChecksum(), 0.1)  # no receive is posted
+        monkeypatch.setattr(remote_pool._ServedEnd, "_result", lambda *_: time.sleep(0.5))
+        with pytest.raises(TransferFailed, match="does not answer"):
+            listener.accept(0.1)

@@ -19,13 +19,11 @@ from baton.registry import EtcdRegistry
 from baton.registry.election import Election, LedKey
 from baton.registry.etcd_client import EtcdClient
 from baton.telemetry.metrics.prometheus import Recorder
-from baton.v1 import common_pb2, fleet_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import fleet_pb2, worker_pb2, worker_pb2_grpc
+from tests.unit.planner import test_observer as observed
 from tests.waiting import WAIT_S, eventually
 
-ROLES = {
-    "prefill": common_pb2.WORKER_ROLE_PREFILL,
-    "decode": common_pb2.WORKER_ROLE_DECODE,
-}
+ROLES = {"prefill": observed.PREFILL, "decode": observed.DECODE}
 
 
 @pytest.fixture(scope="module")
@@ -99,19 +97,15 @@ async def test_one_leads_and_another_follows_at_once_when_it_resigns(config):
         await until(lambda: second.left_s)
 
 
-async def test_a_leader_that_lives_renews_its_lease(config):
-    async with standing(with_lease(config, 2), "only") as (election, _):
-        await until(lambda: election.left_s)
-        until_s = election._until
-        await until(lambda: election._until > until_s)
-
-
 async def test_when_the_leader_dies_another_leads_and_never_both(config, client):
+    """One that lives renews its lease."""
     both = []
     async with contextlib.AsyncExitStack() as life:
         first_config = with_lease(config, 2)
         first, _ = await life.enter_async_context(crashing(client, first_config, "first"))
         await until(lambda: first.left_s)
+        until_s = first._until
+        await until(lambda: first._until > until_s)
         async with standing(config, "second") as (second, _):
 
             async def watch():
@@ -162,7 +156,7 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
 class Cluster:
     """One router and four workers, which all are at one address.
 
-    1,000 requests a second of 100 prompt tokens, which five prefill workers could compute.
+    1,000 requests a second of 75 prompt tokens to compute, for which four prefill workers do.
     """
 
     def __init__(self, address):
@@ -175,30 +169,13 @@ class Cluster:
         if self.away:
             return {"r": None}
         requests = int(1000 * (asyncio.get_running_loop().time() - self.began))
-        counts = fleet_pb2.RouterCounts(
-            admitted=requests,
-            ended={"OK": requests},
-            prompt_tokens=100 * requests,
-            output_tokens=requests,
-        )
-        traffic = fleet_pb2.ModelTraffic(model="m", counts=counts)
-        router = fleet_pb2.RouterStatus(incarnation="r", traffic=[traffic])
-        load = worker_pb2.Load(prefill_tokens_per_s=2e4, step_ms=1.0)
+        load = {"prefill_tokens_per_s": 2e4, "step_ms": 1.0}
+        record = {"address": self.address, "max_batch": 64, "model": "m", "blocks_total": 0}
         workers = [
-            fleet_pb2.WorkerStatus(
-                record=common_pb2.WorkerRecord(
-                    incarnation=name,
-                    role=ROLES[role],
-                    address=self.address,
-                    max_batch=64,
-                    model="m",
-                ),
-                load=load,
-                state="READY",
-            )
+            observed.worker(name, ROLES[role], load=load, **record)
             for name, role in self.roles.items()
         ]
-        return {"r": fleet_pb2.GetStatusResponse(router=router, workers=workers)}
+        return {"r": observed.status(observed.router("r", requests, of=("m", "")), workers)}
 
 
 @pytest.fixture
@@ -257,22 +234,12 @@ async def test_the_leader_changes_roles_and_the_others_answer_with_its_plan(conf
     cluster = Cluster(worker.address)
     async with planning(config, "first", cluster, apply=True) as (first, leading):
         await until(lambda: worker.roles)
-        assert set(worker.roles) == {common_pb2.WORKER_ROLE_PREFILL}
+        assert set(worker.roles) == {observed.PREFILL}
         await until(lambda: flips(first, "done"))
         async with planning(config, "second", cluster, apply=True) as (second, following):
             await until(lambda: second.published.plan.flipped_ms)
             assert second.published.plan.planner == "first" and not following.left_s
     assert not leading.left_s
-
-
-async def test_a_new_leader_takes_the_plan_over(config, worker):
-    cluster = Cluster(worker.address)
-    async with planning(config, "first", cluster, min_decode=3) as (first, _):
-        await until(lambda: first.published.plan.roles)
-        wanted = first.published.wanted("decode")
-    async with planning(config, "second", cluster, window_s=1e6, cooldown_s=1e6) as (second, _):
-        await until(lambda: second.published.plan.planner == "second")
-        assert second.published.wanted("decode") == wanted == 3
 
 
 async def test_a_worker_that_refuses_is_reported_and_tried_again(config, worker):

@@ -116,6 +116,21 @@ async def until_connected(membership, connected):
     await until(membership, lambda _: membership.connected is connected)
 
 
+@contextlib.asynccontextmanager
+async def names_of(membership):
+    """All sets of members that a watch has while this lasts."""
+    seen = []
+
+    async def collect():
+        async for snapshot in membership.changes():
+            seen.append(set(snapshot))
+
+    collecting = asyncio.create_task(collect())
+    yield seen
+    collecting.cancel()
+    await asyncio.wait([collecting])
+
+
 def worker(name, role=WorkerRole.WORKER_ROLE_DECODE, state=READY):
     return WorkerRecord(incarnation=name, role=role, address="127.0.0.1:7001", state=state)
 
@@ -209,19 +224,13 @@ async def test_the_store_down_at_the_start_is_said_clearly(store, monkeypatch):
 async def test_members_of_a_wiped_store_register_again_and_are_not_missed_meanwhile(etcd):
     etcd.ttl(2)
     registry, gone = await etcd.registry(), await etcd.registry(wired=True)
-    seen = []
-
-    async def collect(membership):
-        async for snapshot in membership.changes():
-            seen.append(set(snapshot))
-
     async with (
         registry.register(worker("d1")) as registration,
         gone.register(worker("gone")),
         registry.watch() as membership,
+        names_of(membership) as seen,
     ):
         await until_names(membership, "d1", "gone")
-        collecting = asyncio.create_task(collect(membership))
         await etcd.stop()
         await etcd.cut(gone)
         await etcd.wipe()
@@ -231,7 +240,6 @@ async def test_members_of_a_wiped_store_register_again_and_are_not_missed_meanwh
         await until_names(membership, "d1")
         await registration.update(worker("d1", state=DRAINING))
         await until(membership, lambda now: now["d1"].state == DRAINING)
-    await collecting
     assert all("d1" in names for names in seen)
 
 
@@ -417,25 +425,18 @@ async def test_a_store_that_was_paused_for_longer_than_leases_live_loses_no_memb
     monkeypatch.setattr(etcd_registry, "GRACE_TTLS", 30)  # however busy the machine is
     registry, other = await etcd.registry(), await etcd.registry()
     names = {f"d{number}" for number in range(16)}
-    seen = []
-
-    async def collect(membership):
-        async for snapshot in membership.changes():
-            seen.append(set(snapshot))
-
     async with contextlib.AsyncExitStack() as stack:
         for name in sorted(names):
             await stack.enter_async_context(registry.register(worker(name)))
             await asyncio.sleep(0.05)
         membership = await stack.enter_async_context(other.watch())
-        collecting = asyncio.create_task(collect(membership))
+        seen = await stack.enter_async_context(names_of(membership))
         for pause_s in (2.1, 3.2):
             etcd.signal(signal.SIGSTOP)
             await asyncio.sleep(pause_s)
             etcd.signal(signal.SIGCONT)
             await asyncio.sleep(2.0)  # each has renewed its lease, or taken a new one
             await until(membership, lambda _: membership.connected and not membership.missing)
-        collecting.cancel()
     assert "is gone; registering again" in caplog.text, "no lease has ended: the pauses were short"
     assert all(snapshot == names for snapshot in seen)
 

@@ -8,10 +8,11 @@ from baton.cli import main as cli
 from baton.v1 import fleet_pb2
 from tests.unit.client.scripted_router import HELLO, ScriptedRouter
 
-BEST = fleet_pb2.Candidate(
-    prefill="p0", decode="d0", ttft_ms=12.34, tpot_ms=5.5, queue_tokens=70,
-    prefill_cached_tokens=32, decode_cached_tokens=16, same_host=True, score=364.36,
-)  # fmt: skip
+PLACED = {
+    "prefill": "p0", "decode": "d0", "ttft_ms": 12.34, "tpot_ms": 5.5, "queue_tokens": 70,
+    "prefill_cached_tokens": 32, "decode_cached_tokens": 16, "same_host": True, "score": 364.36,
+}  # fmt: skip
+BEST = fleet_pb2.Candidate(**PLACED)
 LEFT_OUT = fleet_pb2.Candidate(prefill="p0", decode="d1", refused="d1 is SILENT", score=400)
 
 
@@ -35,12 +36,7 @@ async def test_the_clients_explain(connect, serve):
         "refused": "", "decode_prefills": False, "prompt_tokens": 41, "tenant": "us", "queued": 3,
         "model": "",
         "candidates": [
-            {
-                "prefill": "p0", "decode": "d0", "refused": "", "ttft_ms": 12.34, "tpot_ms": 5.5,
-                "queue_tokens": 70, "prefill_cached_tokens": 32, "decode_cached_tokens": 16,
-                "same_host": True, "score": 364.36, "decode_prefills": False,
-                "handed_over_ttft_ms": 0.0,
-            }
+            {**PLACED, "refused": "", "decode_prefills": False, "handed_over_ttft_ms": 0.0}
         ],
     }  # fmt: skip
 

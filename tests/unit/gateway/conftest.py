@@ -5,13 +5,14 @@ import contextlib
 import json
 
 import httpx
+import openai
 import pytest
 
 from baton.config import DEMO_MODEL, ApiConfig
 from baton.gateway import responses_store
 from baton.gateway.routes import serving
 from baton.generation.structured_output import GrammarCompiler
-from baton.net.http_server import listen
+from baton.net.http_server import Connection, listen
 from baton.net.server import EventLoop
 from baton.v1 import common_pb2
 from router.admission.tenants import Tenants
@@ -90,6 +91,17 @@ class Gateway:
         await self._stack.aclose()
         await self.admission.aclose()
 
+    def watch(self):
+        """(request, caller) of every call of the service from now on."""
+        seen, generate = [], self.service.generate
+
+        def watched(request, caller, *args, **more):
+            seen.append((request, caller))
+            return generate(request, caller, *args, **more)
+
+        self.service.generate = watched
+        return seen
+
     async def idle(self):
         """Returns once no request runs."""
         async with asyncio.timeout(TIMEOUT_S):
@@ -122,6 +134,18 @@ class Gateway:
             return await events_of(response)
 
 
+def client_of(gateway, key="any"):
+    """OpenAI's client for a gateway; what it gets must be what its types say."""
+    return openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, _strict_response_validation=True
+    )
+
+
+def rejected(response):
+    """The status and the field that an error names."""
+    return response.status_code, response.json()["error"]["param"]
+
+
 async def events_of(response):
     lines = [line async for line in response.aiter_lines() if line]
     assert lines[-1] == "data: [DONE]"
@@ -146,6 +170,19 @@ async def gateway_of(tmp_path):
 async def gateway(gateway_of):
     """One of them, over one worker of each role."""
     return await gateway_of()
+
+
+@pytest.fixture
+def connections(monkeypatch):
+    """The server's, in the order in which they were made."""
+    made, found = Connection.connection_made, []
+
+    def connection_made(connection, transport):
+        made(connection, transport)
+        found.append(connection)
+
+    monkeypatch.setattr(Connection, "connection_made", connection_made)
+    return found
 
 
 @pytest.fixture
@@ -176,11 +213,16 @@ async def says(gateway_of, tmp_path, monkeypatch):
     return start
 
 
+def tenants_of(folder, text, *keys):
+    """Tenants by a file of this text, in which files of keys have the keys' names."""
+    for key in keys:
+        (folder / key).write_text(key)
+    (folder / "tenants.toml").write_text(text + "\n")
+    return Tenants(folder / "tenants.toml")
+
+
 @pytest.fixture
 def ann_and_bob(tmp_path):
     """Two tenants, whose keys are their names."""
-    file = tmp_path / "tenants.toml"
-    for name in ("ann", "bob"):
-        (tmp_path / name).write_text(name)
-    file.write_text('[tenants.a]\nkey_files = ["ann"]\n[tenants.b]\nkey_files = ["bob"]\n')
-    return Tenants(file)
+    text = '[tenants.a]\nkey_files = ["ann"]\n[tenants.b]\nkey_files = ["bob"]'
+    return tenants_of(tmp_path, text, "ann", "bob")

@@ -20,11 +20,10 @@ from baton.gateway import batch_process, batch_runner, batch_store, batches
 from baton.gateway.routes import frontend
 from baton.net import http_server
 from baton.v1 import common_pb2
-from router.admission.tenants import Tenants
 from tests.unit.router.scripted_workers import seen
 from tests.waiting import WAIT_S, eventually
 
-from .conftest import PROMPT
+from .conftest import PROMPT, tenants_of
 
 BODY = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
 URL = "/v1/completions"
@@ -122,21 +121,8 @@ async def results(gateway, batch):
     return [await content(gateway, batch[f"{kind}_file_id"]) for kind in ("output", "error")]
 
 
-@pytest.fixture
-def priorities(gateway, monkeypatch):
-    """Of the requests that were made, in their order."""
-    found, generate = [], gateway.service.generate
-
-    async def spy(request, *args, **more):
-        found.append(request.priority)
-        await generate(request, *args, **more)
-
-    monkeypatch.setattr(gateway.service, "generate", spy)
-    return found
-
-
-async def test_each_line_is_answered_as_a_request_of_its_own(gateway, priorities):
-    wrong = {**BODY, "max_tokens": -1}
+async def test_each_line_is_answered_as_a_request_of_its_own(gateway):
+    seen, wrong = gateway.watch(), {**BODY, "max_tokens": -1}
     urgent = {**BODY, "priority": "high", "stream": True, "ttft_target_ms": 1, "model": "tiny"}
     batch = await create(gateway, [line(0), line(1, wrong), line(2, urgent)], metadata={"a": "b"})
     assert (batch["status"], batch["metadata"]) == ("validating", {"a": "b"})
@@ -154,7 +140,7 @@ async def test_each_line_is_answered_as_a_request_of_its_own(gateway, priorities
     assert (bad["custom_id"], bad["response"]["status_code"]) == ("r1", 400)
     assert bad["response"]["request_id"]
     assert bad["response"]["body"]["error"]["param"] == "max_tokens"
-    assert priorities == [common_pb2.PRIORITY_LOW] * 2
+    assert [request.priority for request, _ in seen] == [common_pb2.PRIORITY_LOW] * 2
     await eventually(
         lambda: asyncio.sleep(0, gateway.service.batch_lines),
         {"completed": 2, "failed": 1}.__eq__, "counts",
@@ -164,16 +150,17 @@ async def test_each_line_is_answered_as_a_request_of_its_own(gateway, priorities
     )
 
 
-async def test_lines_ask_for_embeddings(gateway, priorities):
+async def test_lines_ask_for_embeddings(gateway):
+    seen = gateway.watch()
     url, body = "/v1/embeddings", {"input": [3, 4]}
     batch = await create(gateway, [line(0, body, url)], endpoint=url)
     ((answered,), _) = await results(gateway, await finished(gateway, batch))
     assert answered["response"]["request_id"]
     assert answered["response"]["body"]["data"][0]["embedding"] == [0, 3, 4]
-    assert priorities == [common_pb2.PRIORITY_LOW]
+    assert [request.priority for request, _ in seen] == [common_pb2.PRIORITY_LOW]
 
 
-async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api, monkeypatch):
+async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api):
     """The first one is stopped while lines run."""
     first = await gateway_of(api=api)
     held = []
@@ -182,13 +169,7 @@ async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api
     await completed(first, batch, 3)
     before = select(first, "SELECT * FROM chunks")
     second = await gateway_of(api=api)  # which waits for the lock
-    prompts = []
-    generate = second.service.generate
-    monkeypatch.setattr(
-        second.service,
-        "generate",
-        lambda *args, **more: (prompts.append(args), generate(*args, **more))[1],
-    )
+    prompts = second.watch()
     await asyncio.sleep(0.1)
     assert (await get(second, batch))["status"] == "in_progress" and not prompts
     await first._stack.aclose()
@@ -200,37 +181,30 @@ async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api
     assert set(before) < set(select(second, "SELECT * FROM chunks")) and len(prompts) == 5
 
 
-async def test_a_line_that_is_refused_waits_for_room(gateway, monkeypatch):
-    errors = [Overloaded("full", 0.01), Unavailable("none"), Unauthenticated("not now")] * 3
-    generate = gateway.service.generate
+@pytest.mark.parametrize(
+    "errors",
+    [
+        [Overloaded("full", 0.01), Unavailable("none"), Unauthenticated("not now")] * 3,
+        [Unavailable("no worker is ready")] * 2 * batch_runner._MAX_FAILURES,
+    ],
+    ids=["without room", "before anything has begun"],
+)
+async def test_a_line_that_is_refused_waits_and_is_not_given_up(gateway, errors):
+    left, generate = list(errors), gateway.service.generate
 
     async def refused(*args, **more):
-        if errors:
-            raise errors.pop()
-        await generate(*args, **more)
-
-    monkeypatch.setattr(gateway.service, "generate", refused)
-    batch = await finished(gateway, await create(gateway, [line(0), line(1)]))
-    assert batch["request_counts"]["completed"] == 2 and not errors
-
-
-async def test_a_line_that_nothing_has_begun_is_not_given_up(gateway, monkeypatch):
-    """However often no worker is there for it."""
-    left = [Unavailable("no worker is ready")] * 2 * batch_runner._MAX_FAILURES
-    generate = gateway.service.generate
-
-    async def unserved(*args, **more):
         if left:
             raise left.pop()
         await generate(*args, **more)
 
-    monkeypatch.setattr(gateway.service, "generate", unserved)
-    batch = await finished(gateway, await create(gateway, [line(0)]))
-    assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+    gateway.service.generate = refused
+    batch = await finished(gateway, await create(gateway, [line(0), line(1)]))
+    assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0} and not left
 
 
-async def test_a_line_that_fails_again_and_again_is_given_up(gateway):
+async def test_a_line_that_fails_again_and_again_is_given_up(gateway, monkeypatch):
     """As one may that ends every worker it comes to."""
+    monkeypatch.setattr(batch_runner, "_MAX_FAILURES", 2)
 
     async def fails(*args):
         gateway.decode.requests.clear()
@@ -367,12 +341,9 @@ async def test_a_tenant_has_its_own_files_batches_and_uploads(
     gateway_of, api, tmp_path, monkeypatch
 ):
     """Whatever its name."""
-    (tmp_path / "ann").write_text("ann-key")
-    (tmp_path / "bob").write_text("bob-key")
-    file = tmp_path / "tenants.toml"
-    file.write_text('[tenants.lock]\nkey_files = ["ann"]\n[tenants.bob]\nkey_files = ["bob"]\n')
-    gateway = await gateway_of(api=api, tenants=Tenants(file))
-    ann, bob = ({"authorization": f"Bearer {name}-key"} for name in ("ann", "bob"))
+    text = '[tenants.lock]\nkey_files = ["ann"]\n[tenants.bob]\nkey_files = ["bob"]'
+    gateway = await gateway_of(api=api, tenants=tenants_of(tmp_path, text, "ann", "bob"))
+    ann, bob = ({"authorization": f"Bearer {name}"} for name in ("ann", "bob"))
     batch = await create(gateway, [line(0)], ann)
     for path in (f"/v1/files/{batch['input_file_id']}", f"/v1/batches/{batch['id']}",
                  f"/v1/files/{batch['input_file_id']}/content"):  # fmt: skip
@@ -386,7 +357,7 @@ async def test_a_tenant_has_its_own_files_batches_and_uploads(
     (request,) = gateway.cluster.prefills[0].requests
     assert request.sequence.cache_salt == "lock/"
     monkeypatch.setattr(batches, "MAX_UPLOADS", 1)
-    slow = UPLOAD.replace(b"\r\n", b"\r\nauthorization: Bearer ann-key\r\n", 1) % 1000
+    slow = UPLOAD.replace(b"\r\n", b"\r\nauthorization: Bearer ann\r\n", 1) % 1000
     async with sending(gateway, slow):
         await eventually(
             lambda: upload(gateway, b"x", ann), lambda it: it.status_code == 429, "no limit"
@@ -444,6 +415,7 @@ async def test_what_a_form_may_be(gateway, monkeypatch):
         sent = {"content": form, "headers": {"content-type": kind}}
         answer = await gateway.client.post("/v1/files", **sent)
         assert (answer.status_code, "multipart/form-data" in answer.text) == (400, True)
+    assert (await upload(gateway, [line(0)], {"content-encoding": "gzip"})).status_code == 415
 
 
 async def test_a_tenants_share_of_the_disk_holds_for_uploads_and_results(
@@ -476,19 +448,6 @@ async def test_a_tenants_share_of_the_disk_holds_for_uploads_and_results(
     assert (refused.status_code, "--batch-disk" in refused.text) == (400, True)
     await gateway.client.delete(f"/v1/files/{batch['output_file_id']}")
     assert (await upload(gateway, [line(0)])).status_code == 200
-
-
-@pytest.fixture
-def connections(monkeypatch):
-    """The server's, in the order in which they were made."""
-    made, found = http_server.Connection.connection_made, []
-
-    def connection_made(connection, transport):
-        made(connection, transport)
-        found.append(connection)
-
-    monkeypatch.setattr(http_server.Connection, "connection_made", connection_made)
-    return found
 
 
 @contextlib.asynccontextmanager
@@ -725,11 +684,6 @@ async def test_the_port_for_lines_is_the_runners_alone(gateway, settings):
         for headers in ({}, {"x-baton-batch-secret": "x", "x-baton-batch-tenant": "default"}):
             answer = await client.post(URL, json=BODY, headers=headers)
             assert (answer.status_code, "batch runner" in answer.text) == (401, True)
-
-
-async def test_a_form_is_not_taken_compressed(gateway):
-    headers = {"content-encoding": "gzip"}
-    assert (await upload(gateway, [line(0)], headers)).status_code == 415
 
 
 def test_a_tenant_has_as_many_files_as_are_named(tmp_path, monkeypatch):

@@ -1,16 +1,13 @@
 """Tools and reasoning over HTTP, in OpenAI's shapes; the workers' model says what a test writes."""
 
 import json
-import threading
 
 import openai
 import pytest
 
-from baton.text import Tokenizer
 from baton.v1 import common_pb2
-from router.admission.chat import ChatFormats
 
-from .conftest import CALLS
+from .conftest import CALLS, rejected
 
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
@@ -158,7 +155,7 @@ async def test_the_model_is_told_of_allowed_tools_only(says):
     wrong = {"type": "function", "function": {"name": "w", "parameters": {"required": 5}}}
     refused = await gateway.chat(tools=[*TOOLS, wrong], tool_choice=allowed("auto", "w"))
     param = f"tools[{len(TOOLS)}].function.parameters"
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert rejected(refused) == (400, param)
     of_allowed = grammar()
     await gateway.chat(tools=TOOLS[1:], tool_choice="required", ignore_eos=False)
     assert grammar() == of_allowed
@@ -258,7 +255,7 @@ async def test_a_custom_tools_call_goes_back(says):
     }  # fmt: skip
     refused = await gateway.chat(tools=[*TOOLS, wrong], tool_choice="required", ignore_eos=False)
     param = f"tools[{len(TOOLS)}].custom.format.grammar.definition"
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+    assert rejected(refused) == (400, param), refused.text
 
 
 async def test_documents_and_a_template_of_the_routers_reach_the_prompt(says, tmp_path):
@@ -281,6 +278,9 @@ async def test_documents_and_a_template_of_the_routers_reach_the_prompt(says, tm
     for documents in ({}, ["a"]):
         refused = await gateway.chat(documents=documents)
         assert refused.json()["error"]["param"].startswith("documents")
+    gateway = await says("{}")  # a template that shows none
+    assert rejected(await gateway.chat(documents=[{"title": "T"}])) == (400, "documents")
+    assert (await gateway.chat(documents=[])).status_code == 200
 
 
 async def test_the_system_fingerprint_stands_for_the_routers_template_too(says, tmp_path):
@@ -293,39 +293,31 @@ async def test_the_system_fingerprint_stands_for_the_routers_template_too(says, 
     assert len(set(found)) == 3
 
 
-async def test_a_template_without_documents_refuses_them(says):
-    gateway = await says("{}")
-    refused = await gateway.chat(documents=[{"title": "T"}])
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "documents")
-    assert (await gateway.chat(documents=[])).status_code == 200
+WRONG = [
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
+    ({"tools": TOOLS * 65}, "tools"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"max_thinking_tokens": -1}, "max_thinking_tokens"),
+    ({"thinking_token_budget": -2}, "thinking_token_budget"),
+    ({"thinking_token_budget": 2, "max_thinking_tokens": 2}, "thinking_token_budget"),
+    ({"truncation_side": "right"}, "truncation_side"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    ({"repetition_detection": {}}, "repetition_detection"),
+    ({"best_of": 2}, "best_of"),
+    ({"regex": "a"}, "regex"),
+    ({"messages": [{"role": "assistant", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}]}]},
+     "messages[0].tool_calls[0].function.arguments"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
-        ({"tools": TOOLS * 65}, "tools"),
-        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
-        ({"max_thinking_tokens": -1}, "max_thinking_tokens"),
-        ({"thinking_token_budget": -2}, "thinking_token_budget"),
-        ({"thinking_token_budget": 2, "max_thinking_tokens": 2}, "thinking_token_budget"),
-        ({"truncation_side": "right"}, "truncation_side"),
-        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
-        ({"repetition_detection": {}}, "repetition_detection"),
-        ({"best_of": 2}, "best_of"),
-        ({"regex": "a"}, "regex"),
-        ({"messages": [{"role": "assistant", "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}]}]},
-         "messages[0].tool_calls[0].function.arguments"),
-    ],
-)  # fmt: skip
-async def test_a_bad_field_of_a_chat_is_refused_by_its_name_here(says, fields, param):
+async def test_a_bad_field_of_a_chat_is_refused_by_its_name_here(says):
     gateway = await says("x")
-    response = await gateway.chat(**fields)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    for fields, param in WRONG:
+        assert rejected(await gateway.chat(**fields)) == (400, param), fields
 
 
 @pytest.mark.parametrize(
@@ -339,23 +331,3 @@ async def test_reasoning_is_between_the_tokens_that_the_template_shows(says, beg
     message = answer["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "body"),
-    [
-        (Tokenizer, "bad_words", {"bad_words": ["x" * 200] * 100}),
-        (ChatFormats, "restrict", {"response_format": {"type": "json_object"}}),
-    ],
-)
-async def test_what_takes_long_is_not_done_on_the_event_loop(says, monkeypatch, owner, name, body):
-    work, threads = getattr(owner, name), []
-
-    def noted(*args):
-        threads.append(threading.current_thread())
-        return work(*args)
-
-    monkeypatch.setattr(owner, name, noted)
-    gateway = await says("{}")
-    assert (await gateway.chat(ignore_eos=False, max_tokens=5, **body)).status_code == 200
-    assert threads and threading.main_thread() not in threads

@@ -36,13 +36,15 @@ def sequences(gateway):
     return [request.sequence for request in gateway.cluster.prefills[0].requests]
 
 
-def service_with(generate):
-    """The part of a service that runs the choices of a body."""
-    return SimpleNamespace(
+async def run(generate, parsed, count):
+    """Runs the choices of a body by a service of which this is all."""
+    service = SimpleNamespace(
         deadline_of=lambda caller: math.inf,
         generate=generate,
         group=lambda caller, count: contextlib.nullcontext(caller),
     )
+    sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
+    await run_choices(service, parsed, Caller(), [sink] * count, None)
 
 
 async def test_a_completion_whole_and_streamed(gateway):
@@ -66,14 +68,25 @@ async def test_a_completion_whole_and_streamed(gateway):
     assert [reserve.stream_interval for reserve in gateway.decode.requests] == [16, 1, 1]
 
 
-async def test_an_answered_request_is_freed_without_a_garbage_collection(gateway):
+@contextlib.asynccontextmanager
+async def freed(*kinds):
+    """What a block makes of these types is freed soon, without a garbage collection."""
+
     def kept():
-        return {id(one) for one in gc.get_objects() if type(one) in (ParsedRequest, RequestState)}
+        return {id(one) for one in gc.get_objects() if type(one) in kinds}
 
     gc.collect()
     gc.disable()
     try:
         before = kept()  # of other tests
+        yield
+        await seen(lambda: kept() <= before)
+    finally:
+        gc.enable()
+
+
+async def test_an_answered_request_is_freed_without_a_garbage_collection(gateway):
+    async with freed(ParsedRequest, RequestState):
         await gateway.complete(n=2)
         await gateway.events("/v1/chat/completions")
         assert (await gateway.complete(prompt=[])).status_code == 400
@@ -81,25 +94,12 @@ async def test_an_answered_request_is_freed_without_a_garbage_collection(gateway
             assert (await gateway.complete(prompt=prompt)).status_code == 400
         call, go_on = await gateway.begun_with_three_choices()
         call.cancel()
-        await seen(lambda: kept() <= before)
-        go_on.set()
-    finally:
-        gc.enable()
+    go_on.set()
 
 
 async def test_a_closed_connection_is_freed_without_a_garbage_collection(gateway):
-    def kept():
-        return {id(one) for one in gc.get_objects() if type(one) is Connection}
-
-    gc.collect()
-    gc.disable()
-    try:
-        before = kept()
-        async with httpx.AsyncClient(base_url=gateway.url) as client:
-            assert (await client.get("/health")).status_code == 200
-        await seen(lambda: kept() <= before)
-    finally:
-        gc.enable()
+    async with freed(Connection), httpx.AsyncClient(base_url=gateway.url) as client:
+        assert (await client.get("/health")).status_code == 200
 
 
 async def test_an_answer_says_what_happened_to_it_when_it_is_asked(gateway):
@@ -266,12 +266,18 @@ async def test_the_likeliest_of_several_are_returned(gateway):
     assert answer["usage"]["completion_tokens"] == 3
 
 
-async def test_special_tokens_are_text_where_they_are_asked_for(gateway):
-    async def ends(request):
-        yield started()
-        yield first_token(0, common_pb2.FINISH_REASON_LENGTH)
+def ends_with(token_id, reason):
+    """A prefill worker's script of one token."""
 
-    gateway.cluster.prefills[0].scripts = [ends] * 2
+    async def script(request):
+        yield started()
+        yield first_token(token_id, reason)
+
+    return script
+
+
+async def test_special_tokens_are_text_where_they_are_asked_for(gateway):
+    gateway.cluster.prefills[0].scripts = [ends_with(0, LENGTH)] * 2
     texts = [
         (await gateway.complete(max_tokens=1, skip_special_tokens=skipped)).json()["choices"][0]
         for skipped in (True, False)
@@ -300,10 +306,7 @@ async def test_a_long_prompt_is_cut_and_bad_words_become_tokens(gateway):
 
 
 async def test_a_token_that_ended_an_output_is_its_stop_reason(gateway):
-    async def ends(request):
-        yield started()
-        yield first_token(105, common_pb2.FINISH_REASON_STOP)
-
+    ends = ends_with(105, common_pb2.FINISH_REASON_STOP)
     gateway.cluster.prefills[0].scripts = [ends] * 2
     (choice,) = (await gateway.complete(stop_token_ids=[105])).json()["choices"]
     assert (choice["text"], choice["stop_reason"]) == ("", 105)
@@ -350,15 +353,10 @@ async def test_settings_reach_the_workers_and_defaults_are_openais(gateway):
 
 
 async def test_priority_target_and_salt_reach_the_router(gateway):
-    asked, generate = [], gateway.service.generate
-
-    def watched(request, *args, **more):
-        asked.append(request)
-        return generate(request, *args, **more)
-
-    gateway.service.generate = watched
+    seen = gateway.watch()
     for value in ("low", "normal", "high", 1, 0, -1, None):
         await gateway.complete(priority=value, cache_salt="s", ttft_target_ms=9000)
+    asked = [request for request, _ in seen]
     low, normal, high = (common_pb2.PRIORITY_LOW, common_pb2.PRIORITY_NORMAL,
                          common_pb2.PRIORITY_HIGH)  # fmt: skip
     own = common_pb2.PRIORITY_UNSPECIFIED
@@ -381,19 +379,13 @@ async def test_the_end_user_reaches_the_fair_queue(gateway, monkeypatch):
 
 
 async def test_service_tiers_are_priorities_and_are_returned(gateway):
-    asked, generate = [], gateway.service.generate
-
-    def watched(request, *args, **more):
-        asked.append(request.priority)
-        return generate(request, *args, **more)
-
-    gateway.service.generate = watched
+    seen = gateway.watch()
     for tier in ("flex", "priority", "default", "auto"):
         answer = (await gateway.complete(service_tier=tier)).json()
         assert answer["service_tier"] == tier
     answer = (await gateway.complete(service_tier="priority", priority="low")).json()
     low, high = common_pb2.PRIORITY_LOW, common_pb2.PRIORITY_HIGH
-    assert asked == [low, high, 0, 0, low]
+    assert [request.priority for request, _ in seen] == [low, high, 0, 0, low]
     assert re.fullmatch("fp_[0-9a-f]{10}", answer["system_fingerprint"])
     (chunk, *_) = await gateway.events()
     assert chunk["system_fingerprint"] == answer["system_fingerprint"]
@@ -404,36 +396,36 @@ async def test_service_tiers_are_priorities_and_are_returned(gateway):
 OBJECT, SCHEMA = '{"type": "object"}', {"type": "array", "items": {"type": "integer"}}
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
-        ("response_format", {"type": "text"}, None),
-        ("response_format", {"type": "json_object"}, {"json_schema": OBJECT}),
-        (
-            "response_format",
-            {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}},
-            {"json_schema": json.dumps(SCHEMA)},
-        ),
-        ("guided_json", SCHEMA, {"json_schema": json.dumps(SCHEMA)}),
-        ("guided_json", OBJECT, {"json_schema": OBJECT}),
-        ("guided_regex", "a+", {"regex": "a+"}),
-        ("guided_choice", ["a", "b"], {"choice": ["a", "b"]}),
-        ("guided_grammar", 'start: "a"', {"grammar": 'start: "a"'}),
-        ("structured_outputs", {"json": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}),
-        ("structured_outputs", {"json_object": True}, {"json_schema": OBJECT}),
-        ("structured_outputs", {"regex": "a+"}, {"regex": "a+"}),
-    ],
-)
-async def test_a_restriction_reaches_both_workers(gateway, field, value, expected):
-    for send in (gateway.complete, gateway.chat):
-        assert (await send(ignore_eos=False, **{field: value})).status_code == 200
-    specs = [request.sequence for request in gateway.cluster.prefills[0].requests]
-    specs += [request.sequence for request in gateway.decode.requests]
-    assert len(specs) == 4
-    for spec in specs:
-        assert spec.sampling.HasField("structured_output") is (expected is not None)
-        message = common_pb2.StructuredOutput(**(expected or {}))
-        assert spec.sampling.structured_output == message
+RESTRICTIONS = [
+    ("response_format", {"type": "text"}, None),
+    ("response_format", {"type": "json_object"}, {"json_schema": OBJECT}),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}},
+        {"json_schema": json.dumps(SCHEMA)},
+    ),
+    ("guided_json", SCHEMA, {"json_schema": json.dumps(SCHEMA)}),
+    ("guided_json", OBJECT, {"json_schema": OBJECT}),
+    ("guided_regex", "a+", {"regex": "a+"}),
+    ("guided_choice", ["a", "b"], {"choice": ["a", "b"]}),
+    ("guided_grammar", 'start: "a"', {"grammar": 'start: "a"'}),
+    ("structured_outputs", {"json": SCHEMA}, {"json_schema": json.dumps(SCHEMA)}),
+    ("structured_outputs", {"json_object": True}, {"json_schema": OBJECT}),
+    ("structured_outputs", {"regex": "a+"}, {"regex": "a+"}),
+]
+
+
+async def test_a_restriction_reaches_both_workers(gateway):
+    for field, value, expected in RESTRICTIONS:
+        for send in (gateway.complete, gateway.chat):
+            assert (await send(ignore_eos=False, **{field: value})).status_code == 200
+        specs = [request.sequence for request in gateway.cluster.prefills[0].requests[-2:]]
+        specs += [request.sequence for request in gateway.decode.requests[-2:]]
+        assert len({spec.handoff_id for spec in specs}) == 2 and len(specs) == 4
+        for spec in specs:
+            assert spec.sampling.HasField("structured_output") is (expected is not None), field
+            message = common_pb2.StructuredOutput(**(expected or {}))
+            assert spec.sampling.structured_output == message
 
 
 @pytest.mark.parametrize(
@@ -457,13 +449,11 @@ async def test_prompts_that_come_together_share_what_is_the_same(gateway, more):
         kept.append(await admission.admit(request, math.inf, 32, "id", tenant, choices, number))
         sink.start(inference_pb2.Started())
 
-    service = service_with(generate)
-    sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
     before = resident_bytes()
     with contextlib.suppress(BatonError):
         parsed = parse_completion(body)
         assert resident_bytes() - before < 32 << 20
-        await run_choices(service, parsed, Caller(), [sink] * 1024, None)
+        await run(generate, parsed, 1024)
         assert len(kept) == 1024
     assert resident_bytes() - before < 32 << 20
 
@@ -491,10 +481,8 @@ async def test_others_have_a_turn_of_the_loop_between_two_choices(gateway):
         sink.start(inference_pb2.Started())
 
     parsed = parse_completion(json.dumps({"prompt": ["a"] * 20, "max_tokens": 1}).encode())
-    service = service_with(generate)
-    sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
     with turns_of_the_loop() as turn:
-        await run_choices(service, parsed, Caller(), [sink] * 20, None)
+        await run(generate, parsed, 20)
     assert len(set(entered)) == 20, entered
 
 
@@ -527,10 +515,7 @@ async def test_few_choices_of_a_request_run_at_a_time(gateway, monkeypatch, n):
         running -= 1
 
     body = {"prompt": ["a"] * (20 // n), "n": n, "max_tokens": 1}
-    service = service_with(generate)
-    sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
-    parsed = parse_completion(json.dumps(body).encode())
-    await run_choices(service, parsed, Caller(), [sink] * 20, None)
+    await run(generate, parse_completion(json.dumps(body).encode()), 20)
     assert most == 4
 
 

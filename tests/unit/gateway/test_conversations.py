@@ -13,9 +13,9 @@ from baton.gateway import conversation_store, responses_store
 from baton.gateway.conversation_store import ConversationStore, StoredConversation, StoredItem
 from tests.waiting import WAIT_S, eventually
 
-from .conftest import CALLS
+from .conftest import CALLS, client_of
 from .test_responses import TOOLS
-from .test_responses_store import LETTERS, TURNS, client_of, roles
+from .test_responses_store import LETTERS, TURNS, roles
 
 
 def message(text, role="user"):
@@ -183,18 +183,28 @@ async def test_items_are_sent_again_by_their_ids(says, config):
             assert refused.value.param == "input[1].id"
 
 
-async def test_conversations_and_items_are_their_tenants(says, config, ann_and_bob):
+async def test_responses_conversations_and_items_are_their_tenants(says, config, ann_and_bob):
     gateway = await says("abc", api=config, tenants=ann_and_bob)
     async with client_of(gateway, "ann") as ann, client_of(gateway, "bob") as bob:
         made = await ann.conversations.create(items=[message("Hi")])
         (item,) = (await ann.conversations.items.list(made.id)).data
         answer = await ann.responses.create(model="tiny", input="Hi")
-        for call in (bob.conversations.retrieve, bob.conversations.delete,
-                     bob.conversations.items.list):  # fmt: skip
-            with pytest.raises(openai.NotFoundError):
-                await call(made.id)
-        with pytest.raises(openai.BadRequestError, match="there is no conversation"):
-            await bob.responses.create(model="tiny", input="x", conversation=made.id)
+        assert (await ann.responses.retrieve(answer.id)).id == answer.id
+        responses, conversations = bob.responses, bob.conversations
+        for name, calls in (
+            (made.id, (conversations.retrieve, conversations.delete, conversations.items.list)),
+            (answer.id, (responses.retrieve, responses.delete, responses.cancel,
+                         responses.input_items.list)),
+        ):  # fmt: skip
+            for call in calls:
+                with pytest.raises(openai.NotFoundError):
+                    await call(name)
+        for name, field, kind in (
+            (made.id, "conversation", "conversation"),
+            (answer.id, "previous_response_id", "response"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=f"there is no {kind}"):
+                await responses.create(model="tiny", input="x", **{field: name})
         for name in (item.id, answer.output[0].id):
             with pytest.raises(openai.BadRequestError, match="there is no item"):
                 await bob.responses.create(model="tiny", input=[{"id": name}])
@@ -210,25 +220,34 @@ async def test_without_a_folder_they_are_refused(says):
             await client.responses.create(model="tiny", input="x", conversation="conv_1")
         with pytest.raises(openai.BadRequestError, match="--response-dir") as refused:
             await client.responses.create(model="tiny", input=[{"id": "msg_1"}])
-    assert refused.value.param == "input[0].id"
+        assert refused.value.param == "input[0].id"
+        with pytest.raises(openai.NotFoundError, match="--response-dir"):
+            await client.responses.retrieve("resp_1")
 
 
-def test_conversations_share_their_tenants_room_with_responses(tmp_path, monkeypatch):
+def test_of_a_tenants_conversations_and_responses_the_oldest_and_the_expired_are_removed(
+    tmp_path, monkeypatch
+):
+    """They share its room; what others have stays, and is not found by it."""
     now = 1000.0
     monkeypatch.setattr(responses_store.time, "time", lambda: now)
     store = ConversationStore(tmp_path, 100, 60.0)
+    of_another = responses_store.StoredResponse("other", "", b"", b"x" * 90)
+    store.add("b", of_another)
+    for number in range(5):
+        store.add("a", responses_store.StoredResponse(f"r{number}", "", b"[]", b"x" * 38))
 
     def kept():
         names = []
-        for read, name in (
-            (store.get, "r"),
-            (store.conversation, "c0"),
-            (store.conversation, "c1"),
-        ):
+        reads = [(store.get, one) for one in ("other", *(f"r{n}" for n in range(5)), "r")]
+        for read, name in (*reads, (store.conversation, "c0"), (store.conversation, "c1")):
             with contextlib.suppress(responses_store.HttpError):
                 names.append(read("a", name)[0])
         return names
 
+    assert kept() == ["r3", "r4"]
+    for name in ("r3", "r4"):
+        store.delete("a", name)
     store.create_conversation("a", StoredConversation("c0", 1, b"{}"), [StoredItem("i", b"x" * 28)])
     now += 1.0
     store.add("a", responses_store.StoredResponse("r", "", b"[]", b"x" * 28))
@@ -238,6 +257,7 @@ def test_conversations_share_their_tenants_room_with_responses(tmp_path, monkeyp
     store.add_items("a", "c0", [StoredItem("k", b"x" * 28)])  # now r is the oldest
     assert kept() == ["c0", "c1"]
     assert store.context("a", "", "c0", {}).before == [b"[%b,%b]" % (b"x" * 28, b"x" * 28)]
+    assert store.get("b", "other") == of_another
     now += 61.0
     assert kept() == []
     store.add("a", responses_store.StoredResponse("s", "", b"", b"x"))

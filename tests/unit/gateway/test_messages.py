@@ -9,10 +9,9 @@ import pytest
 from baton.errors import InvalidRequest
 from baton.gateway.messages import parse_message
 from baton.v1 import common_pb2, inference_pb2
-from router.admission.tenants import Tenants
 from tests.unit.router.scripted_workers import seen
 
-from .conftest import CALLS
+from .conftest import CALLS, rejected, tenants_of
 
 TOOLS = [
     {"name": "f", "description": "d", "input_schema": {"type": "object"}},
@@ -24,17 +23,12 @@ BLOCKS = [("thinking", "Hm."), ("text", "See:"), ("tool_use", {"a": 1}), ("tool_
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 
 
-@pytest.fixture
-def client_of():
+def client_of(gateway, **settings):
     """Anthropic's client for a gateway; what it gets must be what its types say."""
-
-    def client(gateway, **settings):
-        return anthropic.AsyncAnthropic(
-            base_url=gateway.url, max_retries=0, _strict_response_validation=True,
-            **{"api_key": "any", **settings},
-        )  # fmt: skip
-
-    return client
+    settings = {"api_key": "any", "max_retries": 0, **settings}
+    return anthropic.AsyncAnthropic(
+        base_url=gateway.url, _strict_response_validation=True, **settings
+    )
 
 
 def shown(content):
@@ -42,7 +36,7 @@ def shown(content):
     return [(b.type, b.input if b.type == "tool_use" else getattr(b, b.type)) for b in content]
 
 
-async def test_an_output_is_blocks_with_usage_and_reason(says, client_of):
+async def test_an_output_is_blocks_with_usage_and_reason(says):
     gateway = await says(CALLS)
     async with client_of(gateway) as client:
         answer = await client.messages.create(
@@ -60,7 +54,7 @@ async def test_an_output_is_blocks_with_usage_and_reason(says, client_of):
     assert usage.to_dict()["baton"][0]["attempts"] == 1
 
 
-async def test_the_stream_of_anthropics_client_is_the_whole_answer(says, client_of):
+async def test_the_stream_of_anthropics_client_is_the_whole_answer(says):
     gateway = await says(CALLS)
     async with client_of(gateway) as client:
         whole = await client.messages.create(**ASKED, tools=TOOLS)
@@ -129,7 +123,7 @@ async def test_an_agents_loop_of_20_turns_ends_with_its_answer(says):
     assert len({turn["content"][1].id for turn in turns}) == TURNS
 
 
-async def test_an_output_passed_back_is_one_turn_of_a_chat(says, client_of):
+async def test_an_output_passed_back_is_one_turn_of_a_chat(says):
     gateway = await says(CALLS)
     async with client_of(gateway) as client:
         first = await client.messages.create(**ASKED, tools=TOOLS)
@@ -253,7 +247,7 @@ def test_settings_are_those_of_a_chat():
          ("tool_use", None, BLOCKS[:3])),
     ],
 )  # fmt: skip
-async def test_why_an_output_ended(says, client_of, said, reason, asked, expected):
+async def test_why_an_output_ended(says, said, reason, asked, expected):
     gateway = await says(said, *[reason] * (reason is not None))
     async with client_of(gateway) as client:
         whole = await client.messages.create(**{**ASKED, **asked})
@@ -267,7 +261,7 @@ async def test_why_an_output_ended(says, client_of, said, reason, asked, expecte
         assert shown(streamed.content) == expected[2]
 
 
-async def test_thinking_that_is_omitted_is_an_empty_block(says, client_of):
+async def test_thinking_that_is_omitted_is_an_empty_block(says):
     gateway = await says(CALLS)
     thinking = {"type": "adaptive", "display": "omitted"}
     async with client_of(gateway) as client:
@@ -278,7 +272,7 @@ async def test_thinking_that_is_omitted_is_an_empty_block(says, client_of):
         assert answer.content[0].thinking == "" and answer.content[0].signature
 
 
-async def test_tools_that_are_not_here_are_dropped_and_named(says, client_of, caplog):
+async def test_tools_that_are_not_here_are_dropped_and_named(says, caplog):
     caplog.set_level("INFO")
     gateway = await says("abc")
     tools = [
@@ -294,7 +288,7 @@ async def test_tools_that_are_not_here_are_dropped_and_named(says, client_of, ca
     assert [tool.name for tool in parsed.base.chat.tools] == ["f", "g"] and request
 
 
-async def test_tokens_are_counted_as_they_are_used(says, client_of):
+async def test_tokens_are_counted_as_they_are_used(says):
     gateway = await says("abc")
     asked = {**ASKED, "system": "Be short.", "tools": TOOLS}
     async with client_of(gateway) as client:
@@ -323,7 +317,7 @@ async def test_an_idle_stream_gets_pings_after_its_beginning(gateway_of, says, m
     assert error["type"] == "error" and error["error"]["type"] == "api_error"
 
 
-async def test_a_failure_within_a_stream_is_an_error_of_the_client(says, client_of, monkeypatch):
+async def test_a_failure_within_a_stream_is_an_error_of_the_client(says, monkeypatch):
     gateway = await says(CALLS)
 
     def fail(self, finish):
@@ -376,11 +370,9 @@ async def test_a_bad_field_is_refused_by_its_name_here(says):
         assert named in answer["error"]["message"]
 
 
-async def test_refusals_are_in_anthropics_format(gateway_of, client_of, tmp_path):
-    (tmp_path / "key").write_text("secret")
-    file = tmp_path / "tenants.toml"
-    file.write_text('[tenants.a]\nkey_files = ["key"]\nrequests_per_minute = 2\n')
-    gateway = await gateway_of(tenants=Tenants(file))
+async def test_refusals_are_in_anthropics_format(gateway_of, tmp_path):
+    limited = '[tenants.a]\nkey_files = ["secret"]\nrequests_per_minute = 2'
+    gateway = await gateway_of(tenants=tenants_of(tmp_path, limited, "secret"))
 
     async def refused(key="secret", path="/v1/messages", **settings):
         body = {**ASKED, "max_tokens": 2, **settings}
@@ -413,7 +405,7 @@ async def test_refusals_are_in_anthropics_format(gateway_of, client_of, tmp_path
         assert limited.value.type == "rate_limit_error"
 
 
-async def test_an_overload_is_529(gateway_of, client_of):
+async def test_an_overload_is_529(gateway_of):
     gateway = await gateway_of(cluster={"max_queue": 1})
     await gateway.cluster.fill()
     async with client_of(gateway) as client:
@@ -427,18 +419,15 @@ async def test_an_overload_is_529(gateway_of, client_of):
     assert full.value.response.headers["retry-after"]
 
 
-async def test_models_are_listed_for_anthropics_client(gateway, client_of):
-    async with client_of(gateway) as client:
-        (model,) = [one async for one in client.models.list()]
-        assert model == await client.models.retrieve("tiny")
-    assert (model.id, model.display_name, model.max_input_tokens) == ("tiny", "tiny", 32)
-
-
-async def test_models_are_listed_in_pages_where_they_are_asked_for(gateway, client_of):
+async def test_models_are_listed_in_pages_where_they_are_asked_for(gateway):
     names = ["tiny", "b", "c", "d", "e", "f"]
     gateway.service.models._aliases.update(dict.fromkeys(names[1:], "tiny"))
     async with client_of(gateway) as client:
-        assert [one.id for one in (await client.models.list()).data] == names
+        listed = (await client.models.list()).data
+        assert [one.id for one in listed] == names
+        tiny = listed[0]
+        assert (tiny.display_name, tiny.max_input_tokens) == ("tiny", 32)
+        assert await client.models.retrieve("tiny") == tiny
         page = await client.models.list(limit=4)
         assert [one.id for one in page.data] == names[:4] and page.has_more
         assert [one.id async for one in page] == names
@@ -449,4 +438,4 @@ async def test_models_are_listed_in_pages_where_they_are_asked_for(gateway, clie
         assert (page.data, page.has_more, page.last_id) == ([], False, None)
     for field, value in (("limit", "0"), ("limit", "x"), ("after_id", "z"), ("before_id", "z")):
         answer = await gateway.client.get("/v1/models", params={field: value})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert rejected(answer) == (400, field)

@@ -1,11 +1,11 @@
 """The page at `/`, as a headless Chromium shows it: skipped where none is installed."""
 
 import asyncio
-import base64
-import contextlib
 import json
 import re
 import shutil
+import subprocess
+import time
 from functools import partial
 
 import aiohttp
@@ -29,12 +29,16 @@ class Page:
         self.complaints = []  # of its script, and of its policy
 
     async def open(self, url):
-        target = await self.call("Target.createTarget", url="about:blank")
-        session = await self.call("Target.attachToTarget", flatten=True, **target)
+        self.target = await self.call("Target.createTarget", url="about:blank")
+        session = await self.call("Target.attachToTarget", flatten=True, **self.target)
         self._session = {"sessionId": session["sessionId"]}
         for domain in ("Runtime", "Log", "Page"):
             await self.call(f"{domain}.enable")
         await self.call("Page.navigate", url=url)
+        await self.loaded()
+
+    async def loaded(self):
+        """Returns once it knows its model, without which it cannot ask."""
         await self.until("document.readyState === 'complete' && !$('model').value.startsWith('no')")
 
     async def call(self, method, **params):
@@ -83,42 +87,37 @@ class Page:
     def texts(self, of):
         return self.value(f"[...document.querySelectorAll('{of}')].map((one) => one.textContent)")
 
-    async def screenshot(self, file):
-        file.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot"))["data"]))
 
-
-@contextlib.asynccontextmanager
-async def chromium(folder):
-    """A browser's page, not opened yet."""
-    process = await asyncio.create_subprocess_exec(
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """The address of one browser for all tests here."""
+    if not CHROMIUM:
+        pytest.skip("Chromium is not installed")
+    folder = tmp_path_factory.mktemp("browser")
+    command = [
         CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
         "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank",
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while b"DevTools listening on " not in (line := await process.stderr.readline()):
-                assert line, "Chromium has ended"
-        url = line.decode().split()[-1]
-        drained = asyncio.create_task(process.stderr.read())
-        async with aiohttp.ClientSession() as session, session.ws_connect(url) as socket:
-            page = Page(socket)
-            yield page
-            page._session = {}
-            await page.call("Browser.close")
-        await drained
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+    ]  # fmt: skip
+    told, end, where = folder / "DevToolsActivePort", time.monotonic() + WAIT_S, []
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **quiet) as process:
+        try:
+            while len(where) < 2:  # a port and a path
+                assert process.poll() is None and time.monotonic() < end, "Chromium does not start"
+                time.sleep(0.02)
+                where = told.read_text().split() if told.exists() else []
+            yield "ws://127.0.0.1:{}{}".format(*where)
+        finally:
+            process.terminate()
 
 
 @pytest.fixture
-async def page(tmp_path):
-    if not CHROMIUM:
-        pytest.skip("Chromium is not installed")
-    async with chromium(tmp_path / "browser") as page:
+async def page(browser):
+    """A page of it, not opened yet."""
+    async with aiohttp.ClientSession() as session, session.ws_connect(browser) as socket:
+        page = Page(socket)
         yield page
+        await page.call("Target.closeTarget", **page.target)
 
 
 @pytest.fixture
@@ -259,6 +258,7 @@ async def test_a_chat_is_there_after_a_reload_also_in_the_midst_of_an_answer(pag
     await page.until("document.querySelectorAll('.text')[1]?.textContent === 'abc'")
     await page.call("Page.reload")
     await page.until("document.querySelector('.stats button')?.textContent === 'Regenerate'")
+    await page.loaded()
     assert await page.texts(".text") == ["<b>Hi</b>", "abc"]
     await page.send("more")
     await page.until("!running && document.querySelectorAll('.text').length === 4")

@@ -21,25 +21,12 @@ from router.output.output_parser import ParsedOutput
 from router.output.sink import Piece
 from tests.waiting import WAIT_S
 
-from .conftest import CALLS
+from .conftest import CALLS, client_of, rejected
 
 TOOLS = [
     {"type": "function", "name": "f", "parameters": {"type": "object"}},
     {"type": "function", "name": "g", "description": "d", "strict": True},
 ]
-
-
-@pytest.fixture
-def client_of():
-    """OpenAI's client for a gateway; what it gets must be what its types say."""
-
-    def client(gateway):
-        return openai.AsyncOpenAI(
-            base_url=f"{gateway.url}/v1", api_key="any", max_retries=0,
-            _strict_response_validation=True,
-        )  # fmt: skip
-
-    return client
 
 
 def shown(items):
@@ -59,7 +46,7 @@ ITEMS = [
 ]
 
 
-async def test_an_output_is_items_and_settings_come_back(says, client_of):
+async def test_an_output_is_items_and_settings_come_back(says):
     gateway = await says(CALLS)
     async with client_of(gateway) as client:
         answer = await client.responses.create(
@@ -80,7 +67,7 @@ async def test_an_output_is_items_and_settings_come_back(says, client_of):
     assert usage.to_dict()["baton"][0]["attempts"] == 1
 
 
-async def test_a_stream_tells_each_items_beginning_pieces_and_end(says, client_of):
+async def test_a_stream_tells_each_items_beginning_pieces_and_end(says):
     gateway = await says(CALLS)
     events = []
     async with (
@@ -125,7 +112,7 @@ def custom_call(arguments):
         ("{}", ""),
     ],
 )
-async def test_a_custom_tools_input_is_a_text(says, client_of, arguments, text):
+async def test_a_custom_tools_input_is_a_text(says, arguments, text):
     gateway = await says(custom_call(arguments))
     asked = {"model": "tiny", "input": "Hi", "tools": CUSTOM}
     asked["tool_choice"] = {"type": "custom", "name": "patch"} if text == PATCH else "auto"
@@ -142,7 +129,7 @@ async def test_a_custom_tools_input_is_a_text(says, client_of, arguments, text):
     assert text != PATCH or len(deltas) > 5
 
 
-async def test_a_custom_tools_input_matches_its_grammar(says, client_of):
+async def test_a_custom_tools_input_matches_its_grammar(says):
     """What the workers enforce: with a call that is required, as the format marks calls by text."""
     gateway = await says(custom_call(json.dumps({"input": "12"})))
     lark = {"type": "grammar", "syntax": "lark", "definition": 'start: "1" /[0-9]/'}
@@ -163,28 +150,7 @@ async def test_a_custom_tools_input_matches_its_grammar(says, client_of):
     assert await enforced(regex, "auto") == ""
 
 
-@pytest.mark.parametrize(
-    ("form", "param"),
-    [
-        ({"syntax": "lark", "definition": "start: A"}, "tools[0].format.definition"),
-        ({"syntax": "lark", "definition": "start: (/a/"}, "tools[0].format.definition"),
-        ({"syntax": "regex", "definition": "("}, "tools[0].format.definition"),
-        ({"syntax": "regex", "definition": "(?=a)"}, "tools[0].format.definition"),
-        ({"syntax": "lark"}, "tools[0].format.definition"),
-        ({"definition": "start: /a/"}, "tools[0].format.syntax"),
-        ({"syntax": "ebnf", "definition": "start: /a/"}, "tools[0].format.syntax"),
-        ({"syntax": "regex", "definition": ""}, "tools[0].format.definition"),
-    ],
-)
-async def test_a_wrong_grammar_of_a_custom_tool_is_refused(says, form, param):
-    gateway = await says("abc")
-    tool = {"type": "custom", "name": "patch", "format": {"type": "grammar", **form}}
-    body = {"input": "Hi", "tools": [tool], "tool_choice": "required"}
-    answer = await gateway.post("/v1/responses", body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
-
-
-async def test_tools_of_a_namespace_are_called_by_it(says, client_of):
+async def test_tools_of_a_namespace_are_called_by_it(says):
     """The prompt has its name before theirs; agents have a namespace for each MCP server."""
     function = {"type": "function", "name": "f", "description": "d", "parameters": {}}
     space = {
@@ -224,7 +190,8 @@ async def test_what_agents_send_beside_texts_is_dropped_and_named(says):
         {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]},
         {"role": "user", "content": "Why?"},
     ]
-    tools = [*TOOLS, {"type": "web_search"}]
+    other = {"type": "custom", "name": "apply_patch", "format": {"type": "diff"}}
+    tools = [*TOOLS, other, {"type": "web_search"}]
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [tools[0], tools[-1]]}
     body = {
         "input": items, "tools": tools, "tool_choice": choice, "max_tool_calls": 3,
@@ -232,9 +199,9 @@ async def test_what_agents_send_beside_texts_is_dropped_and_named(says):
     }  # fmt: skip
     answer = await gateway.post("/v1/responses", body)
     assert answer.status_code == 200, answer.text
-    assert (
-        answer.headers["x-baton-dropped-tools"] == "web_search, web_search_call, tool_search_call"
-    )
+    dropped = "custom.diff, web_search, web_search_call, tool_search_call"
+    assert answer.headers["x-baton-dropped-tools"] == dropped
+    assert [tool["name"] for tool in answer.json()["tools"]] == ["f", "g"]
     prompt = gateway.cluster.prefills[0].requests[-1].sequence.token_ids
     assert "'No'" in gateway.tokenizer.decode(list(prompt))
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: x"}
@@ -249,13 +216,13 @@ async def test_what_agents_send_beside_texts_is_dropped_and_named(says):
             "/v1/responses", {"input": "Hi", "tools": tools, "tool_choice": choice}
         )
         param = f"tools[{len(tools) - 1}].{field}"
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert rejected(refused) == (400, param)
     missing = [{"role": "user", "content": [{"type": "input_text"}]}]
     refused = await gateway.post("/v1/responses", {"input": missing})
     assert refused.json()["error"]["param"] == "input[0].content[0].text"
 
 
-async def test_a_custom_tools_call_and_its_output_go_back(says, client_of):
+async def test_a_custom_tools_call_and_its_output_go_back(says):
     gateway = await says(lambda prompt: prompt.partition("<tool_call></think>")[0])
     call = {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": PATCH}
     output = {"type": "custom_tool_call_output", "call_id": "1", "output": "done"}
@@ -273,19 +240,6 @@ def test_a_custom_input_is_the_same_at_every_cut():
             pieces = arguments[:cut], arguments[cut:second], arguments[second:]
             text = "".join(map(found.push, pieces)) + found.close()
             assert text == PATCH + "\ufffd\u00e9"
-
-
-async def test_a_cut_output_is_incomplete(says, client_of):
-    gateway = await says(CALLS.partition("1}}")[0], common_pb2.FINISH_REASON_LENGTH)
-    asked = {"model": "tiny", "input": "Hi", "tools": TOOLS}
-    async with client_of(gateway) as client:
-        whole = await client.responses.create(**asked)
-        events = [event async for event in await client.responses.create(**asked, stream=True)]
-    assert events[-1].type == "response.incomplete"
-    for answer in (whole, events[-1].response):
-        assert answer.status == "incomplete"
-        assert answer.incomplete_details.reason == "max_output_tokens"
-        assert [item.status for item in answer.output] == ["completed"] * 2 + ["incomplete"]
 
 
 async def test_tokenizing_ends_with_the_deadline(says, monkeypatch):
@@ -308,7 +262,10 @@ async def test_tokenizing_ends_with_the_deadline(says, monkeypatch):
 
 
 async def test_work_on_threads_ends_with_the_deadline(says):
-    """A long body, a compressed one, tools' grammars and bad words wait behind those of others."""
+    """A long body, a compressed one, tools' grammars and bad words wait behind those of others.
+
+    What is short is done at once.
+    """
     gateway = await says("a")
     busy, threads = threading.Event(), gateway.admission.prompts._threads
     taken = [threads.submit(busy.wait) for _ in range(2)]
@@ -317,9 +274,11 @@ async def test_work_on_threads_ends_with_the_deadline(says):
     bodies = [
         {"messages": [{**message, "content": "a" * (1 << 17)}]},
         {"messages": [message], "tools": [tool], "tool_choice": "required"},
-        {"messages": [message], "bad_words": ["word" * 100] * 200},
+        {"messages": [message], "response_format": {"type": "json_object"}},
+        {"messages": [message], "bad_words": ["x" * 200] * 100},
     ]
     try:
+        assert (await gateway.chat({"x-request-timeout": "20"})).status_code == 200
         for body in bodies:
             sent = gateway.client.post("/v1/chat/completions", json=body, headers=late)
             answer = await asyncio.wait_for(sent, WAIT_S)
@@ -333,23 +292,35 @@ async def test_work_on_threads_ends_with_the_deadline(says):
         wait(taken)
 
 
-async def test_an_output_without_text_has_an_empty_message(says, client_of):
-    gateway = await says("<think>Hm.</think>")
+LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "items"),
+    [
+        (CALLS.partition("1}}")[0], LENGTH,
+         [*ITEMS[:2], ("function_call", "f", '{"a": ', "incomplete")]),
+        ("<think>Hm.</think>", STOP, [ITEMS[0], ("message", None, "", "completed")]),
+        ("<think>", LENGTH, []),  # all that there was is the beginning of reasoning
+    ],
+    ids=["a cut call", "no text", "nothing"],
+)  # fmt: skip
+async def test_an_output_may_be_cut_or_empty(says, said, reason, items):
+    gateway = await says(said, reason)
+    asked = {"model": "tiny", "input": "Hi", "tools": TOOLS}
     async with client_of(gateway) as client:
-        answer = await client.responses.create(model="tiny", input="Hi")
-    assert shown(answer.output) == [ITEMS[0], ("message", None, "", "completed")]
+        whole = await client.responses.create(**asked)
+        events = [event async for event in await client.responses.create(**asked, stream=True)]
+    status = "incomplete" if reason == LENGTH else "completed"
+    assert events[-1].type == f"response.{status}"
+    assert (len(events) == 3) is (not items)  # its beginning, and its end
+    for answer in (whole, events[-1].response):
+        assert answer.status == status
+        assert reason == STOP or answer.incomplete_details.reason == "max_output_tokens"
+        assert shown(answer.output) == items
 
 
-async def test_a_stream_without_output_is_an_answer(says, client_of):
-    """All that there was is the beginning of reasoning."""
-    gateway = await says("<think>", common_pb2.FINISH_REASON_LENGTH)
-    async with client_of(gateway) as client:
-        stream = await client.responses.create(model="tiny", input="Hi", stream=True)
-        kinds = [event.type async for event in stream]
-    assert kinds == ["response.created", "response.in_progress", "response.incomplete"]
-
-
-async def test_text_is_parsed_by_its_schema(says, client_of):
+async def test_text_is_parsed_by_its_schema(says):
     class Person(pydantic.BaseModel):
         name: str
 
@@ -361,7 +332,7 @@ async def test_text_is_parsed_by_its_schema(says, client_of):
     assert json.loads(spec.sampling.structured_output.json_schema)["required"] == ["name"]
 
 
-async def test_an_output_passed_back_is_one_turn_of_a_chat(says, client_of):
+async def test_an_output_passed_back_is_one_turn_of_a_chat(says):
     gateway = await says(CALLS)
     user = {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
     async with client_of(gateway) as client:
@@ -385,7 +356,7 @@ async def test_an_output_passed_back_is_one_turn_of_a_chat(says, client_of):
     ]
 
 
-async def test_a_failure_ends_the_stream_with_what_was_done(says, client_of, monkeypatch):
+async def test_a_failure_ends_the_stream_with_what_was_done(says, monkeypatch):
     gateway = await says(CALLS)
 
     def fail(self, finish):
@@ -401,7 +372,7 @@ async def test_a_failure_ends_the_stream_with_what_was_done(says, client_of, mon
     assert shown(failed.response.output) == ITEMS
 
 
-async def test_a_failure_before_any_output_is_an_error_event(gateway, client_of, monkeypatch):
+async def test_a_failure_before_any_output_is_an_error_event(gateway, monkeypatch):
     monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
     await gateway.cluster.fill()
     async with client_of(gateway) as client:
@@ -451,7 +422,7 @@ def test_log_probabilities_of_a_text_are_those_of_its_tokens():
     assert [(t.token, t.logprob) for t in logprobs] == [(str(n), -n) for n in (2, 3, 4, 5)]
 
 
-async def test_a_conversation_that_is_too_long_loses_its_oldest_turns(says, client_of):
+async def test_a_conversation_that_is_too_long_loses_its_oldest_turns(says):
     def texts(prompt):
         return "".join(letter for letter in prompt if letter.isupper())
 
@@ -473,47 +444,70 @@ async def test_a_conversation_that_is_too_long_loses_its_oldest_turns(says, clie
 
 
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "[]"}
+WRONG_GRAMMARS = [
+    ({"syntax": "lark", "definition": "start: A"}, "definition"),
+    ({"syntax": "lark", "definition": "start: (/a/"}, "definition"),
+    ({"syntax": "regex", "definition": "("}, "definition"),
+    ({"syntax": "regex", "definition": "(?=a)"}, "definition"),
+    ({"syntax": "lark"}, "definition"),
+    ({"definition": "start: /a/"}, "syntax"),
+    ({"syntax": "ebnf", "definition": "start: /a/"}, "syntax"),
+    ({"syntax": "regex", "definition": ""}, "definition"),
+]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
-        ({"conversation": "c"}, "conversation"),
-        ({"prompt": {"id": "p"}}, "prompt"),
-        ({"truncation": "some"}, "truncation"),
-        ({"include": ["x" * 65]}, "include[0]"),
-        ({"top_logprobs": 21}, "top_logprobs"),
-        ({"n": 2}, "n"),
-        ({"max_tokens": 2}, "max_tokens"),
-        ({"max_output_tokens": 1 << 20}, "max_output_tokens"),
-        ({"input": "x" * 20000}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
-        ({"input": [{"type": "computer_call", "id": "x"}]}, "input"),
-        ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-         "input[0].content[0].type"),
-        ({"input": [{"role": "user", "content": "x"}, CALL]}, "input[1].arguments"),
-        ({"input": [{**CALL, "name": ""}]}, "input[0].name"),
-        ({"input": [{**CALL, "call_id": None}]}, "input[0].call_id"),
-        ({"tools": [{"type": "web\r\nsearch"}]}, "tools[0].type"),
-        ({"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools[1].name"),
-        ({"tools": [{"type": "mcp"}, {"type": "function", "name": "a b"}]}, "tools[1].name"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "h"}}, "tool_choice"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"text": {"format": {"type": "json_schema", "schema": {"type": "intger"}}}},
-         "text.format"),
-    ],
-)  # fmt: skip
-async def test_a_bad_field_is_refused_by_its_name_here(says, fields, param):
+def with_grammar(**form):
+    """Fields with a custom tool that must be called."""
+    tool = {"type": "custom", "name": "patch", "format": {"type": "grammar", **form}}
+    return {"tools": [tool], "tool_choice": "required"}
+
+
+WRONG = [
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"background": True}, "background"),
+    ({"conversation": "c"}, "conversation"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"truncation": "some"}, "truncation"),
+    ({"include": ["x" * 65]}, "include[0]"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"n": 2}, "n"),
+    ({"max_tokens": 2}, "max_tokens"),
+    ({"max_output_tokens": 1 << 20}, "max_output_tokens"),
+    ({"input": "x" * 20000}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+    ({"input": [{"type": "computer_call", "id": "x"}]}, "input"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+     "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": "x"}, CALL]}, "input[1].arguments"),
+    ({"input": [{**CALL, "name": ""}]}, "input[0].name"),
+    ({"input": [{**CALL, "call_id": None}]}, "input[0].call_id"),
+    ({"tools": [{"type": "web\r\nsearch"}]}, "tools[0].type"),
+    ({"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools[1].name"),
+    ({"tools": [{"type": "mcp"}, {"type": "function", "name": "a b"}]}, "tools[1].name"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "h"}}, "tool_choice"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "schema": {"type": "intger"}}}},
+     "text.format"),
+    *((with_grammar(**form), f"tools[0].format.{param}") for form, param in WRONG_GRAMMARS),
+]  # fmt: skip
+
+
+async def test_a_bad_field_is_refused_by_its_name_here(says):
     gateway = await says("x")
-    response = await gateway.post("/v1/responses", {"input": "Hi", **fields})
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param), error
+    for fields, param in WRONG:
+        response = await gateway.post("/v1/responses", {"input": "Hi", **fields})
+        assert rejected(response) == (400, param), response.text
 
 
-async def test_tools_may_be_allowed(says, client_of):
+async def test_tools_that_are_not_here_may_be_refused(says):
+    gateway = await says("abc", unknown_tools="refuse")
+    tools = [{"type": "web_search"}, *TOOLS]
+    response = await gateway.post("/v1/responses", {"input": "Hi", "tools": tools})
+    assert response.status_code == 400 and "web_search" in response.text
+
+
+async def test_tools_may_be_allowed(says):
     gateway = await says("{}")
     choice = {
         "type": "allowed_tools",
@@ -532,4 +526,4 @@ async def test_tools_may_be_allowed(says, client_of):
     refused = await gateway.post(
         "/v1/responses", {"input": "Hi", "tools": TOOLS, "tool_choice": choice}
     )
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+    assert rejected(refused) == (400, "tool_choice")

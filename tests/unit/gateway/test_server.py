@@ -13,9 +13,6 @@ from collections import Counter
 
 import msgspec
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from baton.config import ApiConfig, RouterConfig, host_names, origins
 from baton.errors import ConfigError
@@ -25,13 +22,13 @@ from baton.gateway.routes import frontend
 from baton.net import http_server
 from baton.net.http_server import listen
 from baton.v1 import common_pb2
-from router.admission.tenants import Tenants
 from router.output.sink import Piece
 from router.telemetry.stats import RequestListener
-from tests.unit.router.scripted_workers import DRAINING, TIMEOUT_S, seen
+from tests.tracing import Traces
+from tests.unit.router.scripted_workers import TIMEOUT_S, seen
 from tests.unit.router.small_tokenizers import byte_tokenizer, ids_only_tokenizer
 
-from .conftest import PROMPT
+from .conftest import PROMPT, rejected, tenants_of
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -130,8 +127,7 @@ async def test_tokens_are_returned(gateway):
 
 
 async def test_the_callers_trace_is_continued_and_returned(gateway_of):
-    provider = TracerProvider()
-    gateway = await gateway_of(cluster={"tracer": provider.get_tracer("test")})
+    gateway = await gateway_of(cluster={"tracer": Traces().tracer})
     for response in (
         await gateway.complete({"traceparent": TRACEPARENT}),
         await gateway.complete({"traceparent": TRACEPARENT}, stream=True),
@@ -145,13 +141,11 @@ async def test_the_callers_trace_is_continued_and_returned(gateway_of):
     assert len(own.headers["x-trace-id"]) == 32
     assert own.headers["x-trace-id"] != TRACE
     assert "traceparent" not in own.headers
-    provider.shutdown()
 
 
 async def test_a_trace_shows_a_slow_body_and_a_slow_reader(gateway_of, monkeypatch):
-    spans, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    gateway = await gateway_of(cluster={"tracer": provider.get_tracer("test")})
+    traces = Traces()
+    gateway = await gateway_of(cluster={"tracer": traces.tracer})
     monkeypatch.setattr(http_server.HttpExchange, "unread_bytes", 12345)
     read, sent = http_server.HttpExchange.body, []
 
@@ -164,13 +158,11 @@ async def test_a_trace_shows_a_slow_body_and_a_slow_reader(gateway_of, monkeypat
 
     monkeypatch.setattr(http_server.HttpExchange, "body", late)
     for n in (1, 2):
-        spans.clear()
         assert (await gateway.complete(n=n)).status_code == 200
-        (root,) = (span for span in spans.get_finished_spans() if span.parent is None)
+        *_, root = (span for span in traces.spans if span.parent is None)
         assert root.attributes["baton.http.body_ms"] >= sent.pop()
         assert root.attributes["baton.http.parse_ms"] >= 0
         assert root.attributes["baton.http.unread_bytes"] == 12345
-    provider.shutdown()
 
 
 class Records(RequestListener):
@@ -189,19 +181,14 @@ async def test_choices_of_a_prompt_and_inputs_of_a_body_have_one_trace_and_arriv
     gateway_of, traced
 ):
     """Else only the first has the trace that the caller is told, and the others seem quick."""
-    spans, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    gateway = await gateway_of(cluster={"tracer": provider.get_tracer("test")} if traced else {})
-    records = Records(gateway)
-    headers = {"traceparent": TRACEPARENT}
+    traces = Traces()
+    gateway = await gateway_of(cluster={"tracer": traces.tracer} if traced else {})
+    records, parent = Records(gateway), {"traceparent": TRACEPARENT}
+    asked = {"prompt": PROMPT, "max_tokens": 5}
     for path, headers, body in (
-        (
-            "/v1/completions",
-            {"traceparent": TRACEPARENT},
-            {"prompt": PROMPT, "max_tokens": 5, "n": 3},
-        ),
-        ("/v1/embeddings", {"traceparent": TRACEPARENT}, {"input": [[1, 2], [3]]}),
-        ("/v1/completions", {}, {"prompt": PROMPT, "max_tokens": 5, "n": 2}),
+        ("/v1/completions", parent, {**asked, "n": 3}),
+        ("/v1/embeddings", parent, {"input": [[1, 2], [3]]}),
+        ("/v1/completions", {}, {**asked, "n": 2}),
     ):
         response = await gateway.post(path, body, headers)
         assert response.status_code == 200
@@ -209,7 +196,7 @@ async def test_choices_of_a_prompt_and_inputs_of_a_body_have_one_trace_and_arriv
         assert len(ended) > 1 and len({record.arrived for record in ended}) == 1
         assert {record.state.started for record in ended} == {ended[0].arrived}
         assert {record.trace_id for record in ended} == {response.headers.get("x-trace-id", "")}
-    found = spans.get_finished_spans()
+    found = traces.spans
     whole = [span for span in found if span.name == "router.choices"]
     assert [span.parent and f"{span.parent.trace_id:032x}" for span in whole] == (
         [TRACE, TRACE, None] if traced else []
@@ -222,7 +209,6 @@ async def test_choices_of_a_prompt_and_inputs_of_a_body_have_one_trace_and_arriv
     assert [parents.pop(span.context.span_id) for span in whole] == ([3, 2, 2] if traced else [])
     assert not parents
     assert not any(name.startswith("gen_ai.") for span in whole for name in span.attributes)
-    provider.shutdown()
 
 
 NO_TRACES = [
@@ -236,36 +222,27 @@ NO_TRACES = [
 @pytest.mark.parametrize("exporting", [True, False])
 async def test_a_trace_that_is_none_is_not_continued(gateway_of, exporting):
     """The W3C's rules: such a header is as if it were not there."""
-    provider = TracerProvider()
-    cluster = {"tracer": provider.get_tracer("test")} if exporting else {}
-    gateway = await gateway_of(cluster=cluster)
+    gateway = await gateway_of(cluster={"tracer": Traces().tracer} if exporting else {})
     for bad, more in itertools.product(NO_TRACES, ({}, {"temperature": -1})):
         response = await gateway.complete({"traceparent": bad}, **more)
         told = response.headers.get("x-trace-id", "")
         assert told.strip("0") if exporting and not more else not told, bad
         assert told != TRACE and "traceparent" not in response.headers, bad
-    provider.shutdown()
 
 
 @pytest.mark.parametrize("trusted", [True, False])
 async def test_tenants_do_not_decide_on_traces_unless_they_are_trusted(
     gateway_of, tmp_path, trusted
 ):
-    provider = TracerProvider()
-    (tmp_path / "key").write_text("secret")
-    (tmp_path / "t.toml").write_text('[tenants.a]\nkey_files = ["key"]')
-    gateway = await gateway_of(
-        tenants=Tenants(tmp_path / "t.toml"),
-        trust_traceparent=trusted,
-        cluster={"tracer": provider.get_tracer("test")},
-    )
-    sent = {"traceparent": TRACEPARENT, "authorization": "Bearer secret"}
+    tenants = tenants_of(tmp_path, '[tenants.a]\nkey_files = ["key"]', "key")
+    cluster = {"tracer": Traces().tracer}
+    gateway = await gateway_of(tenants=tenants, trust_traceparent=trusted, cluster=cluster)
+    sent = {"traceparent": TRACEPARENT, "authorization": "Bearer key"}
     for more in ({}, {"stream": True}):
         response = await gateway.complete(sent, **more)
         assert response.status_code == 200
         assert (response.headers["x-trace-id"] == TRACE) is trusted
         assert ("traceparent" in response.headers) is trusted
-    provider.shutdown()
 
 
 async def test_every_answer_has_an_id_that_events_have_too(gateway):
@@ -308,7 +285,7 @@ async def test_a_request_has_the_id_that_its_caller_gave_it(gateway, caplog):
         own = response.headers["x-request-id"]
         assert response.status_code == 200 and re.fullmatch("[0-9a-f]{16}", own)
         refused = await gateway.complete(request_id=bad)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
+        assert rejected(refused) == (400, "request_id")
     gateway.service.draining = True
     with caplog.at_level("INFO"):
         await gateway.complete(sent)
@@ -324,35 +301,17 @@ async def test_paths_may_end_with_a_slash(gateway):
     assert (await gateway.client.get("/v1/nothing/")).status_code == 404
 
 
-async def test_models_are_listed_once_requests_can_be_served(gateway_of):
-    """Clients wait for this path: other servers open their port when they can serve."""
-    gateway = await gateway_of()
-    for worker in gateway.cluster.workers:
-        worker.tell(state=DRAINING)
-        await gateway.cluster.until_state(worker, "DRAINING")
-    for path in ("/v1/models", "/v1/models/tiny"):
-        response = await gateway.client.get(path)
-        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-        assert "worker" in response.json()["error"]["message"]
-
-
 async def test_one_connection_serves_many_requests_and_sends_small_writes_at_once(
-    gateway, monkeypatch
+    gateway, connections
 ):
     """Without TCP_NODELAY a stream's second chunk waits for the client's delayed ACK."""
-    connections, made = [], http_server.Connection.connection_made
-
-    def connection_made(self, transport):
-        made(self, transport)
-        sock = transport.get_extra_info("socket")
-        connections.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-
-    monkeypatch.setattr(http_server.Connection, "connection_made", connection_made)
     for stream in (False, True, False, True):
         response = await gateway.complete(stream=stream)
         assert response.status_code == 200
         assert response.headers.get("connection") != "close"
-    assert connections == [1]
+    (connection,) = connections
+    sock = connection.transport.get_extra_info("socket")
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
 async def test_a_chunk_comes_with_its_token_and_not_later(gateway):
@@ -557,13 +516,21 @@ async def test_a_body_is_asked_for_when_it_is_wanted(gateway):
 
 
 @contextlib.asynccontextmanager
+async def answering(answer):
+    """A server that answers so; gives its address and its port."""
+    listener = listen("127.0.0.1", 0, "HTTP", "--http-port")
+    address = listener.getsockname()
+    async with asyncio.timeout(TIMEOUT_S), http_server.serving(answer, listener, 9) as port:
+        yield address, port
+
+
+@contextlib.asynccontextmanager
 async def asking(answer, times=1, headers=b""):
     """A server that answers so; gives the readers of connections that have asked something."""
-    listener, readers = listen("127.0.0.1", 0, "HTTP", "--http-port"), []
-    address = listener.getsockname()
+    readers = []
     async with contextlib.AsyncExitStack() as clients:
         clients.push_async_callback(asyncio.sleep, 0)  # their ends are seen
-        async with asyncio.timeout(TIMEOUT_S), http_server.serving(answer, listener, 9):
+        async with answering(answer) as (address, _):
             for _ in range(times):
                 reader, writer = await asyncio.open_connection(*address)
                 clients.callback(writer.close)
@@ -610,10 +577,8 @@ async def test_what_has_come_when_a_server_leaves_is_answered():
     def heard(client):
         return b"".join(iter(lambda: client.recv(1 << 16), b""))
 
-    listener = listen("127.0.0.1", 0, "HTTP", "--http-port")
-    address = listener.getsockname()
     with contextlib.ExitStack() as clients:
-        async with asyncio.timeout(TIMEOUT_S), http_server.serving(answer, listener, 9) as port:
+        async with answering(answer) as (address, port):
             taken = clients.enter_context(socket.create_connection(address))
             await seen(lambda: port.connections)
             waiting = clients.enter_context(socket.create_connection(address))  # not accepted yet
@@ -631,9 +596,8 @@ async def test_a_machine_that_stood_still_costs_no_new_connection(monkeypatch):
     async def answer(exchange):
         exchange.answer(200, b"served")
 
-    listener = listen("127.0.0.1", 0, "HTTP", "--http-port")
-    async with asyncio.timeout(TIMEOUT_S), http_server.serving(answer, listener, 9) as port:
-        with socket.create_connection(listener.getsockname()) as client:
+    async with answering(answer) as (address, port):
+        with socket.create_connection(address) as client:
             await seen(lambda: port.connections)
             time.sleep(0.2 + 2 * http_server._STALL_S)  # noqa: ASYNC251 (the loop stands still)
             await asyncio.sleep(0.05)  # the time for headers has passed
@@ -672,13 +636,7 @@ async def test_the_end_of_a_server_waits_a_moment_for_answers_and_for_nobody_els
 
 
 async def test_trailers_do_not_replace_headers(gateway):
-    keys, generate = [], gateway.service.generate
-
-    def watched(request, caller, *args, **more):
-        keys.append(dict(caller.metadata)["authorization"])
-        return generate(request, caller, *args, **more)
-
-    gateway.service.generate = watched
+    seen = gateway.watch()
     body = b'{"prompt":[1,2,3],"max_tokens":5,"ignore_eos":true}'
     heard = await said(
         gateway,
@@ -687,7 +645,7 @@ async def test_trailers_do_not_replace_headers(gateway):
         b"authorization: Bearer theirs\r\n\r\n" % (len(body), body),
     )
     assert heard.startswith(b"HTTP/1.1 200 ")
-    assert keys == [b"Bearer mine"]
+    assert [dict(caller.metadata)["authorization"] for _, caller in seen] == [b"Bearer mine"]
 
 
 async def test_connections_and_requests_at_a_time_are_limited(gateway_of):
@@ -721,9 +679,7 @@ async def test_a_body_that_nobody_reads_is_bounded_and_its_connection_ends(monke
         await ends.wait()
         exchange.end(b"the last")
 
-    listener = listen("127.0.0.1", 0, "HTTP", "--http-port")
-    address = listener.getsockname()
-    async with asyncio.timeout(TIMEOUT_S), http_server.serving(answer, listener, 9):
+    async with answering(answer) as (address, _):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(GET + b"transfer-encoding: chunked\r\n\r\n")
 
@@ -758,9 +714,7 @@ async def test_a_client_that_is_gone_is_seen_while_nothing_is_read_from_it(monke
             cancelled.set()
             raise
 
-    listener = listen("127.0.0.1", 0, "HTTP", "--http-port")
-    address = listener.getsockname()
-    async with asyncio.timeout(TIMEOUT_S), http_server.serving(answer, listener, 9):
+    async with answering(answer) as (address, _):
         _, writer = await asyncio.open_connection(*address)
         writer.write(sent)
         await seen(lambda: begun)
@@ -788,11 +742,10 @@ async def test_what_a_client_leaves_unread_is_seen_soon():
         noticed.set()
         exchange.abort()
 
-    listener = listen("127.0.0.1", 0, "HTTP", "--http-port")
-    async with asyncio.timeout(TIMEOUT_S), http_server.serving(answer, listener, 9):
+    async with answering(answer) as (address, _):
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect(listener.getsockname())
+            client.connect(address)
             client.sendall(GET + b"\r\n")
             await noticed.wait()
     assert sent[0] < 256 << 10
@@ -977,7 +930,7 @@ async def test_a_model_without_text_works_with_token_ids(gateway_of, tmp_path):
     assert (choice["text"], choice["token_ids"]) == ("", [100, 101, 102, 103, 104])
     assert len(await gateway.events()) == 5
     response = await gateway.complete(prompt="text")
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+    assert rejected(response) == (400, "prompt")
     assert (await gateway.chat()).json()["error"]["param"] == "messages"
     names = output_of(CompletionOutput, tokenizer)(positions(7))["tokens"]
     assert names == ["token_id:7"]

@@ -1,4 +1,7 @@
-"""Outputs in the formats of families of models, over three APIs, whole and streamed."""
+"""Outputs in the formats of families of models, whole and streamed.
+
+What Responses and Messages make of a call, in whatever format it was written, their tests say.
+"""
 
 import json
 
@@ -6,7 +9,7 @@ import pytest
 
 from baton.text.tool_parsers import FORMATS
 from baton.text.tool_parsers.harmony import HARMONY
-from baton.v1 import common_pb2
+from tests.unit.text.tool_outputs import written
 
 PATH = "/v1/chat/completions"
 SCHEMA = {
@@ -14,7 +17,8 @@ SCHEMA = {
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
     "required": ["city"],
 }
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+FUNCTION = {"name": "weather", "parameters": SCHEMA}
+TOOLS = [{"type": "function", "function": FUNCTION}]
 ARGUMENTS = {"city": 'Par"is', "days": 3}
 CHAT = "{% for m in messages %}{{ m }}{% endfor %}{# tools #}"
 HARMONY_SAYS = (
@@ -29,27 +33,11 @@ def template_of(form):
     return CHAT + "{#" + " ".join(form.templates[0]) + "#}"
 
 
-def written(form):
-    """A call in the format."""
-    arguments = json.dumps(ARGUMENTS)[1:-1]
-    if hasattr(form, "element"):
-        before, behind = (text.replace("STRING", "true") for text in form.element)
-        values = [before.replace("KEY", "city"), 'Par"is', behind]
-        before = form.element[0].replace("STRING", "false")
-        arguments = "".join([*values, before.replace("KEY", "days"), "3", behind])
-    elif hasattr(form, "quote"):
-        arguments = f'city:{form.quote}Par"is{form.quote},days:3'
-    elif hasattr(form, "pair"):
-        arguments = "city='Par\"is', days=3"
-    else:
-        arguments = json.dumps(ARGUMENTS)
-    text = form.around[0] + form.call[0] + arguments + form.call[1] + form.around[2]
-    return text.replace("NAME", "weather").replace("INDEX", "0")
-
-
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-async def test_a_call_in_each_format_whole_streamed_and_as_a_response(says, form):
-    gateway = await says(written(form), template=template_of(form), added=form.markers)
+async def test_a_call_in_each_format_whole_and_streamed(says, form):
+    gateway = await says(
+        written(form, ("weather", ARGUMENTS)), template=template_of(form), added=form.markers
+    )
     asked = {"tools": TOOLS, "ignore_eos": False, "max_tokens": None}
     (choice,) = (await gateway.chat(**asked)).json()["choices"]
     assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
@@ -68,21 +56,6 @@ async def test_a_call_in_each_format_whole_streamed_and_as_a_response(says, form
     again = await gateway.post("/tokenize", {"messages": [choice["message"]], "tools": TOOLS})
     assert again.status_code == 200
     assert str(ARGUMENTS) in gateway.tokenizer.decode(again.json()["tokens"])
-    asked = {
-        "model": "tiny",
-        "input": "Hi",
-        "tools": [{"type": "function", **TOOLS[0]["function"]}],
-    }
-    (item,) = (await gateway.post("/v1/responses", asked)).json()["output"]
-    assert (item["type"], json.loads(item["arguments"])) == ("function_call", ARGUMENTS)
-    asked = {
-        "model": "tiny",
-        "max_tokens": 500,
-        "messages": [{"role": "user", "content": "Hi"}],
-        "tools": [{"name": "weather", "input_schema": SCHEMA}],
-    }
-    (block,) = (await gateway.post("/v1/messages", asked)).json()["content"]
-    assert (block["type"], block["name"], block["input"]) == ("tool_use", "weather", ARGUMENTS)
 
 
 async def test_channels_become_reasoning_content_and_calls(says):
@@ -98,31 +71,6 @@ async def test_channels_become_reasoning_content_and_calls(says):
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(delta.get("reasoning", "") for delta in deltas) == "Which city? END"
     assert "".join(delta.get("content", "") for delta in deltas) == "Let me see."
-    left_out = (await gateway.chat(**asked, include_reasoning=False)).json()
-    assert "reasoning" not in left_out["choices"][0]["message"]
-    output = (await gateway.post("/v1/responses", {
-        "model": "tiny", "input": "Hi", "tools": [{"type": "function", **TOOLS[0]["function"]}],
-    })).json()["output"]  # fmt: skip
+    asked = {"model": "tiny", "input": "Hi", "tools": [{"type": "function", **FUNCTION}]}
+    output = (await gateway.post("/v1/responses", asked)).json()["output"]
     assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
-    spec = gateway.decode.requests[-1].sequence.sampling
-    ends = {gateway.tokenizer.added_token(text) for text in HARMONY.stops}
-    assert set(spec.stop_token_ids) == ends
-
-
-async def test_stop_strings_and_lengths_end_the_content_of_channels(says):
-    text = (
-        "<|channel|>analysis<|message|>Say stop.<|end|><|start|>assistant<|channel|>final"
-        "<|message|>One, stop. Two"
-    )
-    length = common_pb2.FINISH_REASON_LENGTH
-    gateway = await says(text, length, template=template_of(HARMONY), added=HARMONY.markers)
-    message = (await gateway.chat(ignore_eos=False, max_tokens=None)).json()["choices"][0][
-        "message"
-    ]
-    assert (message["reasoning"], message["content"]) == ("Say stop.", "One, stop. Two")
-    choice = (await gateway.chat(stop="stop", max_tokens=500)).json()["choices"][0]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "stop")
-    message = choice["message"]
-    assert (message["reasoning"], message["content"]) == ("Say stop.", "One, ")
-    refused = await gateway.chat(max_thinking_tokens=5)
-    assert refused.status_code == 400 and "reasoning_effort" in refused.text

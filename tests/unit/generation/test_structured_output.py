@@ -60,18 +60,6 @@ MATCHING = [
 ]
 
 
-@pytest.mark.parametrize(("output", "right", "wrong"), MATCHING)
-def test_each_form_accepts_what_matches_and_nothing_else(grammars, output, right, wrong):
-    matcher = grammars.compile(output, (), 0).result(WAIT_S)
-    tokens = ids_of(right)
-    assert matcher.accepts(tokens) == len(tokens)
-    assert EOS not in allowed(matcher)
-    assert EOS in allowed(matcher, tokens)
-    others = ids_of(wrong)
-    taken = matcher.accepts(others)
-    assert taken < len(others) or EOS not in allowed(matcher, others)
-
-
 def test_a_mask_has_what_may_follow_and_guesses_leave_no_trace(grammars):
     matcher = grammars.compile(StructuredOutput(choice=("ab", "ac")), (), 0).result(WAIT_S)
     first = allowed(matcher)
@@ -365,38 +353,43 @@ NO_NAME_LEFT = {
 NAMED = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
 
 
+SCHEMAS = [
+    (NAMED, '{"a":1,"b":"x"}', r'{"\u0061":"x"}'),  # the name is a
+    ({"type": "object", "minProperties": 1}, '{"a":1}', "{}"),
+    ({"minProperties": 2, "required": ["a"]}, '{"a":1,"b":2}', '{"a":1,"a":2}'),
+    ({"exclusiveMinimum": 0, "maximum": 1}, "0.5", "0"),
+    ({"pattern": "^[^\\x00-\\x1f]$"}, '"a"', r'"\n"'),
+    ({"const": 9007199254740994}, "9007199254740994", "9007199254740993"),
+    (INT64, "9223372036854775807", "9223372036854775808"),
+    (INT64, "-9223372036854774784", "-9223372036854775809"),
+    ({"type": "integer", "maximum": (1 << 64) - 1, "minimum": 0}, "18", "-1"),
+    ({"type": "number", "minimum": -(1 << 63)}, "-1.5", "-1e3"),
+    ({"type": "integer", "minimum": 10**18}, str(10**18), str(10**18 - 1)),
+    ({"type": "integer", "exclusiveMaximum": 1 << 63}, "5", "9223372036854775808"),
+    # Optional, and without a finite instance.
+    ({"properties": {"a": {"$ref": "#/$defs/x"}}, **ENDLESS}, '{"b":1}', '{"a":{"y":{}}}'),
+    ({"items": {"$ref": "#/$defs/x"}, "type": "array", **ENDLESS}, "[]", "[{}]"),
+    ({"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}], **ENDLESS}, "null", "{}"),
+    # A further property would need a name, and none is left.
+    (NO_NAME_LEFT, '{"a":1}', '{"a":1,"a":1}'),
+    ({**NO_NAME_LEFT, "properties": {}, "required": ["a"]}, '{"a":1}', '{"a":"x"}'),
+    ({"type": "object", "patternProperties": {"": False}}, "{}", '{"a":1}'),
+]
+
+
 @pytest.mark.parametrize(
-    ("value", "right", "wrong"),
-    [
-        (NAMED, '{"a":1,"b":"x"}', r'{"\u0061":"x"}'),  # the name is a
-        ({"type": "object", "minProperties": 1}, '{"a":1}', "{}"),
-        ({"minProperties": 2, "required": ["a"]}, '{"a":1,"b":2}', '{"a":1,"a":2}'),
-        ({"exclusiveMinimum": 0, "maximum": 1}, "0.5", "0"),
-        ({"pattern": "^[^\\x00-\\x1f]$"}, '"a"', r'"\n"'),
-        ({"const": 9007199254740994}, "9007199254740994", "9007199254740993"),
-        (INT64, "9223372036854775807", "9223372036854775808"),
-        (INT64, "-9223372036854774784", "-9223372036854775809"),
-        ({"type": "integer", "maximum": (1 << 64) - 1, "minimum": 0}, "18", "-1"),
-        ({"type": "number", "minimum": -(1 << 63)}, "-1.5", "-1e3"),
-        ({"type": "integer", "minimum": 10**18}, str(10**18), str(10**18 - 1)),
-        ({"type": "integer", "exclusiveMaximum": 1 << 63}, "5", "9223372036854775808"),
-        # Optional, and without a finite instance.
-        ({"properties": {"a": {"$ref": "#/$defs/x"}}, **ENDLESS}, '{"b":1}', '{"a":{"y":{}}}'),
-        ({"items": {"$ref": "#/$defs/x"}, "type": "array", **ENDLESS}, "[]", "[{}]"),
-        ({"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}], **ENDLESS}, "null", "{}"),
-        # A further property would need a name, and none is left.
-        (NO_NAME_LEFT, '{"a":1}', '{"a":1,"a":1}'),
-        ({**NO_NAME_LEFT, "properties": {}, "required": ["a"]}, '{"a":1}', '{"a":"x"}'),
-        ({"type": "object", "patternProperties": {"": False}}, "{}", '{"a":1}'),
-    ],
-)  # fmt: skip
-def test_what_is_compiled_is_kept_to(grammars, value, right, wrong):
-    matcher = grammars.compile(schema(value), (), 0).result(WAIT_S)
-    assert matcher.accepts(ids_of(right)) == len(ids_of(right))
-    assert EOS in allowed(matcher, ids_of(right))
-    assert matcher.accepts(ids_of(wrong)) < len(ids_of(wrong)) or EOS not in allowed(
-        matcher, ids_of(wrong)
-    )
+    ("output", "right", "wrong"),
+    [*MATCHING, *((schema(value), right, wrong) for value, right, wrong in SCHEMAS)],
+)
+def test_each_form_accepts_what_matches_and_nothing_else(grammars, output, right, wrong):
+    matcher = grammars.compile(output, (), 0).result(WAIT_S)
+    tokens = ids_of(right)
+    assert matcher.accepts(tokens) == len(tokens)
+    assert EOS not in allowed(matcher)
+    assert EOS in allowed(matcher, tokens)
+    others = ids_of(wrong)
+    taken = matcher.accepts(others)
+    assert taken < len(others) or EOS not in allowed(matcher, others)
 
 
 @pytest.mark.parametrize(

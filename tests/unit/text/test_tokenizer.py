@@ -31,31 +31,26 @@ TEMPLATE = "{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}"
 CONFIG = {"vocab_size": 500, "max_position_embeddings": 2048, "eos_token_id": 1}
 
 
-def test_reads_everything_a_directory_says(write):
-    path = write(
-        config=CONFIG,
-        generation_config={"eos_token_id": [1, 3]},
-        tokenizer_config={"bos_token": {"content": "<s>"}, "chat_template": TEMPLATE},
-    )
-    tokenizer = load_tokenizer(path)
+# What multimodal models say of their text, and the template in the file of older processors.
+MULTIMODAL = {"eos_token_id": 3, "text_config": CONFIG}
+WITH_BOS = {"bos_token": {"content": "<s>"}, "chat_template": TEMPLATE}
+
+
+@pytest.mark.parametrize(
+    ("files", "ends", "begin"),
+    [
+        ({"config": CONFIG, "generation_config": {"eos_token_id": [1, 3]},
+          "tokenizer_config": WITH_BOS}, {1, 3}, [0]),
+        ({"config": MULTIMODAL, "chat_template": {"chat_template": TEMPLATE}}, {1}, []),
+    ],
+)  # fmt: skip
+def test_reads_everything_a_directory_says(write, files, ends, begin):
+    tokenizer = load_tokenizer(write(**files))
     assert (tokenizer.vocab_size, tokenizer.max_context) == (500, 2048)
-    assert tokenizer.eos_token_ids == {1, 3}
+    assert tokenizer.eos_token_ids == ends
     assert tokenizer.has_text and tokenizer.has_chat_template
-    assert tokenizer.encode_chat([{"role": "user", "content": "hello"}]) == [
-        0,
-        *tokenizer.encode("hello"),
-    ]
-
-
-def test_reads_what_multimodal_models_say_of_their_text(write):
-    """Keys in `text_config`, and the template in the file of older processors."""
-    path = write(
-        config={"eos_token_id": 3, "text_config": CONFIG}, chat_template={"chat_template": TEMPLATE}
-    )
-    tokenizer = load_tokenizer(path)
-    assert (tokenizer.vocab_size, tokenizer.max_context) == (500, 2048)
-    assert tokenizer.eos_token_ids == {1}
-    assert tokenizer.encode_chat([{"role": "user", "content": "hi"}]) == tokenizer.encode("hi")
+    chat = [{"role": "user", "content": "hello"}]
+    assert tokenizer.encode_chat(chat) == [*begin, *tokenizer.encode("hello")]
 
 
 def test_only_the_tokenizer_file_is_needed_and_its_training_limits_are_ignored(write):
