@@ -23,7 +23,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc._cython import cygrpc
 from grpc.aio import _server
 
-from baton import errors
+from baton import config, errors
 from baton.log_format import RateLimit
 from baton.net import tls
 
@@ -379,8 +379,14 @@ def channel(
 
 
 def bearer(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata of a call that shows this key; none without one."""
-    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    """The metadata of a call that shows this key; none without one. Raises ConfigError.
+
+    With a key that no header can hold, grpc.aio would send nothing, and wait without end.
+    """
+    if not api_key:
+        return ()
+    config.check_api_key(api_key)
+    return (("authorization", f"Bearer {api_key}"),)
 
 
 def _write_details(

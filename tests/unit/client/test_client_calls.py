@@ -167,6 +167,13 @@ def test_addresses_and_certificates_are_checked_at_once(connect, target, ca_file
         connect(target, ca_file=ca_file)
 
 
+@pytest.mark.parametrize("key", ["secret\n", "se cret", "s\u00e9cret", b"secret", 5])
+def test_a_key_that_no_header_can_hold_is_refused_at_once(connect, key):
+    with pytest.raises(errors.ConfigError, match="must be ASCII without spaces") as raised:
+        connect("127.0.0.1:1", api_key=key)
+    assert "cret" not in str(raised.value)
+
+
 async def test_tls(connect, tmp_path):
     """And a client that lives on takes up other certificates."""
 
