@@ -322,12 +322,13 @@ def api_key_of(path: Path | None, default: str | None) -> str | None:
 
 def use_tls(args: argparse.Namespace) -> None:
     """Uses a command's TLS options for this process's connections. Raises ConfigError."""
-    if not getattr(args, "tls_ca", ""):
+    cert, key, ca = (getattr(args, f"tls_{part}", "") for part in ("cert", "key", "ca"))
+    if not (cert or key or ca):
         return
     from baton.net import tls
 
-    cert, key = (Path(name) if name else None for name in (args.tls_cert, args.tls_key))
-    tls.use(tls.Credentials(cert, key, Path(args.tls_ca), server_name=args.tls_name))
+    if credentials := tls.of_caller(cert, key, ca, args.tls_name):
+        tls.use(credentials)
 
 
 def add_timeout_option(parser: argparse.ArgumentParser) -> None:

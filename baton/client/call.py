@@ -117,8 +117,7 @@ class BaseClient:
         self._retry = retry or RetryPolicy()
         self._closed = False
         self._metadata = rpc.bearer(api_key)
-        cert, key, ca = (Path(f) if f else None for f in (cert_file, key_file, ca_file))
-        self._tls = tls.Credentials(cert, key, ca) if ca else tls.current()
+        self._tls = tls.of_caller(cert_file, key_file, ca_file, "") or tls.current()
         self._tls.of_client()  # raises ConfigError for unusable files
         # By address and credentials. Calls on a channel with older credentials end there, and gRPC
         # closes the connection of a channel that is idle for long.

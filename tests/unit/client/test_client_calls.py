@@ -167,6 +167,12 @@ def test_addresses_and_certificates_are_checked_at_once(connect, target, ca_file
         connect(target, ca_file=ca_file)
 
 
+def test_a_certificate_without_an_authority_is_refused_instead_of_sending_plain_text(connect):
+    for given in ({"cert_file": "a.pem", "key_file": "b.pem"}, {"key_file": "b.pem"}):
+        with pytest.raises(errors.ConfigError, match="needs the router's CA.*ca_file"):
+            connect("127.0.0.1:1", **given)
+
+
 @pytest.mark.parametrize("key", ["secret\n", "se cret", "s\u00e9cret", b"secret", 5])
 def test_a_key_that_no_header_can_hold_is_refused_at_once(connect, key):
     with pytest.raises(errors.ConfigError, match="must be ASCII without spaces") as raised:
