@@ -32,7 +32,7 @@ from baton.client.results import (
     transport_name,
 )
 from baton.client.retry import RetryPolicy
-from baton.errors import BatonError, Cancelled, ConfigError, Unavailable, quoted
+from baton.errors import BatonError, Cancelled, ConfigError, DeadlineExceeded, Unavailable, quoted
 from baton.generation.enum_names import FINISH_REASONS
 from baton.net import rpc, tls
 from baton.telemetry import propagation, tracing
@@ -201,12 +201,15 @@ class Attempts:
             failing_s=now - self._failing_since,
             begun=self._begun,
         )
+        # A router that said nothing until a deadline may hang.
+        is_silent = isinstance(error, DeadlineExceeded) and not self._begun
+        if wait_s is not None or is_silent:
+            self._client._failed_at[self._address] = now
+            # Later calls start there, so that a dead router delays one call only.
+            self._client._preferred = self._address = self._next_address()
         if wait_s is None:
             raise error
         self._count += 1
-        self._client._failed_at[self._address] = now
-        # Later calls start there, so that a dead router delays one call only.
-        self._client._preferred = self._address = self._next_address()
         return wait_s
 
     def _next_address(self) -> int:

@@ -58,6 +58,10 @@ _NEVER = (1 << 31) - 1
 # Else gRPC ends a connection on which nothing was called for half an hour, and with it the link
 # of a pair of workers.
 _NEVER_IDLE = ("grpc.client_idle_timeout_ms", _NEVER)
+# For a connection that only gRPC watches, to a process that may hang: how long one may take to be
+# made, and the answer to any ping. gRPC's 20 s and 60 s would hold calls that another address could
+# answer; its keepalive time-out waits behind a ping that is under way.
+_UNWATCHED = [("grpc.min_reconnect_backoff_ms", 5_000), ("grpc.http2.ping_timeout_ms", 5_000)]
 # For a connection whose one stream has heartbeats: gRPC's own pings, for life and for throughput,
 # add half to the cost of a message that comes alone.
 _WATCHED = {"grpc.keepalive_time_ms": _NEVER, "grpc.http2.bdp_probe": 0}
@@ -366,7 +370,7 @@ def channel(
     to watch.
     """
     credentials = credentials or tls.current().of_client()
-    options = [*([_NEVER_IDLE] if role else []), *_options(max_message_bytes)]
+    options = [*([_NEVER_IDLE] if role else _UNWATCHED), *_options(max_message_bytes)]
     if not shared:
         options = [*(dict(options) | _WATCHED).items()]
     if not (role and shared):

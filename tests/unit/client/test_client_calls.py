@@ -169,7 +169,7 @@ def test_addresses_and_certificates_are_checked_at_once(connect, target, ca_file
 
 def test_a_certificate_without_an_authority_is_refused_instead_of_sending_plain_text(connect):
     for given in ({"cert_file": "a.pem", "key_file": "b.pem"}, {"key_file": "b.pem"}):
-        with pytest.raises(errors.ConfigError, match="needs the router's CA.*ca_file"):
+        with pytest.raises(errors.ConfigError, match=r"needs the router's CA.*ca_file"):
             connect("127.0.0.1:1", **given)
 
 
@@ -229,6 +229,20 @@ def test_of_two_routers_the_one_that_failed_longest_ago_is_called():
     attempts.failed(errors.Overloaded("full"))
     assert attempts.address == "127.0.0.1:3"
     client.close()
+
+
+def test_the_call_after_a_deadline_without_an_answer_begins_elsewhere():
+    late = errors.DeadlineExceeded("late")
+    for answered in (False, True):
+        client = baton.Client(["127.0.0.1:1", "127.0.0.1:2"])
+        attempts = Attempts(client, None)
+        first = attempts.address
+        if answered:
+            attempts.received(output=False)
+        with pytest.raises(errors.DeadlineExceeded):
+            attempts.failed(late)
+        assert (Attempts(client, None).address == first) is answered
+        client.close()
 
 
 async def test_a_closed_client_leaves_no_thread(serve):
