@@ -68,6 +68,7 @@ _WATCHED = {"grpc.keepalive_time_ms": _NEVER, "grpc.http2.bdp_probe": 0}
 _MOST_CALLS_A_TURN = 32
 _CALL_TASK = "_schedule_rpc_coro"  # of grpc.aio
 _STATUS_DETAILS = "grpc-status-details-bin"
+_TOO_LARGE = "message larger than max"  # in gRPC's text, of what is sent or received
 _MAX_TEXT_BYTES = 1000  # of a status: metadata of more than 8 KiB may be refused by its receiver
 
 # First match wins when turning an error into a code; the last of equals wins the other way.
@@ -125,6 +126,8 @@ def error_of(rpc_error: grpc.RpcError) -> errors.BatonError:
     if code is grpc.StatusCode.CANCELLED and text == code.name:
         # gRPC's own word where a server that stops drops a call which no handler has seen.
         return errors.Unavailable("the server stopped before it took the call")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in text:
+        return errors.InvalidRequest(text)  # gRPC's own refusal, which no other try would change
     retry_after_s, field, name = _read_details(rpc_error.trailing_metadata() or ())
     cls = _NAMED.get(name) or _ERRORS.get(code, errors.InternalError)
     if issubclass(cls, errors.RetryableError):

@@ -18,6 +18,7 @@ from baton import errors
 from baton.client import Model, RetryPolicy
 from baton.client.call import Attempts
 from baton.local import certs, ports
+from baton.net import rpc
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from tests.unit.client.scripted_router import HELLO, ScriptedRouter, delta, finish, serving, started
 from tests.waiting import WAIT_S
@@ -57,6 +58,17 @@ async def test_unary_calls_are_retried(connect, serve):
                 await call
     assert raised.value.field == "input"
     assert len(router.requests) == 4
+
+
+async def test_a_message_over_the_limit_is_no_overload(connect, serve):
+    """Nothing is sent, and an answer over the limit is asked for once."""
+    router = ScriptedRouter([started(), delta("x" * rpc.MAX_MESSAGE_BYTES)])
+    text = "x" * (rpc.MAX_MESSAGE_BYTES + 1)
+    async with connect(await serve(router)) as client:
+        for call in (client.generate(text), client.tokenize(text), client.generate("x")):
+            with pytest.raises(errors.InvalidRequest, match="message larger than max"):
+                await call
+    assert [request.text for request in router.requests] == ["x"]
 
 
 async def test_status(connect, serve):
