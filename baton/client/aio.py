@@ -102,6 +102,9 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
 
     _grpc: ClassVar[Any] = grpc.aio
 
+    def _here(self) -> Any:
+        return super()._here(), asyncio.get_running_loop()
+
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Completes a text, token ids or chat messages; see `Options`."""
         options.setdefault("stream_interval", WHOLE_INTERVAL)
@@ -213,6 +216,8 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
     async def close(self) -> None:
         """Closes the connections; running calls are cancelled."""
         self._closed = True
+        if self._is_away:
+            return
         for call in list(self._calls):  # gRPC does not end all of them
             call.cancel()
         for channel in self._channels.values():

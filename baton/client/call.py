@@ -6,6 +6,7 @@ It does no I/O: the clients send, receive and sleep as it decides.
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 import weakref
@@ -116,6 +117,7 @@ class BaseClient:
         self._failed_at = [-math.inf] * len(self._addresses)  # time.monotonic(), by index
         self._retry = retry or RetryPolicy()
         self._closed = False
+        self._home: Any = None  # where it was first used; see `_here`
         self._metadata = rpc.bearer(api_key)
         self._tls = tls.of_caller(cert_file, key_file, ca_file, "") or tls.current()
         self._tls.of_client()  # raises ConfigError for unusable files
@@ -123,6 +125,16 @@ class BaseClient:
         # closes the connection of a channel that is idle for long.
         self._channels: dict[tuple[str, Any], Any] = {}
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()  # for `close` to cancel
+
+    def _here(self) -> Any:
+        """The process, and with asyncio the event loop, in which alone gRPC's channels work."""
+        return os.getpid()
+
+    @property
+    def _is_away(self) -> bool:
+        if self._home is None:
+            self._home = self._here()
+        return bool(self._home != self._here())
 
     def _channel(self, address: str) -> Any:
         """A channel, created at its first use because asyncio's belong to the running loop."""
@@ -166,9 +178,17 @@ class Attempts:
 
     @property
     def address(self) -> str:
-        """The router to call now; raises Cancelled when the client is closed."""
+        """The router to call now.
+
+        Raises Cancelled when the client is closed, ConfigError where it cannot be used.
+        """
         if self._client._closed:
             raise Cancelled("the client is closed: make a new one")
+        if self._client._is_away:
+            raise ConfigError(
+                "the client was first used in another process or event loop: make one in each, "
+                "after a fork"
+            )
         return self._client._addresses[self._address]
 
     @property
@@ -268,7 +288,7 @@ class GenerateCall:
 
     @property
     def address(self) -> str:
-        """The router to call now; raises Cancelled when the client is closed."""
+        """As `Attempts.address`."""
         try:
             return self.attempts.address
         except BatonError as error:

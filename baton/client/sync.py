@@ -90,7 +90,7 @@ class Stream(BaseStream, AbstractContextManager["Stream"]):
 
 
 class Client(BaseClient, AbstractContextManager["Client"]):
-    """A client of one or several routers of a cluster. Safe to share between threads.
+    """A client of one or several routers of a cluster. Safe to share between threads, not a fork.
 
     `target`: "host:port", several separated by commas, or a sequence of them. One is called at
     random, and another one if it is unavailable or overloaded. `ca_file`: certificates to trust,
@@ -222,6 +222,8 @@ class Client(BaseClient, AbstractContextManager["Client"]):
     def close(self) -> None:
         """Closes the connections; running calls are cancelled."""
         self._closed = True
+        if self._is_away:
+            return
         for channel in self._channels.values():
             channel.close()
 

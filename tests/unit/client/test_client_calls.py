@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 import threading
 from collections import Counter
 
@@ -255,6 +256,31 @@ def test_the_call_after_a_deadline_without_an_answer_begins_elsewhere():
             attempts.failed(late)
         assert (Attempts(client, None).address == first) is answered
         client.close()
+
+
+async def test_a_client_that_a_fork_inherited_is_refused(connect, serve, monkeypatch):
+    """It could hang, or end its process."""
+    router = ScriptedRouter(HELLO)
+    client = connect(await serve(router))
+    await client.models()
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        for call in (client.generate("x"), client.tokenize("x")):
+            with pytest.raises(errors.ConfigError, match="another process or event loop"):
+                await call
+    assert router.requests == []
+    await client.generate("x")
+    await client.close()
+
+
+def test_a_second_event_loop_needs_a_client_of_its_own():
+    client = baton.AsyncClient("127.0.0.1:1", retry=RetryPolicy(max_attempts=1))
+    with pytest.raises(errors.Unavailable):
+        asyncio.run(client.models())
+    for call in (client.models, lambda: client.generate("x")):
+        with pytest.raises(errors.ConfigError, match="another process or event loop"):
+            asyncio.run(call())
+    asyncio.run(client.close())
 
 
 async def test_a_closed_client_leaves_no_thread(serve):
