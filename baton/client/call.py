@@ -265,7 +265,7 @@ class GenerateCall:
         self._prompt_logprobs = common_pb2.PromptLogprobs()
         self._deltas: list[Delta] = []
         self._token_ids: list[int] = []
-        self._last_reason = common_pb2.FINISH_REASON_UNSPECIFIED
+        self._last_reason, self._stop = common_pb2.FINISH_REASON_UNSPECIFIED, ""
         self._finish: inference_pb2.Finish | None = None
         # The global tracer does nothing unless the program has set one up.
         self._span = trace.get_tracer("baton.client").start_span(
@@ -317,6 +317,7 @@ class GenerateCall:
                 self._deltas.append(delta := delta_of(response.delta))
                 self._token_ids.extend(delta.token_ids)
                 self._last_reason = response.delta.finish_reason
+                self._stop = response.delta.stop
             case "finish":
                 self._finish = response.finish
         self.attempts.received(output=delta is not None)
@@ -389,7 +390,7 @@ class GenerateCall:
         usage = common_pb2.Usage(
             prompt_tokens=self._started.prompt_tokens, completion_tokens=len(self._token_ids)
         )
-        return inference_pb2.Finish(reason=self._last_reason, usage=usage)
+        return inference_pb2.Finish(reason=self._last_reason, stop=self._stop, usage=usage)
 
     def _fail(self, error: BatonError) -> None:
         error.partial = self._completion()  # type: ignore[attr-defined]

@@ -162,14 +162,14 @@ async def test_a_final_error_has_the_output_so_far(connect, serve, scripts, erro
 
 @pytest.mark.parametrize("behind", [[GONE], [], [finish(), GONE]], ids=["error", "end", "finish"])
 async def test_nothing_is_retried_behind_the_last_tokens(connect, serve, behind):
-    last = delta("Hello", 1, reason=common_pb2.FINISH_REASON_STOP)
+    last = delta("Hello", 1, reason=common_pb2.FINISH_REASON_STOP, stop="END")
     router = ScriptedRouter([started(), last, *behind])
     async with connect(await serve(router), retry=FAST) as client:
         done = await client.generate("x")
     assert len(router.requests) == 1
     assert (done.text, done.finish_reason) == ("Hello", "stop")
     if len(behind) < 2:
-        assert done.usage == Usage(3, 1)
+        assert (done.usage, done.stop) == (Usage(3, 1), "END")
 
 
 async def test_going_on_is_bounded(connect, serve):
