@@ -91,7 +91,7 @@ class _CallWriter:
         self._add(response)
 
     def put(self, piece: Piece) -> None:
-        text, token_ids, logprobs, reason, _, parsed = piece
+        text, token_ids, logprobs, reason, stop, parsed = piece
         before = self._num_bytes
         delta = self._waiting[-1].delta if self._waiting else None
         if delta is not None and 0 < len(delta.token_ids) < _MAX_JOINED:
@@ -100,6 +100,7 @@ class _CallWriter:
             delta.token_ids.extend(token_ids)
             delta.logprobs.extend(logprobs)
             delta.finish_reason = reason
+            delta.stop = stop
             _add_parsed(delta, parsed)
             self._num_bytes += self._waiting[-1].ByteSize()
         else:
@@ -109,6 +110,8 @@ class _CallWriter:
                 response.delta.logprobs.extend(logprobs)
             if reason:
                 response.delta.finish_reason = reason
+            if stop:
+                response.delta.stop = stop
             _add_parsed(response.delta, parsed)
             self._add(response)
         self._unread.add(before, self._num_bytes - before)

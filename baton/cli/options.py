@@ -22,6 +22,7 @@ from baton.config import (
     PlannerConfig,
     RouterConfig,
     WorkerConfig,
+    check_api_key,
     options,
     split_address,
 )
@@ -302,26 +303,32 @@ def api_key(args: argparse.Namespace) -> str | None:
 
 
 def api_key_of(path: Path | None, default: str | None) -> str | None:
-    """The key in the file, else a non-empty default; messages never contain it."""
+    """The key in the file, else a non-empty default, that of the variable.
+
+    Raises ConfigError, without the key.
+    """
     if path is None:
-        return default or None
-    try:
-        key = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read") from error
-    if not key.isascii() or not key.isprintable() or not key:
-        raise ConfigError(f"--api-key-file {path} must hold one key, in ASCII")
+        if not default:
+            return None
+        key, source = default, "BATON_API_KEY"
+    else:
+        try:
+            key, source = path.read_text().strip(), f"the key in --api-key-file {path}"
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {path} cannot be read") from error
+    check_api_key(key, source)
     return key
 
 
 def use_tls(args: argparse.Namespace) -> None:
     """Uses a command's TLS options for this process's connections. Raises ConfigError."""
-    if not getattr(args, "tls_ca", ""):
+    cert, key, ca = (getattr(args, f"tls_{part}", "") for part in ("cert", "key", "ca"))
+    if not (cert or key or ca):
         return
     from baton.net import tls
 
-    cert, key = (Path(name) if name else None for name in (args.tls_cert, args.tls_key))
-    tls.use(tls.Credentials(cert, key, Path(args.tls_ca), server_name=args.tls_name))
+    if credentials := tls.of_caller(cert, key, ca, args.tls_name):
+        tls.use(credentials)
 
 
 def add_timeout_option(parser: argparse.ArgumentParser) -> None:

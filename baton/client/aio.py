@@ -16,10 +16,13 @@ from baton.client.request import (
     Options,
     Prompt,
     canary_request,
+    delete_route_request,
     generate_request,
+    load_adapter_request,
     pair,
     route_request,
     tokenize_request,
+    unload_adapter_request,
 )
 from baton.client.results import (
     Completion,
@@ -99,6 +102,9 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
 
     _grpc: ClassVar[Any] = grpc.aio
 
+    def _here(self) -> Any:
+        return super()._here(), asyncio.get_running_loop()
+
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Completes a text, token ids or chat messages; see `Options`."""
         options.setdefault("stream_interval", WHOLE_INTERVAL)
@@ -171,7 +177,7 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
 
         directory: on each worker's host. By worker why it refused, or an empty text.
         """
-        request = fleet_pb2.LoadFleetAdapterRequest(name=name, directory=directory, model=model)
+        request = load_adapter_request(name, directory, model)
         return adapter_results(await self._unary("LoadFleetAdapter", request, timeout))
 
     async def unload_adapter(
@@ -181,7 +187,7 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
 
         wait_s: for sequences that use it; 0: as long as workers drain.
         """
-        request = fleet_pb2.UnloadFleetAdapterRequest(name=name, wait_ms=int(wait_s * 1e3))
+        request = unload_adapter_request(name, wait_s)
         return adapter_results(await self._unary("UnloadFleetAdapter", request, timeout))
 
     async def routes(self, *, timeout: float | None = 10.0) -> list[dict[str, Any]]:
@@ -205,12 +211,13 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
 
     async def delete_route(self, name: str, *, timeout: float | None = 10.0) -> None:
         """Removes a route."""
-        request = route_pb2.DeleteRouteRequest(name=name)
-        await self._unary("DeleteRoute", request, timeout)
+        await self._unary("DeleteRoute", delete_route_request(name), timeout)
 
     async def close(self) -> None:
         """Closes the connections; running calls are cancelled."""
         self._closed = True
+        if self._is_away:
+            return
         for call in list(self._calls):  # gRPC does not end all of them
             call.cancel()
         for channel in self._channels.values():

@@ -6,6 +6,7 @@ It does no I/O: the clients send, receive and sleep as it decides.
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 import weakref
@@ -32,7 +33,7 @@ from baton.client.results import (
     transport_name,
 )
 from baton.client.retry import RetryPolicy
-from baton.errors import BatonError, Cancelled, ConfigError, Unavailable, quoted
+from baton.errors import BatonError, Cancelled, ConfigError, DeadlineExceeded, Unavailable, quoted
 from baton.generation.enum_names import FINISH_REASONS
 from baton.net import rpc, tls
 from baton.telemetry import propagation, tracing
@@ -116,14 +117,24 @@ class BaseClient:
         self._failed_at = [-math.inf] * len(self._addresses)  # time.monotonic(), by index
         self._retry = retry or RetryPolicy()
         self._closed = False
+        self._home: Any = None  # where it was first used; see `_here`
         self._metadata = rpc.bearer(api_key)
-        cert, key, ca = (Path(f) if f else None for f in (cert_file, key_file, ca_file))
-        self._tls = tls.Credentials(cert, key, ca) if ca else tls.current()
+        self._tls = tls.of_caller(cert_file, key_file, ca_file, "") or tls.current()
         self._tls.of_client()  # raises ConfigError for unusable files
         # By address and credentials. Calls on a channel with older credentials end there, and gRPC
         # closes the connection of a channel that is idle for long.
         self._channels: dict[tuple[str, Any], Any] = {}
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()  # for `close` to cancel
+
+    def _here(self) -> Any:
+        """The process, and with asyncio the event loop, in which alone gRPC's channels work."""
+        return os.getpid()
+
+    @property
+    def _is_away(self) -> bool:
+        if self._home is None:
+            self._home = self._here()
+        return bool(self._home != self._here())
 
     def _channel(self, address: str) -> Any:
         """A channel, created at its first use because asyncio's belong to the running loop."""
@@ -167,9 +178,17 @@ class Attempts:
 
     @property
     def address(self) -> str:
-        """The router to call now; raises Cancelled when the client is closed."""
+        """The router to call now.
+
+        Raises Cancelled when the client is closed, ConfigError where it cannot be used.
+        """
         if self._client._closed:
             raise Cancelled("the client is closed: make a new one")
+        if self._client._is_away:
+            raise ConfigError(
+                "the client was first used in another process or event loop: make one in each, "
+                "after a fork"
+            )
         return self._client._addresses[self._address]
 
     @property
@@ -202,12 +221,15 @@ class Attempts:
             failing_s=now - self._failing_since,
             begun=self._begun,
         )
+        # A router that said nothing until a deadline may hang.
+        is_silent = isinstance(error, DeadlineExceeded) and not self._begun
+        if wait_s is not None or is_silent:
+            self._client._failed_at[self._address] = now
+            # Later calls start there, so that a dead router delays one call only.
+            self._client._preferred = self._address = self._next_address()
         if wait_s is None:
             raise error
         self._count += 1
-        self._client._failed_at[self._address] = now
-        # Later calls start there, so that a dead router delays one call only.
-        self._client._preferred = self._address = self._next_address()
         return wait_s
 
     def _next_address(self) -> int:
@@ -243,7 +265,7 @@ class GenerateCall:
         self._prompt_logprobs = common_pb2.PromptLogprobs()
         self._deltas: list[Delta] = []
         self._token_ids: list[int] = []
-        self._last_reason = common_pb2.FINISH_REASON_UNSPECIFIED
+        self._last_reason, self._stop = common_pb2.FINISH_REASON_UNSPECIFIED, ""
         self._finish: inference_pb2.Finish | None = None
         # The global tracer does nothing unless the program has set one up.
         self._span = trace.get_tracer("baton.client").start_span(
@@ -266,7 +288,7 @@ class GenerateCall:
 
     @property
     def address(self) -> str:
-        """The router to call now; raises Cancelled when the client is closed."""
+        """As `Attempts.address`."""
         try:
             return self.attempts.address
         except BatonError as error:
@@ -295,6 +317,7 @@ class GenerateCall:
                 self._deltas.append(delta := delta_of(response.delta))
                 self._token_ids.extend(delta.token_ids)
                 self._last_reason = response.delta.finish_reason
+                self._stop = response.delta.stop
             case "finish":
                 self._finish = response.finish
         self.attempts.received(output=delta is not None)
@@ -367,7 +390,7 @@ class GenerateCall:
         usage = common_pb2.Usage(
             prompt_tokens=self._started.prompt_tokens, completion_tokens=len(self._token_ids)
         )
-        return inference_pb2.Finish(reason=self._last_reason, usage=usage)
+        return inference_pb2.Finish(reason=self._last_reason, stop=self._stop, usage=usage)
 
     def _fail(self, error: BatonError) -> None:
         error.partial = self._completion()  # type: ignore[attr-defined]

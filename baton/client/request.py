@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 from baton.config import CANARY_DEFAULTS
 from baton.errors import InvalidRequest, quoted
 from baton.generation.enum_names import PRIORITIES
-from baton.v1 import common_pb2, inference_pb2, route_pb2
+from baton.v1 import common_pb2, fleet_pb2, inference_pb2, route_pb2
 
 # Chat messages such as {"role": "user", "content": "Hello"}. Content may also be parts such as
 # {"type": "text", "text": "Hello"}. An assistant's may have "tool_calls", in OpenAI's form or
@@ -227,27 +227,66 @@ def timeout_of(timeout: Any) -> float | None:
     return float(timeout) if timeout < _LONGEST_S else None
 
 
+def load_adapter_request(
+    name: str, directory: str, model: str
+) -> fleet_pb2.LoadFleetAdapterRequest:
+    """Loads a LoRA adapter. Raises InvalidRequest, as the following do."""
+    request = fleet_pb2.LoadFleetAdapterRequest()
+    for field, value in (("name", name), ("directory", directory), ("model", model)):
+        _set(request, field, value, field)
+    return request
+
+
+def unload_adapter_request(name: str, wait_s: float) -> fleet_pb2.UnloadFleetAdapterRequest:
+    """Unloads a LoRA adapter; `wait_s` 0: as long as workers drain."""
+    request = fleet_pb2.UnloadFleetAdapterRequest()
+    _set(request, "name", name, "name")
+    if wait_s != 0:
+        _set(request, "wait_ms", _checked("wait_s", _milliseconds, wait_s), "wait_s")
+    return request
+
+
 def route_request(name: str, targets: Mapping[str, float]) -> route_pb2.SetRouteRequest:
     """Sets a route; the router checks what the targets are."""
-    route = route_pb2.ModelRoute(name=name)
-    route.targets.extend(route_target(text, weight) for text, weight in targets.items())
-    return route_pb2.SetRouteRequest(route=route)
+    if not isinstance(targets, Mapping):
+        raise InvalidRequest(f"targets are weights by target, not {quoted(targets)}", "targets")
+    request = route_pb2.SetRouteRequest()
+    _set(request.route, "name", name, "name")
+    request.route.targets.extend(route_target(text, weight) for text, weight in targets.items())
+    return request
 
 
 def canary_request(
     name: str, target: str, settings: Mapping[str, Any]
 ) -> route_pb2.SetRouteRequest:
     """Begins a canary."""
-    canary = route_pb2.Canary(target=route_target(target), **{**CANARY_DEFAULTS, **settings})
-    return route_pb2.SetRouteRequest(route=route_pb2.ModelRoute(name=name, canary=canary))
+    request = route_pb2.SetRouteRequest()
+    _set(request.route, "name", name, "name")
+    canary = request.route.canary
+    canary.target.CopyFrom(route_target(target))
+    for field, value in {**CANARY_DEFAULTS, **settings}.items():
+        _set(canary, field, value, field)
+    return request
 
 
 def route_target(text: str, weight: float = 1.0) -> route_pb2.RouteTarget:
-    """Parses "chat@v1", or a version or name. Raises InvalidRequest."""
-    model, at, version = text.partition("@")
+    """Parses "chat@v1", or a version or name."""
+    model, at, version = text.partition("@") if isinstance(text, str) else ("", "", "")
     if not model:
-        raise InvalidRequest(f"{text!r} is no target: write v1, chat@v1 or chat", "targets")
-    return route_pb2.RouteTarget(model=model, version=version if at else None, weight=weight)
+        raise InvalidRequest(f"{quoted(text)} is no target: write v1, chat@v1 or chat", "targets")
+    target = route_pb2.RouteTarget()
+    _set(target, "model", model, "targets")
+    if at:
+        _set(target, "version", version, "targets")
+    _set(target, "weight", weight, "targets")
+    return target
+
+
+def delete_route_request(name: str) -> route_pb2.DeleteRouteRequest:
+    """Removes a route."""
+    request = route_pb2.DeleteRouteRequest()
+    _set(request, "name", name, "name")
+    return request
 
 
 def tokenize_request(prompt: Prompt, model: str | None) -> inference_pb2.TokenizeRequest:
@@ -317,9 +356,9 @@ def _milliseconds(seconds: float) -> int:
 
 def _set(message: Any, name: str, value: Any, field: str) -> None:
     if isinstance(value, Mapping):
-        _checked(field, getattr(message, name).update, value)
+        _checked(field, lambda: getattr(message, name).update(value))
     elif isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, str):
-        _checked(field, getattr(message, name).extend, value)
+        _checked(field, lambda: getattr(message, name).extend(value))
     else:
         _checked(field, setattr, message, name, value)
 
@@ -327,6 +366,6 @@ def _set(message: Any, name: str, value: Any, field: str) -> None:
 def _checked(field: str, convert: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return convert(*arguments)
-    # Protobuf's errors, and those of a mapping that lacks a key.
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    # Protobuf's errors, those of a mapping that lacks a key, and of a number that no float holds.
+    except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
         raise InvalidRequest(f"{field}: {error}", field) from error

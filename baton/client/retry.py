@@ -18,7 +18,7 @@ class RetryPolicy:
     unavailable one does not, because another may work. `max_attempts` includes the first, and every
     address gets at least one. Beyond it, requests are retried if a router gave a retry-after, and
     started streams are continued, until the deadline; without one, for `keep_trying_s` after the
-    first failure or the last output. `max_attempts=1` disables all retries.
+    first failure or the last output. With `max_attempts=1` every address gets just one.
     """
 
     max_attempts: int = 4

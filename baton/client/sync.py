@@ -16,10 +16,13 @@ from baton.client.request import (
     Options,
     Prompt,
     canary_request,
+    delete_route_request,
     generate_request,
+    load_adapter_request,
     pair,
     route_request,
     tokenize_request,
+    unload_adapter_request,
 )
 from baton.client.results import (
     Completion,
@@ -87,7 +90,7 @@ class Stream(BaseStream, AbstractContextManager["Stream"]):
 
 
 class Client(BaseClient, AbstractContextManager["Client"]):
-    """A client of one or several routers of a cluster. Safe to share between threads.
+    """A client of one or several routers of a cluster. Safe to share between threads, not a fork.
 
     `target`: "host:port", several separated by commas, or a sequence of them. One is called at
     random, and another one if it is unavailable or overloaded. `ca_file`: certificates to trust,
@@ -180,7 +183,7 @@ class Client(BaseClient, AbstractContextManager["Client"]):
 
         directory: on each worker's host. By worker why it refused, or an empty text.
         """
-        request = fleet_pb2.LoadFleetAdapterRequest(name=name, directory=directory, model=model)
+        request = load_adapter_request(name, directory, model)
         return adapter_results(self._unary("LoadFleetAdapter", request, timeout))
 
     def unload_adapter(
@@ -190,7 +193,7 @@ class Client(BaseClient, AbstractContextManager["Client"]):
 
         wait_s: for sequences that use it; 0: as long as workers drain.
         """
-        request = fleet_pb2.UnloadFleetAdapterRequest(name=name, wait_ms=int(wait_s * 1e3))
+        request = unload_adapter_request(name, wait_s)
         return adapter_results(self._unary("UnloadFleetAdapter", request, timeout))
 
     def routes(self, *, timeout: float | None = 10.0) -> list[dict[str, Any]]:
@@ -214,12 +217,13 @@ class Client(BaseClient, AbstractContextManager["Client"]):
 
     def delete_route(self, name: str, *, timeout: float | None = 10.0) -> None:
         """Removes a route."""
-        request = route_pb2.DeleteRouteRequest(name=name)
-        self._unary("DeleteRoute", request, timeout)
+        self._unary("DeleteRoute", delete_route_request(name), timeout)
 
     def close(self) -> None:
         """Closes the connections; running calls are cancelled."""
         self._closed = True
+        if self._is_away:
+            return
         for channel in self._channels.values():
             channel.close()
 

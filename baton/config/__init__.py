@@ -31,6 +31,7 @@ from baton.config.router import (
     TTFT_HINT,
     RouterConfig,
     RouterLimits,
+    check_api_key,
 )
 from baton.config.service import SHARED_FOLDER, ServiceConfig, TlsConfig, host_id, new_incarnation
 from baton.config.simulated_speed import SimulatedSpeed
@@ -43,7 +44,7 @@ __all__ = [
     "TTFT_HINT", "ApiConfig", "ClusterConfig", "EngineConfig", "ModelSource", "PlannerConfig",
     "RegistryConfig", "RouterConfig", "RouterLimits", "ServedModel", "ServiceConfig",
     "SimulatedSpeed", "TlsConfig",
-    "WorkerConfig", "default_model_name", "full_name", "host_id", "host_names",
+    "WorkerConfig", "check_api_key", "default_model_name", "full_name", "host_id", "host_names",
     "join_address", "kv_heads_of", "model_path", "new_incarnation", "origins",
     "shares_text", "shown_name", "split_address",
 ]  # fmt: skip

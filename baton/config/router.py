@@ -36,6 +36,12 @@ ROUTER_PROCESSES_TEXT = "processes of each router, at the same ports: one for ea
 MAX_ROUTER_PROCESSES = 64
 
 
+def check_api_key(key: str, source: str = "an API key") -> None:
+    """Raises ConfigError, without the key, where it cannot be sent in a header."""
+    if not isinstance(key, str) or not re.fullmatch("[!-~]+", key):
+        raise ConfigError(f"{source} must be ASCII without spaces, and not empty")
+
+
 def api_key_digest(key: str) -> str:
     """The form in which settings hold a key, "sha256:" and its digest, so that nothing shows it.
 
@@ -43,8 +49,7 @@ def api_key_digest(key: str) -> str:
     """
     if re.fullmatch(r"sha256:[0-9a-fA-F]{64}", key):
         return key
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError("an API key must be ASCII without spaces")
+    check_api_key(key)
     return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 

@@ -23,7 +23,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc._cython import cygrpc
 from grpc.aio import _server
 
-from baton import errors
+from baton import config, errors
 from baton.log_format import RateLimit
 from baton.net import tls
 
@@ -58,12 +58,17 @@ _NEVER = (1 << 31) - 1
 # Else gRPC ends a connection on which nothing was called for half an hour, and with it the link
 # of a pair of workers.
 _NEVER_IDLE = ("grpc.client_idle_timeout_ms", _NEVER)
+# For a connection that only gRPC watches, to a process that may hang: how long one may take to be
+# made, and the answer to any ping. gRPC's 20 s and 60 s would hold calls that another address could
+# answer; its keepalive time-out waits behind a ping that is under way.
+_UNWATCHED = [("grpc.min_reconnect_backoff_ms", 5_000), ("grpc.http2.ping_timeout_ms", 5_000)]
 # For a connection whose one stream has heartbeats: gRPC's own pings, for life and for throughput,
 # add half to the cost of a message that comes alone.
 _WATCHED = {"grpc.keepalive_time_ms": _NEVER, "grpc.http2.bdp_probe": 0}
 _MOST_CALLS_A_TURN = 32
 _CALL_TASK = "_schedule_rpc_coro"  # of grpc.aio
 _STATUS_DETAILS = "grpc-status-details-bin"
+_TOO_LARGE = "message larger than max"  # in gRPC's text, of what is sent or received
 _MAX_TEXT_BYTES = 1000  # of a status: metadata of more than 8 KiB may be refused by its receiver
 
 # First match wins when turning an error into a code; the last of equals wins the other way.
@@ -121,6 +126,8 @@ def error_of(rpc_error: grpc.RpcError) -> errors.BatonError:
     if code is grpc.StatusCode.CANCELLED and text == code.name:
         # gRPC's own word where a server that stops drops a call which no handler has seen.
         return errors.Unavailable("the server stopped before it took the call")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in text:
+        return errors.InvalidRequest(text)  # gRPC's own refusal, which no other try would change
     retry_after_s, field, name = _read_details(rpc_error.trailing_metadata() or ())
     cls = _NAMED.get(name) or _ERRORS.get(code, errors.InternalError)
     if issubclass(cls, errors.RetryableError):
@@ -366,7 +373,7 @@ def channel(
     to watch.
     """
     credentials = credentials or tls.current().of_client()
-    options = [*([_NEVER_IDLE] if role else []), *_options(max_message_bytes)]
+    options = [*([_NEVER_IDLE] if role else _UNWATCHED), *_options(max_message_bytes)]
     if not shared:
         options = [*(dict(options) | _WATCHED).items()]
     if not (role and shared):
@@ -379,8 +386,14 @@ def channel(
 
 
 def bearer(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """The metadata of a call that shows this key; none without one."""
-    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    """The metadata of a call that shows this key; none without one. Raises ConfigError.
+
+    With a key that no header can hold, grpc.aio would send nothing, and wait without end.
+    """
+    if not api_key:
+        return ()
+    config.check_api_key(api_key)
+    return (("authorization", f"Bearer {api_key}"),)
 
 
 def _write_details(

@@ -221,6 +221,21 @@ def use_config(config: TlsConfig, insecure: bool, role: str = "") -> None:
     use(Credentials(config.tls_cert, config.tls_key, ca, client_ca, insecure, role=role))
 
 
+def of_caller(
+    cert_file: str | Path | None, key_file: str | Path | None, ca_file: str | Path | None, name: str
+) -> Credentials | None:
+    """A command's or SDK's; None without files. `name`: of servers; empty: their host.
+
+    Raises ConfigError for a certificate without an authority: calls would not be encrypted.
+    """
+    cert, key, ca = (Path(file) if file else None for file in (cert_file, key_file, ca_file))
+    if not (cert or key or ca):
+        return None
+    if ca is None:
+        raise ConfigError("a certificate for calls needs the router's CA: --tls-ca (ca_file)")
+    return Credentials(cert, key, ca, server_name=name)
+
+
 def current() -> Credentials:
     """This process's; without files until `use` was called."""
     return _process

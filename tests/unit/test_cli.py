@@ -437,15 +437,20 @@ def test_generate_reads_the_key_from_file_or_environment(client, monkeypatch, tm
     file = tmp_path / "key"
     from_file = ["generate", "x", "--api-key-file", str(file)]
     assert cli.main(["generate", "x"]) == 0
-    monkeypatch.setenv("BATON_API_KEY", "from the environment")
+    monkeypatch.setenv("BATON_API_KEY", "from-the-environment")
     assert cli.main(["generate", "x"]) == 0
+    for unsendable in ("secret\n", "se cret", "s\u00e9cret"):
+        monkeypatch.setenv("BATON_API_KEY", unsendable)
+        assert cli.main(["generate", "x"]) == 1
+        assert "BATON_API_KEY must be ASCII" in (err := capsys.readouterr().err)
+        assert unsendable.strip() not in err
     assert cli.main(from_file) == 1
     assert "cannot be read" in capsys.readouterr().err
-    file.write_text("from the file\n")
+    file.write_text("from-the-file\n")
     assert cli.main(from_file) == 0
     keys = [call.kwargs["api_key"] for call in client.call_args_list]
-    assert keys == [None, "from the environment", "from the file"]
-    for content, error in (("", "one key"), ("two\nlines", "one key"), ("\u00fc", "ASCII")):
+    assert keys == [None, "from-the-environment", "from-the-file"]
+    for content, error in (("", "not empty"), ("two\nlines", "spaces"), ("\u00fc", "ASCII")):
         file.write_text(content)
         assert cli.main(from_file) == 1
         message = capsys.readouterr().err

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 import threading
 from collections import Counter
 
@@ -18,6 +19,7 @@ from baton import errors
 from baton.client import Model, RetryPolicy
 from baton.client.call import Attempts
 from baton.local import certs, ports
+from baton.net import rpc
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from tests.unit.client.scripted_router import HELLO, ScriptedRouter, delta, finish, serving, started
 from tests.waiting import WAIT_S
@@ -57,6 +59,17 @@ async def test_unary_calls_are_retried(connect, serve):
                 await call
     assert raised.value.field == "input"
     assert len(router.requests) == 4
+
+
+async def test_a_message_over_the_limit_is_no_overload(connect, serve):
+    """Nothing is sent, and an answer over the limit is asked for once."""
+    router = ScriptedRouter([started(), delta("x" * rpc.MAX_MESSAGE_BYTES)])
+    text = "x" * (rpc.MAX_MESSAGE_BYTES + 1)
+    async with connect(await serve(router)) as client:
+        for call in (client.generate(text), client.tokenize(text), client.generate("x")):
+            with pytest.raises(errors.InvalidRequest, match="message larger than max"):
+                await call
+    assert [request.text for request in router.requests] == ["x"]
 
 
 async def test_status(connect, serve):
@@ -167,6 +180,19 @@ def test_addresses_and_certificates_are_checked_at_once(connect, target, ca_file
         connect(target, ca_file=ca_file)
 
 
+def test_a_certificate_without_an_authority_is_refused_instead_of_sending_plain_text(connect):
+    for given in ({"cert_file": "a.pem", "key_file": "b.pem"}, {"key_file": "b.pem"}):
+        with pytest.raises(errors.ConfigError, match=r"needs the router's CA.*ca_file"):
+            connect("127.0.0.1:1", **given)
+
+
+@pytest.mark.parametrize("key", ["secret\n", "se cret", "s\u00e9cret", b"secret", 5])
+def test_a_key_that_no_header_can_hold_is_refused_at_once(connect, key):
+    with pytest.raises(errors.ConfigError, match="must be ASCII without spaces") as raised:
+        connect("127.0.0.1:1", api_key=key)
+    assert "cret" not in str(raised.value)
+
+
 async def test_tls(connect, tmp_path):
     """And a client that lives on takes up other certificates."""
 
@@ -216,6 +242,45 @@ def test_of_two_routers_the_one_that_failed_longest_ago_is_called():
     attempts.failed(errors.Overloaded("full"))
     assert attempts.address == "127.0.0.1:3"
     client.close()
+
+
+def test_the_call_after_a_deadline_without_an_answer_begins_elsewhere():
+    late = errors.DeadlineExceeded("late")
+    for answered in (False, True):
+        client = baton.Client(["127.0.0.1:1", "127.0.0.1:2"])
+        attempts = Attempts(client, None)
+        first = attempts.address
+        if answered:
+            attempts.received(output=False)
+        with pytest.raises(errors.DeadlineExceeded):
+            attempts.failed(late)
+        assert (Attempts(client, None).address == first) is answered
+        client.close()
+
+
+async def test_a_client_that_a_fork_inherited_is_refused(connect, serve, monkeypatch):
+    """It could hang, or end its process."""
+    router = ScriptedRouter(HELLO)
+    client = connect(await serve(router))
+    await client.models()
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        for call in (client.generate("x"), client.tokenize("x")):
+            with pytest.raises(errors.ConfigError, match="another process or event loop"):
+                await call
+    assert router.requests == []
+    await client.generate("x")
+    await client.close()
+
+
+def test_a_second_event_loop_needs_a_client_of_its_own():
+    client = baton.AsyncClient("127.0.0.1:1", retry=RetryPolicy(max_attempts=1))
+    with pytest.raises(errors.Unavailable):
+        asyncio.run(client.models())
+    for call in (client.models, lambda: client.generate("x")):
+        with pytest.raises(errors.ConfigError, match="another process or event loop"):
+            asyncio.run(call())
+    asyncio.run(client.close())
 
 
 async def test_a_closed_client_leaves_no_thread(serve):

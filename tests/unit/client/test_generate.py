@@ -11,7 +11,9 @@ import baton
 from baton import errors
 from baton.client import RetryPolicy, TokenLogprobs, ToolCall, Usage
 from baton.client.request import generate_request
+from baton.net import rpc
 from baton.v1 import common_pb2, inference_pb2
+from tests.proxy import Proxy
 from tests.unit.client.scripted_router import HELLO, ScriptedRouter, delta, finish, serving, started
 from tests.waiting import WAIT_S
 
@@ -160,14 +162,14 @@ async def test_a_final_error_has_the_output_so_far(connect, serve, scripts, erro
 
 @pytest.mark.parametrize("behind", [[GONE], [], [finish(), GONE]], ids=["error", "end", "finish"])
 async def test_nothing_is_retried_behind_the_last_tokens(connect, serve, behind):
-    last = delta("Hello", 1, reason=common_pb2.FINISH_REASON_STOP)
+    last = delta("Hello", 1, reason=common_pb2.FINISH_REASON_STOP, stop="END")
     router = ScriptedRouter([started(), last, *behind])
     async with connect(await serve(router), retry=FAST) as client:
         done = await client.generate("x")
     assert len(router.requests) == 1
     assert (done.text, done.finish_reason) == ("Hello", "stop")
     if len(behind) < 2:
-        assert done.usage == Usage(3, 1)
+        assert (done.usage, done.stop) == (Usage(3, 1), "END")
 
 
 async def test_going_on_is_bounded(connect, serve):
@@ -204,6 +206,29 @@ async def test_fails_over_to_the_next_address(connect, serve, monkeypatch):
             assert (await client.generate("x")).text == "Hello"
             assert await client.tokenize("x") == [7, 8]
     assert len(router.requests) == 4
+
+
+@pytest.mark.parametrize("connected", [True, False], ids=["idle connection", "new connection"])
+async def test_a_router_that_hangs_is_left_for_the_next_address(
+    connect, serve, monkeypatch, connected
+):
+    """By limits of our channels alone: gRPC's own are out of reach here."""
+    limits = [name for name, _ in rpc._UNWATCHED]
+    monkeypatch.setattr(rpc, "OPTIONS", [*rpc.OPTIONS, *((name, rpc._NEVER) for name in limits)])
+    monkeypatch.setattr(rpc, "_UNWATCHED", [(name, 200) for name in limits])
+    monkeypatch.setattr(random, "randrange", lambda stop: 0)  # it begins at the first
+    hung, other = ScriptedRouter(HELLO), ScriptedRouter(HELLO)
+    port = int((await serve(hung)).rpartition(":")[2])
+    async with (
+        Proxy(port) as proxy,
+        connect([proxy.address, await serve(other)]) as client,
+        asyncio.timeout(LIMIT_S),
+    ):
+        if connected:
+            await client.generate("x")
+        proxy.hold()
+        assert (await client.generate("x")).text == "Hello"
+    assert (len(hung.requests), len(other.requests)) == (int(connected), 1)
 
 
 async def test_deadline(connect, serve):

@@ -5,7 +5,16 @@ import json
 import pydantic
 import pytest
 
-from baton.client.request import generate_request, timeout_of, tokenize_request
+from baton.client.request import (
+    canary_request,
+    delete_route_request,
+    generate_request,
+    load_adapter_request,
+    route_request,
+    timeout_of,
+    tokenize_request,
+    unload_adapter_request,
+)
 from baton.errors import InvalidRequest
 from baton.v1 import common_pb2, inference_pb2
 
@@ -118,9 +127,12 @@ BAD_PROMPTS = [
     [{"role": "user", "content": "hi"}, "ho"],
     [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
 ]  # fmt: skip
+HUGE = 10**400  # no float holds it
 BAD_OPTIONS = [
     *(("sampling.max_tokens", -1), ("sampling.temperature", "hot")),
     *(("sampling.logit_bias", {"a": 1.0}), ("sampling.logit_bias", 3)),
+    *(("sampling.logit_bias", [(1, 2.0)]), ("sampling.logit_bias", {1: HUGE})),
+    *(("sampling.temperature", HUGE), ("stop", {"a": 1}), ("model", {"a": 1}), ("model", [1])),
     *(("sampling.stop_token_ids", ["a"]), ("stop", [3]), ("stop", 3), ("model", 3)),
     *(("max_token", 3), ("priority", "urgent"), ("priority", 3)),
     *(("response_format", bad) for bad in ("json", {"type": "json_schema"}, {"type": "xml"})),
@@ -143,7 +155,7 @@ def test_what_no_message_can_hold_is_refused_by_name(prompt, field, value):
         assert "must be text, token ids, or chat messages" in str(raised.value)
 
 
-@pytest.mark.parametrize("timeout", ["soon", True, float("nan"), [1]])
+@pytest.mark.parametrize("timeout", ["soon", True, float("nan"), [1], HUGE])
 def test_a_timeout_is_seconds(timeout):
     with pytest.raises(InvalidRequest) as raised:
         timeout_of(timeout)
@@ -157,3 +169,51 @@ def test_a_timeout_is_seconds(timeout):
 def test_tokenize_refuses_token_ids_and_what_is_no_name(prompt, model, match):
     with pytest.raises(InvalidRequest, match=match):
         tokenize_request(prompt, model)
+
+
+@pytest.mark.parametrize(
+    ("build", "field"),
+    [
+        (lambda: load_adapter_request(5, "/a", ""), "name"),
+        (lambda: load_adapter_request("a", None, ""), "directory"),
+        (lambda: load_adapter_request("a", "/a", ["m"]), "model"),
+        (lambda: unload_adapter_request(None, 0.0), "name"),
+        *(
+            (lambda wait_s=wait_s: unload_adapter_request("a", wait_s), "wait_s")
+            for wait_s in (-1, -1e-9, float("inf"), float("nan"), 1e12, HUGE, "soon", None)
+        ),
+        (lambda: route_request(5, {"v1": 1.0}), "name"),
+        *(
+            (lambda targets=targets: route_request("chat", targets), "targets")
+            for targets in (5, "a", ["a"], None, {5: 1.0}, {"": 1.0}, {"v1": "x"}, {"v1": HUGE})
+        ),
+        (lambda: canary_request(5, "v1", {}), "name"),
+        (lambda: canary_request("chat", 5, {}), "targets"),
+        (lambda: canary_request("chat", "v1", {"foo": 1}), "foo"),
+        (lambda: canary_request("chat", "v1", {"foo": [1]}), "foo"),
+        (lambda: canary_request("chat", "v1", {"steps": 5}), "steps"),
+        (lambda: canary_request("chat", "v1", {"min_requests": -1}), "min_requests"),
+        (lambda: delete_route_request(5), "name"),
+    ],
+)
+def test_what_no_message_of_operators_can_hold_is_refused_by_name(build, field):
+    with pytest.raises(InvalidRequest) as raised:
+        build()
+    assert raised.value.field == field
+
+
+def test_what_operators_ask_for_arrives():
+    asked = load_adapter_request("a", "/a", "m")
+    assert (asked.name, asked.directory, asked.model) == ("a", "/a", "m")
+    for wait_s, wait_ms in ((0, 0), (0.0, 0), (1e-6, 1), (1.5, 1500)):
+        assert unload_adapter_request("a", wait_s).wait_ms == wait_ms
+    route = route_request("chat", {"chat@v1": 3, "other": 1.5}).route
+    assert route.name == "chat"
+    targets = [
+        (one.model, one.HasField("version"), one.version, one.weight) for one in route.targets
+    ]
+    assert targets == [("chat", True, "v1", 3.0), ("other", False, "", 1.5)]
+    canary = canary_request("chat", "v2", {"steps": [50, 100], "step_s": 1}).route.canary
+    assert (canary.target.model, list(canary.steps), canary.step_s) == ("v2", [50.0, 100.0], 1.0)
+    assert canary.min_requests == 50
+    assert delete_route_request("chat").name == "chat"

@@ -57,6 +57,8 @@ def decide(error=None, policy=POLICY, **changes):
         (REST, {"attempts": 400, "failing_s": 50.0, "time_left_s": 3.0}, None),
         (Overloaded("full", 3.0), {"attempts": 4}, 3.0),
         (REST, {"policy": RetryPolicy(max_attempts=1)}, None),
+        (GONE, {"policy": RetryPolicy(max_attempts=1), "addresses": 2}, 0.0),
+        (GONE, {"policy": RetryPolicy(max_attempts=1), "addresses": 2, "attempts": 2}, None),
         # Backoff doubles up to its limit.
         *(
             (GONE, {"policy": MANY, "attempts": n}, wait_s)

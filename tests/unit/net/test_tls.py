@@ -378,6 +378,13 @@ def test_a_command_says_that_its_certificate_is_of_another_role(folder, command,
     assert f"no certificate of a {command.removeprefix('decode-')}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["status", "health", "bench serve"])
+def test_a_command_with_a_certificate_and_no_authority_sends_nothing(folder, command, capsys):
+    given = ["--tls-cert", str(folder / "admin.pem"), "--tls-key", str(folder / "admin-key.pem")]
+    assert cli.main([*command.split(), *given]) == 1
+    assert "needs the router's CA: --tls-ca" in capsys.readouterr().err
+
+
 def test_a_new_certificate_of_another_role_is_not_taken_up(folder, caplog):
     ours = of(folder, "worker")
     ours.role = "worker"

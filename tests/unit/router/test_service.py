@@ -319,6 +319,7 @@ async def test_several_tokens_of_a_step_are_one_delta_up_to_a_stop_string(
     assert [token_id for delta in deltas for token_id in delta.token_ids] == tokens
     assert "".join(delta.text for delta in deltas) == text
     assert (finish.reason, finish.stop) == end
+    assert (deltas[-1].finish_reason, deltas[-1].stop) == end  # if the finish is lost
     assert finish.usage.completion_tokens == len(tokens)
     if max_tokens == 20:  # otherwise the worker has ended it by itself
         assert (await received(router.decode.cancelled)).endswith("-1")
