@@ -319,7 +319,7 @@ class RequestState:
             self.route.transport = message.committed.transport
 
     def record_cached(self, num_tokens: int) -> None:
-        """Stores how many tokens the first attempt found cached, of the prompt: not resumed ones."""
+        """Stores how many of the prompt's tokens the first attempt found in a cache."""
         if self.cached_tokens is None:
             self.cached_tokens = min(num_tokens, len(self.request.prompt))
 
