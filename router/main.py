@@ -36,7 +36,7 @@ from router.admission.tenants import Tenants
 from router.canary import Canaries
 from router.dispatch.dispatch import Dispatch
 from router.fleet.fleet import Fleet
-from router.fleet.liveness import LivenessConfig
+from router.fleet.liveness import NOT_TRIED, LivenessConfig
 from router.fleet.snapshot import UNREACHABLE
 from router.generation_service import GenerationService
 from router.grpc_service import FleetServicer, InferenceServicer, authorize
@@ -275,18 +275,24 @@ async def _workers_connected(
 ) -> None:
     """Returns once this router is connected to the registered workers, or after _JOIN_S.
 
-    Earlier calls would find no worker; they wait at the port, or siblings accept them.
+    Earlier calls would find no worker; they wait at the port, or siblings accept them. A worker
+    that is dead stays registered until its lease ends: one try to connect to each is enough.
     """
 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_JOIN_S):
             while True:
                 changed = models.changed
-                known = {one.incarnation for one in models.workers if one.state != UNREACHABLE}
+                known = {
+                    one.incarnation
+                    for one in models.workers
+                    if one.state != UNREACHABLE or one.reason != NOT_TRIED
+                }
                 ready = {
                     name
                     for name, record in membership.records.items()
                     if record.state == common_pb2.WORKER_STATE_READY
+                    and name not in membership.missing
                 }
                 if ready <= known and not (models.why_not_ready and _has_siblings(shared)):
                     return

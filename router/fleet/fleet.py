@@ -209,12 +209,13 @@ class Fleet:
                 log.exception("a tick of the fleet failed")
 
     def _tick(self) -> None:
-        for member in list(self._members.values()):
-            member.tick()
+        # All of them have their tick. A router that starts waits for first tries, also for one that
+        # fails, which changes no state.
+        first_failed = [member for member in list(self._members.values()) if member.tick()]
         opened = self.breakers.all_open()
         # A probe may begin and end between two ticks, and meanwhile others found no worker.
         closed = self.breakers.num_closed
-        if opened.keys() != self._open or closed != self._closed:
+        if first_failed or opened.keys() != self._open or closed != self._closed:
             self._open, self._closed = opened.keys(), closed
             self.announce()
 

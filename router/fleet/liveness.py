@@ -21,6 +21,7 @@ from router.fleet.snapshot import SILENT, UNREACHABLE
 
 log = logging.getLogger(__name__)
 
+NOT_TRIED = "not connected yet"  # until the first try to connect has ended
 _RECONNECT_S = (0.1, 2.0)
 _LONG_STEPS = 20  # a step may take as long as that many usual ones
 
@@ -81,8 +82,9 @@ class HeartbeatStream:
         first_pause_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.alive = False  # the worker has answered on the stream that is open
-        self.state, self.why = UNREACHABLE, "not connected yet"  # while it is not alive
+        self.state, self.why = UNREACHABLE, NOT_TRIED  # while it is not alive
         self.silent_ticks = 0
+        self._has_failed = False  # as `tick` has said
         self._follow = follow
         self._lost = lost
         self._first_pause_s = first_pause_s
@@ -98,10 +100,16 @@ class HeartbeatStream:
     def heard(self) -> None:
         self.silent_ticks = 0
 
-    def tick(self) -> None:
-        """A tick has passed. Between two streams silence is not counted."""
+    def tick(self) -> bool:
+        """A tick has passed. Between two streams silence is not counted.
+
+        Returns whether, since the last one, the first try has failed: this changes no state.
+        """
         if self._limit is not None:
             self.silent_ticks += 1
+        first_failed = not self._has_failed and self.why != NOT_TRIED
+        self._has_failed |= first_failed
+        return first_failed
 
     def cut(self, why: str) -> None:
         """Ends the silent stream, so that the worker finds it broken, and opens another."""

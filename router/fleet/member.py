@@ -151,11 +151,11 @@ class Member:
         if self._connection is not None:
             self._connection.outgoing.keep_traces.extend(trace_ids)
 
-    def tick(self) -> None:
-        """A tick of the router's loop has passed; see `LivenessConfig`."""
+    def tick(self) -> bool:
+        """A tick of the router's loop has passed; see `LivenessConfig` and `HeartbeatStream`."""
         if (stream := self._stream) is None:
-            return
-        stream.tick()
+            return False
+        first_try_failed = stream.tick()
         lost_ticks = self._liveness.lost_ticks
         if stream.silent_ticks >= lost_ticks // 2:
             self._touched.add(self._name)
@@ -173,6 +173,7 @@ class Member:
             self._fail_all(f"worker {self._name} is lost: {stream.why}")
         elif self._stalled:
             self._fail_all(f"worker {self._name} is stalled: {self._stalled}")
+        return first_try_failed
 
     async def close(self, reason: str) -> None:
         """The worker is gone: all subscribers get the error."""

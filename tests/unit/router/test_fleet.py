@@ -10,7 +10,9 @@ from baton.net.server import Health
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.circuit_breaker import FAILURES_IN_A_ROW
 from router.fleet.liveness import LivenessConfig
-from router.main import _follow_readiness
+from router import main
+from router.fleet import member
+from router.main import _follow_readiness, _workers_connected
 
 from .scripted_workers import DRAINING, READY, TIMEOUT_S, DecodeWorker, received, seen
 from .snapshots import decode_views, prefill_views
@@ -187,6 +189,31 @@ async def test_records_of_workers_that_do_not_exist_cost_one_look_together(clust
     assert known < 300, "one for each"
     assert looks - known < 10, "they go on failing, and that is no change"
     assert cluster.fleet.snapshot().why_not_ready == ""
+
+
+@pytest.mark.parametrize("how", ["gone", "silent"])
+async def test_a_router_that_starts_waits_for_one_try_to_reach_a_dead_worker(
+    cluster, monkeypatch, how
+):
+    """Its record stays for as long as its lease lives, and then it is missing for a while."""
+    monkeypatch.setattr(main, "_JOIN_S", 10 * TIMEOUT_S)
+    monkeypatch.setattr(member, "_CONNECT_TIMEOUT_S", 0.3)
+    models = cluster.models()
+    states = lambda: {view.incarnation: view.state for view in models.workers}  # noqa: E731
+    alive = {"p0": "READY", "d0": "READY"}
+    with socket.socket() as held:  # an address at which no process answers
+        held.bind(("127.0.0.1", 0))
+        if how == "silent":
+            held.listen()
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        cluster.store.put(changed(cluster.decodes[0], incarnation="dead", address=address))
+        async with asyncio.timeout(TIMEOUT_S):
+            await _workers_connected(cluster.membership, models, None)
+            assert states() == {**alive, "dead": "UNREACHABLE"}
+            assert all(view.reason != "not connected yet" for view in models.workers)
+            cluster.store.lose("dead")
+            await seen(lambda: states() == alive)
+            await _workers_connected(cluster.membership, models, None)
 
 
 # Workers and pairs that fail, and readiness.
