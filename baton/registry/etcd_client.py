@@ -40,7 +40,10 @@ QUIET_S = 5.0  # after which a watch without events checks that its endpoint is 
 OPTIONS: list[tuple[str, Any]] = [
     # etcd cuts off clients that ping more often than every 5 s, or with no call under way.
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    # As a call: who is later answers none. A silent connection is left after 12 s, while a member
+    # whose renewals wait on it is still missing (`GRACE_TTLS`). `grpc.keepalive_timeout_ms` does
+    # not do that: gRPC waits 60 s for any ping.
+    ("grpc.http2.ping_timeout_ms", int(CALL_S * 1000)),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one attempt to connect may take

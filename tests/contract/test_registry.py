@@ -135,6 +135,33 @@ def worker(name, role=WorkerRole.WORKER_ROLE_DECODE, state=READY):
     return WorkerRecord(incarnation=name, role=role, address="127.0.0.1:7001", state=state)
 
 
+async def test_a_connection_that_has_fallen_silent_is_left_for_another_one(monkeypatch):
+    """By a member whose renewals wait on it, and by a watch."""
+    limits = {"grpc.http2.ping_timeout_ms": 2**31 - 1, **dict(etcd_client.OPTIONS)}
+    limits["grpc.keepalive_time_ms"] = 500
+    monkeypatch.setattr(etcd_client, "OPTIONS", [*limits.items()])
+    async with (
+        EmbeddedEtcd(args=["--grpc-keepalive-min-time", "100ms"]) as process,
+        Proxy(split_address(process.address)[1]) as proxy,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        etcd = RealEtcd(process, stack)
+        behind, beside = await etcd.registry(etcd=proxy.address), await etcd.registry()
+        async with (
+            beside.watch() as seen,
+            behind.watch() as members,
+            behind.register(worker("p1")),
+        ):
+            await until_names(members, "p1")
+            await until_names(seen, "p1")
+            for connection in tuple(proxy._connections):  # others work
+                proxy.hold(connection.caller)
+            async with beside.register(worker("d1")):
+                await until_names(members, "p1", "d1")
+                await until(seen, lambda _: not seen.missing)
+                assert seen.records.keys() == {"p1", "d1"}
+
+
 async def test_all_routers_of_a_cluster_get_the_same_ticket_key(store):
     """Also those that start at once, before there is one."""
     registries = [await store.registry() for _ in range(6)]
