@@ -59,8 +59,9 @@ _NEVER = (1 << 31) - 1
 # of a pair of workers.
 _NEVER_IDLE = ("grpc.client_idle_timeout_ms", _NEVER)
 # For a connection that only gRPC watches, to a process that may hang: how long one may take to be
-# made, and the answer to any ping. gRPC's 20 s and 60 s would hold calls that another address could
-# answer; its keepalive time-out waits behind a ping that is under way.
+# made, and the answer to any ping. gRPC's 20 s and 60 s would hold calls that another address, or a
+# new connection, could answer; its keepalive time-out waits behind a ping that is under way. In 5 s
+# a worker was lost three times over (`--silence`).
 _UNWATCHED = [("grpc.min_reconnect_backoff_ms", 5_000), ("grpc.http2.ping_timeout_ms", 5_000)]
 # For a connection whose one stream has heartbeats: gRPC's own pings, for life and for throughput,
 # add half to the cost of a message that comes alone.
@@ -362,22 +363,20 @@ def channel(
     kind: Any = grpc.aio,
     role: str = "",
     max_message_bytes: int = MAX_MESSAGE_BYTES,
-    shared: bool = True,
+    watched: bool = False,
 ) -> Any:
     """A channel with our options, of asyncio or `kind` grpc, with this process's credentials.
 
     What is called must be the cluster's process of that `role`; without one, the address's host.
-    Such a channel has a connection of its own, which any process at that address may get. One to a
-    role stays connected, also while nothing is called; it shares its connection with others of this
-    process unless it is not `shared`. Whether the other end of such a one answers is for the caller
-    to watch.
+    Each channel has a connection of its own: where one has fallen silent, another may work. One to
+    a role stays connected, also while nothing is called. `watched`: the caller watches whether the
+    other end answers; gRPC does not.
     """
     credentials = credentials or tls.current().of_client()
-    options = [*([_NEVER_IDLE] if role else _UNWATCHED), *_options(max_message_bytes)]
-    if not shared:
+    options = [*([_NEVER_IDLE] if role else []), *_UNWATCHED, *_options(max_message_bytes)]
+    if watched:
         options = [*(dict(options) | _WATCHED).items()]
-    if not (role and shared):
-        options.append(("grpc.use_local_subchannel_pool", 1))
+    options.append(("grpc.use_local_subchannel_pool", 1))
     if credentials is None:
         return kind.insecure_channel(address, options=options)
     name = f"{role}.{tls.DOMAIN}" if role else tls.current().server_name

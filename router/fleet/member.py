@@ -211,10 +211,7 @@ class Member:
     async def _follow(self, stream: HeartbeatStream) -> None:
         """One stream, from its beginning to its end. Raises why it has ended."""
         channel = rpc.channel(
-            self.record.address,
-            role="worker",
-            max_message_bytes=MAX_MESSAGE_BYTES,
-            shared=False,
+            self.record.address, role="worker", max_message_bytes=MAX_MESSAGE_BYTES, watched=True
         )
         metadata = (
             ("baton-router-id", self._router_id),

@@ -20,6 +20,7 @@ from baton import errors
 from baton.net import rpc
 from baton.net.server import Health, bind
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from tests.proxy import Proxy
 from tests.waiting import WAIT_S, eventually
 
 BASES = {errors.BatonError, errors.RetryableError, errors.TransferFailed}
@@ -130,6 +131,31 @@ async def test_a_channel_to_a_role_stays_connected_while_nothing_is_called(monke
         await asyncio.wait_for(other.wait_for_state_change(ChannelConnectivity.READY), WAIT_S)
         await asyncio.sleep(0.5)
         assert held.get_state() is ChannelConnectivity.READY
+
+
+async def test_a_channel_to_a_role_leaves_a_connection_that_has_fallen_silent(monkeypatch):
+    """By the limit of our channels alone: gRPC's own is out of reach here."""
+    limits = [(name, 1000 if "ping" in name else value) for name, value in rpc._UNWATCHED]
+    monkeypatch.setattr(rpc, "_UNWATCHED", limits)
+    others = {"grpc.keepalive_time_ms": 300, "grpc.http2.ping_timeout_ms": rpc._NEVER}
+    health = Health()
+    server, address = bind("127.0.0.1", 0)
+    health.add_to(server, [])
+    await server.start()
+    monkeypatch.setattr(rpc, "OPTIONS", [*(dict(rpc.OPTIONS) | others).items()])
+    async with (
+        Proxy(int(address.rpartition(":")[2])) as proxy,
+        rpc.channel(proxy.address, role="worker") as channel,
+        asyncio.timeout(WAIT_S),
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        await stub.Check(health_pb2.HealthCheckRequest())
+        (connection,) = proxy._connections
+        proxy.hold(connection.caller)  # another one works
+        with pytest.raises(errors.Unavailable, match="ping timeout"), rpc.translated():
+            await stub.Check(health_pb2.HealthCheckRequest())
+        await channel.channel_ready()
+    await server.stop(None)
 
 
 async def test_a_bug_and_an_unknown_code_are_internal(scripted, caplog):

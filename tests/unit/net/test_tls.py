@@ -175,7 +175,7 @@ async def test_a_workers_dispatch_service_is_for_routers_alone(folder, strangers
     async def first_message(credentials, role):
         """The first message of a stream on a connection of its own."""
         tls.use(credentials)
-        async with rpc.channel(address, role=role, shared=False) as channel:
+        async with rpc.channel(address, role=role, watched=True) as channel:
             tls.use(ours)
             with rpc.translated():
                 call = channel.stream_stream(CONNECT)(timeout=TIMEOUT_S)

@@ -8,10 +8,10 @@ import pytest
 from baton.errors import Unavailable
 from baton.net.server import Health
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.circuit_breaker import FAILURES_IN_A_ROW
-from router.fleet.liveness import LivenessConfig
 from router import main
 from router.fleet import member
+from router.fleet.circuit_breaker import FAILURES_IN_A_ROW
+from router.fleet.liveness import LivenessConfig
 from router.main import _follow_readiness, _workers_connected
 
 from .scripted_workers import DRAINING, READY, TIMEOUT_S, DecodeWorker, received, seen
