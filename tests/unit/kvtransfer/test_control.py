@@ -1,11 +1,13 @@
 """Calls over one stream: their order, their time, and what becomes of them when it breaks."""
 
 import asyncio
+import contextlib
 import time
 from contextlib import asynccontextmanager
 
 import pytest
 
+import kvtransfer.control
 from baton.errors import (
     DeadlineExceeded,
     InternalError,
@@ -19,6 +21,7 @@ from baton.net import rpc
 from baton.v1 import handoff_pb2 as pb
 from baton.v1.handoff_pb2_grpc import HandoffServiceStub, add_HandoffServiceServicer_to_server
 from kvtransfer.control import Control, ControlServicer
+from tests.proxy import Proxy
 from tests.waiting import WAIT_S
 
 READY, COMMIT, ABORT = pb.ReadyRequest(handoff_id="h"), pb.CommitRequest(), pb.AbortRequest()
@@ -120,6 +123,58 @@ async def test_a_stream_that_breaks_fails_what_waits_and_the_next_call_opens_ano
         await gone.call(COMMIT, WAIT_S)
     assert time.monotonic() - begun_at < WAIT_S, "it is refused, and not waited for"
     await gone.close()
+
+
+@pytest.mark.parametrize("found", ["by a call that waits", "by the next one"])
+async def test_a_connection_that_has_fallen_silent_is_left_for_another_one(found):
+    """Long before the time of calls is over, and before gRPC's own pings would find it."""
+    begun, _, ready = never_answered()
+    async with contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        _, _, address = await enter(served(ready=ready, commit=committed))
+        proxy = await enter(Proxy(int(address.rpartition(":")[2])))
+        control, calls = Control(proxy.address), []
+        stack.push_async_callback(control.close)
+        await control.call(COMMIT, WAIT_S)
+        if found == "by a call that waits":
+            calls.append(asyncio.create_task(control.call(READY, 2 * WAIT_S)))
+            await asyncio.wait_for(begun.wait(), WAIT_S)
+        (connection,) = proxy._connections
+        proxy.hold(connection.caller)  # another one works
+        calls.append(asyncio.create_task(control.call(COMMIT, 2 * WAIT_S)))
+        async with asyncio.timeout(WAIT_S):
+            for call in calls:
+                with pytest.raises(Unavailable, match="silent"):
+                    await call
+            assert control.lost
+            (silent,) = control._reading
+            assert await control.call(COMMIT, WAIT_S) == pb.CommitResponse()
+            assert not control.lost
+            await asyncio.wait({silent})
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+async def test_a_call_is_waited_for_while_the_other_end_answers_pings(monkeypatch, is_older):
+    """An older worker does not know pings, and says so."""
+    for name, value in (("_TICK_S", 0.01), ("_LOST_TICKS", 100), ("_PING_TICKS", 5)):
+        monkeypatch.setattr(kvtransfer.control, name, value)
+    pings, answer = 0, asyncio.Event()
+
+    async def ping(request):
+        nonlocal pings
+        pings += 1
+        if pings == 30:  # far more ticks than of one that is lost
+            answer.set()
+        if is_older:
+            raise InvalidRequest("unknown kind of call", "call")
+        return pb.PingResponse()
+
+    async def ready(request):
+        await answer.wait()
+        return pb.ReadyResponse(block_ids=[3])
+
+    async with served(ready=ready, ping=ping) as (control, _, _):
+        assert (await control.call(READY, WAIT_S)).block_ids == [3]
 
 
 @pytest.mark.parametrize("status", [InternalError("reset"), Overloaded("full", 1.0), Stale("old")])
