@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,9 +21,12 @@ TOKENS = tuple(range(100, 140))
 TEXT = "".join(chr(97 + i % 26) for i in range(40))
 LOGPROBS = tuple(TokenLogprobs(token, -0.5, ()) for token in TOKENS)
 OTHER = TokenLogprobs(TOKENS[4], -0.6, ())
-RUN = Run((1, 2, 3), {"temperature": 0.0}, Completion(TEXT, TOKENS, "length", logprobs=LOGPROBS))
+RUN = Run(
+    (1, 2, 3), {"temperature": 0.0}, Completion(TEXT, TOKENS, "length", logprobs=LOGPROBS),
+    lambda ids: "".join(TEXT[one - 100] for one in ids),
+)  # fmt: skip
 PLAIN, STOPPED = ChaosRequest(RUN, 5, logprobs=True), ChaosRequest(RUN, 40, stop="klm")
-NEITHER, ROUTER, ROLE, BOTH = (False, False), (True, False), (False, True), (True, True)
+NEITHER, ROUTER, WORKERS, BOTH = (False, False), (True, False), (False, True), (True, True)
 
 
 def ended(tokens: int | tuple[int, ...], end: str, lasted_s: float = 1.0, **more: Any) -> Outcome:
@@ -32,7 +36,7 @@ def ended(tokens: int | tuple[int, ...], end: str, lasted_s: float = 1.0, **more
 
 def whole(request: ChaosRequest, **other: Any) -> Outcome:
     """A request's right end, but for what is given otherwise."""
-    count = request.max_tokens
+    count = request.tokens_of(RUN.whole)
     fields: dict[str, Any] = {
         "text": TEXT[:count], "token_ids": TOKENS[:count], "finish_reason": "length",
         "logprobs": LOGPROBS[:count] if request.logprobs else (), "usage": Usage(3, count),
@@ -41,13 +45,28 @@ def whole(request: ChaosRequest, **other: Any) -> Outcome:
         text = TEXT[: TEXT.index(request.stop)]
         fields |= {"text": text, "finish_reason": "stop", "stop": request.stop}
     completion = Completion(**{**fields, **other})
-    return ended(completion.token_ids, load.COMPLETE, completion=completion)
+    outcome = ended(completion.token_ids, load.COMPLETE, completion=completion)
+    outcome.times = [10.1, 10.9]
+    return outcome
 
 
 def failed(
     error: errors.BatonError, tokens: int = 0, lasted_s: float = 1.0, end: str = load.FAILED
 ) -> Outcome:
     return ended(tokens, end, lasted_s, error=error)
+
+
+def paused(outcome: Outcome, *times: float, lag_s: float = 0.0) -> Outcome:
+    """The same with its tokens at these times; it ends with the last one."""
+    outcome.times, outcome.ended_s, outcome.lag_s = list(times), times[-1], lag_s
+    return outcome
+
+
+def but(outcome: Outcome, **other: Any) -> Outcome:
+    """The same, whose completion does not agree with what was delivered."""
+    assert outcome.completion is not None
+    outcome.completion = replace(outcome.completion, **other)
+    return outcome
 
 
 HASTY = ChaosRequest(RUN, 40, timeout_s=0.5)
@@ -59,16 +78,32 @@ OUTCOMES = [  # what is wrong with it, or "" where nothing is
     (PLAIN, whole(PLAIN, token_ids=(100, 101, 7, 103, 104)), BOTH, "other tokens"),
     (PLAIN, whole(PLAIN, token_ids=TOKENS[:4]), BOTH, "4"),
     (PLAIN, whole(PLAIN, finish_reason="stop"), BOTH, "stop"),
-    (PLAIN, whole(PLAIN, text="abxde"), BOTH, "other text"),
+    (PLAIN, whole(PLAIN, text="abxde"), BOTH, "other text in the end"),
+    (PLAIN, whole(PLAIN, text=""), BOTH, "other text in the end"),
+    (PLAIN, whole(PLAIN, text="ab"), BOTH, "other text in the end"),
+    (PLAIN, but(whole(PLAIN), token_ids=(1, 2, 3, 4, 5)), BOTH, "((1, 2, 3, 4, 5)"),
+    (PLAIN, whole(PLAIN, token_ids=TOKENS[:6]), BOTH, "6 tokens"),
+    (PLAIN, ended(2, load.COMPLETE), BOTH, "NoneType after"),
+    (PLAIN, ended(2, load.FAILED), BOTH, "NoneType after"),
+    (STOPPED, whole(STOPPED, usage=Usage(3, 40)), BOTH, "13, 40, 3"),
+    (STOPPED, whole(STOPPED, token_ids=TOKENS[:14]), BOTH, "14 tokens"),
+    (STOPPED, failed(errors.Unavailable("none"), 14), BOTH, "14 tokens"),
+    # Pauses: before the first token, between two, and before the end.
+    (PLAIN, paused(whole(PLAIN), 14.9, 19.8), NEITHER, ""),
+    (PLAIN, paused(whole(PLAIN), 20.0, 30.0, lag_s=1.1), NEITHER, ""),
+    (PLAIN, paused(whole(PLAIN), 20.0, 30.0, lag_s=0.9), BOTH, "10.0 s from 0.0 s"),
+    (PLAIN, paused(whole(PLAIN), 10.1, 250.0), BOTH, "239.9 s from 0.1 s"),
+    (PLAIN, paused(ended(4, load.CANCELLED), 10.1, 15.2), BOTH, "5.1 s from 0.1 s"),
+    (PLAIN, ended(4, load.CANCELLED, 360.0), NEITHER, "360.0 s from 0.0 s"),
     (PLAIN, whole(PLAIN, usage=Usage(4, 6)), BOTH, "6, 4"),
     (PLAIN, whole(PLAIN, logprobs=LOGPROBS[:4]), BOTH, "4 of 5"),
     (PLAIN, whole(PLAIN, logprobs=(*LOGPROBS[:4], OTHER)), BOTH, "at token 4"),
     (STOPPED, whole(STOPPED, text=TEXT, finish_reason="length", stop=""), NEITHER, "stop"),
     (PLAIN, ended((100, 9), load.FAILED, error=errors.Unavailable("gone")), BOTH, "other tokens"),
     (PLAIN, ended(0, load.NO_END, 99.0), BOTH, "did not end"),
-    # A router or a whole role that is down excuses some errors.
+    # Without a router, or without a worker, some errors are right.
     (PLAIN, failed(errors.Unavailable("none")), ROUTER, ""),
-    (PLAIN, failed(errors.Unavailable("none"), 2), ROLE, ""),
+    (PLAIN, failed(errors.Unavailable("none"), 2), WORKERS, ""),
     (PLAIN, failed(errors.Unavailable("none")), NEITHER, "Unavailable"),
     (PLAIN, failed(errors.Cancelled("its server was stopped")), ROUTER, ""),
     (PLAIN, failed(errors.Cancelled("its server was stopped")), NEITHER, "Cancelled"),
@@ -77,20 +112,23 @@ OUTCOMES = [  # what is wrong with it, or "" where nothing is
     (HASTY, failed(errors.DeadlineExceeded("late"), 3, 11.0), NEITHER, "after 11.0 s and 3 tokens"),
     (HASTY, failed(errors.DeadlineExceeded("late"), 3, 11.0), ROUTER, "after 11.0 s and 3 tokens"),
     (HASTY_HTTP, failed(errors.DeadlineExceeded("late"), 3, 11.0), ROUTER, ""),
-    (HASTY_HTTP, failed(errors.DeadlineExceeded("late"), 3, 11.0), ROLE, "after 11.0 s"),
+    (HASTY_HTTP, failed(errors.DeadlineExceeded("late"), 3, 11.0), WORKERS, "after 11.0 s"),
     (PLAIN, failed(errors.DeadlineExceeded("late")), ROUTER, "DeadlineExceeded"),
     # A refusal comes before any token, with advice when to come again.
-    (PLAIN, failed(errors.Overloaded("full", 0.5)), NEITHER, ""),
+    (PLAIN, failed(errors.Overloaded("full", 0.5)), WORKERS, ""),
+    (PLAIN, failed(errors.Overloaded("full", 0.5)), NEITHER, "Overloaded"),
+    (HASTY, failed(errors.Overloaded("too late", 0.5)), NEITHER, ""),
     (PLAIN, failed(errors.Overloaded("full")), ROUTER, "Overloaded"),
-    (PLAIN, failed(errors.Overloaded("full", 0.5), tokens=1), NEITHER, "1 tokens"),
+    (PLAIN, failed(errors.Overloaded("full", 0.5), tokens=1), BOTH, "1 tokens"),
     # A stream over HTTP is cut, or not reached, only by its own router's death.
     (PLAIN, failed(errors.Unavailable("x"), end=load.CUT), ROUTER, ""),
-    (PLAIN, failed(errors.Unavailable("x"), end=load.CUT), ROLE, "x"),
+    (PLAIN, failed(errors.Unavailable("x"), end=load.CUT), WORKERS, "x"),
     (PLAIN, failed(errors.Unavailable("x"), end=load.UNREACHED), ROUTER, ""),
-    (PLAIN, failed(errors.Unavailable("x"), end=load.UNREACHED), ROLE, "x"),
-    (PLAIN, failed(errors.Unavailable("x", 1.0), end=load.REFUSED), NEITHER, ""),
+    (PLAIN, failed(errors.Unavailable("x"), end=load.UNREACHED), WORKERS, "x"),
+    (PLAIN, failed(errors.Unavailable("x", 1.0), end=load.REFUSED), ROUTER, ""),
+    (PLAIN, failed(errors.Unavailable("x", 1.0), end=load.REFUSED), NEITHER, "x"),
     (PLAIN, failed(errors.Unavailable("x"), end=load.REFUSED), BOTH, "x"),
-    (PLAIN, failed(errors.Unavailable("x"), end=load.ERROR_EVENT), ROLE, ""),
+    (PLAIN, failed(errors.Unavailable("x"), end=load.ERROR_EVENT), WORKERS, ""),
     (PLAIN, failed(errors.Unavailable("x"), end=load.ERROR_EVENT), NEITHER, "x"),
 ]
 
@@ -140,6 +178,9 @@ def test_outages_of_a_role_of_one_router_and_of_memory() -> None:
     assert outages.any_down(("router-1",), 65.0, 66.0)
     assert not outages.any_down(("router-1",), 65.0, 66.0, ("kill",))
     assert not outages.any_down(("router-1",), 71.0, 72.0)
+    outages.all += [Outage("decode-1", "role", 75.0, 80.0), Outage("corrupt", "kv", 78.0, 82.0)]
+    assert not outages.any_down(("decode-1",), 76.0, 77.0), "it serves on"
+    assert outages.excused_s(lambda name: 1.5, 79.5, 90.0) == 0.5 + 2.5 + 2 * 1.5  # prefill's last
     assert outages.memory_lost(9.0, 11.0)
     assert not outages.memory_lost(14.0, 40.0), "only a kill's beginning counts"
 
