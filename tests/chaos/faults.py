@@ -39,7 +39,7 @@ KINDS: Mapping[str, tuple[int, tuple[float, float] | None]] = {
     "kill": (4, None),
     "pair": (1, None),  # a router and a worker are killed together
     "stop": (4, (0.3, 12.0)),
-    "freeze": (1, (20.0, 30.0)),  # a router stops for longer than its callers wait for it
+    "freeze": (1, (25.0, 35.0)),  # a router stops for longer than its callers wait for it
     "drain": (2, None),
     "cut": (4, None),
     "hole": (3, (0.3, 12.0)),
@@ -186,8 +186,10 @@ class Outages:
         found_s = 0.0
         for one in self.all:
             overlap_s = max(0.0, min(until_s, one.until_s) - max(from_s, one.from_s))
-            slows = one.kind in SLOWING
-            found_s += overlap_s if slows else min(overlap_s, bound_s(one.name))
+            if one.kind in SLOWING:
+                found_s += overlap_s
+            elif one.kind in DOWN:
+                found_s += min(overlap_s, bound_s(one.name))
         return found_s
 
     def memory_lost(self, from_s: float, until_s: float) -> bool:

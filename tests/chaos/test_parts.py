@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import socket
+import subprocess
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from baton import errors
 from baton.client import Completion, TokenLogprobs, Usage
-from tests.chaos import checks, load
+from baton.local import ports
+from baton.local.cluster import LocalCluster
+from tests.chaos import checks, faults, load
 from tests.chaos.faults import KINDS, TARGETS, Outage, Outages, plan
 from tests.chaos.judge import violation
 from tests.chaos.load import ChaosRequest, Outcome, Run
-from tests.proxy import owner
+from tests.processes import left_behind, own_shared_memory
+from tests.proxy import Proxy, owner
 
 TOKENS = tuple(range(100, 140))
 TEXT = "".join(chr(97 + i % 26) for i in range(40))
@@ -148,11 +155,13 @@ PROCESSES = {
 
 
 def test_a_seed_decides_faults_of_every_kind() -> None:
-    faults = list(plan(1, 2000.0, PROCESSES))
+    planned = list(plan(1, 2000.0, PROCESSES))
     short = list(plan(1, 50.0, PROCESSES))
-    assert short == faults[: len(short)] != list(plan(2, 50.0, PROCESSES))[: len(short)]
-    assert {fault.kind for fault in faults} == set(KINDS)
-    for fault in faults:
+    assert short == planned[: len(short)] != list(plan(2, 50.0, PROCESSES))[: len(short)]
+    assert {fault.kind for fault in planned} == set(KINDS)
+    pairs = [PROCESSES[fault.target] == "router" for fault in planned if fault.kind == "pair"]
+    assert pairs == [True, False] * (len(pairs) // 2), "a router and a worker"
+    for fault in planned:
         assert fault.target in TARGETS.get(fault.kind, PROCESSES)
         if fault.other:  # only a decode worker is called by prefill workers
             role = PROCESSES[fault.other]
@@ -180,9 +189,49 @@ def test_outages_of_a_role_of_one_router_and_of_memory() -> None:
     assert not outages.any_down(("router-1",), 71.0, 72.0)
     outages.all += [Outage("decode-1", "role", 75.0, 80.0), Outage("corrupt", "kv", 78.0, 82.0)]
     assert not outages.any_down(("decode-1",), 76.0, 77.0), "it serves on"
-    assert outages.excused_s(lambda name: 1.5, 79.5, 90.0) == 0.5 + 2.5 + 2 * 1.5  # prefill's last
+    assert outages.excused_s(lambda name: 1.5, 79.5, 90.0) == 2.5 + 2 * 1.5  # prefill's last
     assert outages.memory_lost(9.0, 11.0)
     assert not outages.memory_lost(14.0, 40.0), "only a kill's beginning counts"
+
+
+async def test_a_fault_counts_only_if_it_hits_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "RECOVERED_S", 0.0)
+    async with Proxy(ports.free(), lambda port: "router-0") as proxy:
+        cluster, proxies = cast("LocalCluster", None), {"decode-0": proxy}
+        injector = faults.Injector(cluster, proxies, Path(), {}, print, Outages(PROCESSES), ())
+        cut = faults.Fault(0.0, "cut", "decode-0", other="router-0")
+        await injector.run([cut])
+        assert (injector.done, injector.missed) == ({}, {"cut": 1})
+        proxy.hold()
+        _, writer = await asyncio.open_connection(*proxy.address.split(":"))
+        while not proxy.of():  # noqa: ASYNC110 - it sends no event
+            await asyncio.sleep(0)
+        await injector.run([replace(cut, other="router-1")])
+        await injector.run([cut])
+        writer.close()
+    assert (injector.done, injector.missed) == ({"cut": 1}, {"cut": 2})
+
+
+def test_processes_and_files_that_are_left_are_found(tmp_path: Path) -> None:
+    shared_memory = own_shared_memory()
+    (tmp_path / "baton-etcd-1").touch()
+    shell = ["sh", "-c", "sleep 100 >&2 & echo $!"]
+    orphan = int(subprocess.check_output(shell, env={**os.environ, "TMPDIR": str(tmp_path)}))
+    try:
+        process, file = left_behind(tmp_path, shared_memory)
+        assert f"process {orphan} still runs: ['sleep', '100']" in process
+        assert "baton-etcd-1" in file
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
+def test_what_a_process_or_its_successor_holds_more_is_found() -> None:
+    before = {"tasks": {"a": 1}, "threads": {}, "files": {"d": 10}, "memory": {"MiB": 90}}
+    few = {"tasks": {"a": 13}, "threads": {}, "files": {"d": 26}, "memory": {"MiB": 346}}
+    assert checks.leaks({"router-0": before}, {"router-0": few}) == []
+    for kind, count in (("tasks", 14), ("threads", 7), ("files", 27), ("memory", 347)):
+        (found,) = checks.leaks({"router-0": before}, {"router-0": {**few, kind: {"x": count}}})
+        assert f"router-0 holds more {kind}" in found
 
 
 def test_links_of_living_workers_count_in_their_direction() -> None:
