@@ -25,8 +25,8 @@ from baton.v1.common_pb2 import WorkerRecord
 from tests.waiting import eventually
 
 ANSWER_S = 10.0
-# What a process may hold more than after its warm-up: connections to processes that came later; MiB,
-# also for the copies of pools by `tests.chaos.kv_faults`.
+# What a process may hold more than after its warm-up: connections to processes that came later, and
+# MiB of copies that `tests.chaos.kv_faults` makes.
 SLACK = {"tasks": 12, "threads": 6, "files": 16, "memory": 256}
 
 Holdings = dict[str, dict[str, int]]  # kind of thing -> name -> count

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from baton.config import RouterLimits
 from baton.errors import BatonError
 from baton.local.cluster import LocalCluster, router_says, serves, workers_ready
 from baton.local.etcd_process import EmbeddedEtcd
@@ -63,18 +64,15 @@ TARGETS = {
 KILLS = ("kill", "pair")
 ROUTER_KINDS = ("kill", "stop", "drain")
 ROUTER_SHARE = 0.25  # of the faults that may hit a router or a worker, this share hits a router
-HARMLESS = (
-    "slow",
-    "kv",
-    "role",
-    "etcd",
-    "etcd_stop",
-    "route",
-    "canary",
-    "planner",
-)  # their targets serve on: they excuse no error
+# Their targets serve on: they excuse no error.
+HARMLESS = ("slow", "kv", "role", "etcd", "etcd_stop", "route", "canary", "planner")
 DOWN = tuple(kind for kind in KINDS if kind not in HARMLESS)
 SLOWING = ("slow", "sluggish", "kv")  # while they last nothing is bounded
+SILENCE_S = RouterLimits().silence_s  # after which a router gives a worker up
+# After which gRPC gives a router up.
+ROUTER_SILENCE_S = sum(
+    dict(rpc.OPTIONS)[f"grpc.keepalive_{name}_ms"] / 1000 for name in ("time", "timeout")
+)
 RECOVERED_S = 1.5  # after a fault was taken back, until others are expected to have seen it
 SLOW_BYTES_PER_S = 200_000.0
 STOPPED_S, RUNNING_S = 0.15, 0.05  # a sluggish process does the two by turns
@@ -178,18 +176,23 @@ class Outages:
             for moment_s in moments
         )
 
-    def excused_s(self, bound_s: Callable[[str], float], from_s: float, until_s: float) -> float:
+    def excused_s(
+        self, roles: Collection[str], router: str, from_s: float, until_s: float
+    ) -> float:
         """Seconds of a pause between the two that faults explain.
 
-        `bound_s` gives how long a process's outage may be felt, by its name.
+        `roles`: without any of one of them nothing goes on. `router`: the one that it depends on.
         """
+        if any(self.role_down(role, from_s, until_s) for role in roles):
+            return math.inf
         found_s = 0.0
         for one in self.all:
             overlap_s = max(0.0, min(until_s, one.until_s) - max(from_s, one.from_s))
-            if one.kind in SLOWING:
+            if one.name == router or one.kind in SLOWING:
                 found_s += overlap_s
             elif one.kind in DOWN:
-                found_s += min(overlap_s, bound_s(one.name))
+                of_router = self.roles.get(one.name) == "router"
+                found_s += min(overlap_s, ROUTER_SILENCE_S if of_router else SILENCE_S)
         return found_s
 
     def memory_lost(self, from_s: float, until_s: float) -> bool:

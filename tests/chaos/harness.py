@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import os
 import sys
 import tempfile
@@ -24,17 +23,26 @@ from pathlib import Path
 from typing import Any, Self
 
 from baton.client import AsyncClient
-from baton.config import ClusterConfig, EngineConfig, RouterLimits
+from baton.config import ClusterConfig, EngineConfig
 from baton.errors import ConfigError, DeadlineExceeded
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.local.etcd_process import EmbeddedEtcd
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore, is_complete
-from baton.net import rpc
 from baton.registry.membership import ROLES
 from tests.chaos import checks, kv_faults, process
-from tests.chaos.faults import DOWN, KILLS, KINDS, OF_VERSIONS, Injector, Outages, plan, set_role
+from tests.chaos.faults import (
+    DOWN,
+    KILLS,
+    KINDS,
+    OF_VERSIONS,
+    SILENCE_S,
+    Injector,
+    Outages,
+    plan,
+    set_role,
+)  # fmt: skip
 from tests.chaos.judge import ChaosStats, violation
 from tests.chaos.load import CUT, ChaosRequest, Outcome, Run, run_load, send
 from tests.chaos.versions import ADAPTER, FIRST, NAME, SECOND, Changes, Versions
@@ -47,11 +55,6 @@ ROOT = Path(__file__).parents[2]
 ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=48 << 20, tp_backend="gloo")
 IDLE_S = 90.0  # a reservation's lease is 30 s, and nothing may be held after it
 RELEASE_S = 60.0
-SILENCE_S = RouterLimits().silence_s  # after which a router gives a worker up
-# After which gRPC gives a router up.
-ROUTER_SILENCE_S = sum(
-    dict(rpc.OPTIONS)[f"grpc.keepalive_{name}_ms"] / 1000 for name in ("time", "timeout")
-)
 TRACE_S = 60.0  # for the spans of the last requests to arrive
 _EXPORT_S = 6.0  # spans that are younger die with their process
 
@@ -231,22 +234,11 @@ class Harness:
         if request.http:  # goes on nowhere else, but is cut only by its own router's death
             kinds = KILLS if outcome.end == CUT else DOWN
             router_down = outages.any_down((outcome.router,), *while_s, kinds)
-        routers = outages.names("router")
-
-        def bound_s(name: str) -> float:
-            if name == outcome.router:
-                return math.inf
-            return ROUTER_SILENCE_S if name in routers else SILENCE_S
-
-        def excused_s(from_s: float, until_s: float) -> float:
-            if any(outages.role_down(one, from_s, until_s) for one in (*groups, "router")):
-                return math.inf
-            return outages.excused_s(bound_s, from_s, until_s)
-
-        stats.count(outcome, bool(excused_s(*while_s)))
+        stats.count(outcome)
         # Who starts again loads what another worker of its version has.
         lost = any(outages.role_down(group, 0.0, outcome.ended_s) for group in groups)
         gone = request.run.model == ADAPTER and (lost or outages.any_down((ADAPTER,), *while_s))
+        excused_s = partial(outages.excused_s, (*groups, "router"), outcome.router)
         if wrong := violation(request, outcome, router_down, workers_down, gone, excused_s):
             stats.violations.append(f"{request} to {outcome.router or 'any router'}: {wrong}")
 

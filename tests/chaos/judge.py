@@ -115,8 +115,8 @@ class ChaosStats:
     largest_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     violations: list[str] = field(default_factory=list)
 
-    def count(self, outcome: Outcome, excused: bool) -> None:
-        """Adds one request; `excused` if a fault explains a pause while it ran."""
+    def count(self, outcome: Outcome) -> None:
+        """Adds one request."""
         end = type(outcome.error).__name__ if outcome.end == load.FAILED else outcome.end
         self.counts["requests"][end] += 1
         if outcome.router:
@@ -124,12 +124,8 @@ class ChaosStats:
         if outcome.completion is not None:
             attempts = outcome.completion.route.attempts
             self.counts["attempts of those complete"][f"with {attempts or 1}"] += 1
-        gap = "gap with a fault" if excused else "gap"
-        first_s = [outcome.times[0] - outcome.began_s] if outcome.times else []
-        for name, seconds in (
-            (gap, [b - a for a, b in pairwise(outcome.times)]),
-            ("time to first token", first_s),
-        ):
+        first_s, *gaps_s = [b - a for a, b in pairwise((outcome.began_s, *outcome.times))] or [0.0]
+        for name, seconds in (("gap", gaps_s), ("time to first token", [first_s])):
             self.largest_s[name] = max(self.largest_s[name], *seconds, 0.0)
 
     def render(self) -> str:

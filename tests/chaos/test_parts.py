@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ from baton.client import Completion, TokenLogprobs, Usage
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from tests.chaos import checks, faults, load
-from tests.chaos.faults import KINDS, TARGETS, Outage, Outages, plan
+from tests.chaos.faults import KINDS, ROUTER_SILENCE_S, SILENCE_S, TARGETS, Outage, Outages, plan
 from tests.chaos.judge import violation
 from tests.chaos.load import ChaosRequest, Outcome, Run
 from tests.processes import left_behind, own_shared_memory
@@ -187,11 +188,25 @@ def test_outages_of_a_role_of_one_router_and_of_memory() -> None:
     assert outages.any_down(("router-1",), 65.0, 66.0)
     assert not outages.any_down(("router-1",), 65.0, 66.0, ("kill",))
     assert not outages.any_down(("router-1",), 71.0, 72.0)
-    outages.all += [Outage("decode-1", "role", 75.0, 80.0), Outage("corrupt", "kv", 78.0, 82.0)]
+    outages.all.append(Outage("decode-1", "role", 75.0, 80.0))
     assert not outages.any_down(("decode-1",), 76.0, 77.0), "it serves on"
-    assert outages.excused_s(lambda name: 1.5, 79.5, 90.0) == 2.5 + 2 * 1.5  # prefill's last
     assert outages.memory_lost(9.0, 11.0)
     assert not outages.memory_lost(14.0, 40.0), "only a kill's beginning counts"
+
+
+def test_what_a_pause_may_take_depends_on_what_was_hit() -> None:
+    outages = Outages(PROCESSES, [
+        Outage("decode-0", "hole", 10.0, 14.0), Outage("router-0", "freeze", 20.0, 50.0),
+        Outage("delay", "kv", 60.0, 63.0), Outage("decode-0", "role", 60.0, 63.0),
+        Outage("decode-0", "kill", 70.0), Outage("decode-1", "kill", 71.0),
+    ])  # fmt: skip
+    for from_s, until_s, router, seconds in (
+        (0.0, 9.0, "", 0.0), (0.0, 15.0, "", SILENCE_S), (13.5, 15.0, "", 0.5),
+        (15.0, 55.0, "", ROUTER_SILENCE_S), (15.0, 55.0, "router-0", 30.0),
+        (59.0, 62.0, "", 2.0), (65.0, 70.8, "", 0.8), (65.0, 75.0, "", math.inf),
+    ):  # fmt: skip
+        found = outages.excused_s(("decode", "router"), router, from_s, until_s)
+        assert found == pytest.approx(seconds), from_s
 
 
 async def test_a_fault_counts_only_if_it_hits_something(monkeypatch: pytest.MonkeyPatch) -> None:
