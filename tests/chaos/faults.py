@@ -40,7 +40,7 @@ KINDS: Mapping[str, tuple[int, tuple[float, float] | None]] = {
     "kill": (4, None),
     "pair": (1, None),  # a router and a worker are killed together
     "stop": (4, (0.3, 12.0)),
-    "freeze": (1, (25.0, 35.0)),  # a router stops for longer than its callers wait for it
+    "freeze": (1, (30.0, 40.0)),  # a router stops for longer than its callers wait for it
     "drain": (2, None),
     "cut": (4, None),
     "hole": (3, (0.3, 12.0)),

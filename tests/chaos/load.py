@@ -159,7 +159,7 @@ class Outcome:
     """What has come of one request, and how it ended. Times are of the loop's clock.
 
     `token_ids` are those that were delivered, whatever came then. `lag_s`: the longest time that
-    this process's loop stood still meanwhile.
+    this process's loop stood still meanwhile, or may have as busy as the machine was.
     """
 
     began_s: float
