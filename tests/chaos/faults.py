@@ -179,7 +179,7 @@ class Outages:
     def excused_s(
         self, roles: Collection[str], router: str, from_s: float, until_s: float
     ) -> float:
-        """Seconds of a pause between the two that faults explain.
+        """Seconds of a pause between the two that the longest of its faults explains.
 
         `roles`: without any of one of them nothing goes on. `router`: the one that it depends on.
         """
@@ -189,10 +189,11 @@ class Outages:
         for one in self.all:
             overlap_s = max(0.0, min(until_s, one.until_s) - max(from_s, one.from_s))
             if one.name == router or one.kind in SLOWING:
-                found_s += overlap_s
+                found_s = max(found_s, overlap_s)
             elif one.kind in DOWN:
                 of_router = self.roles.get(one.name) == "router"
-                found_s += min(overlap_s, ROUTER_SILENCE_S if of_router else SILENCE_S)
+                bound_s = ROUTER_SILENCE_S if of_router else SILENCE_S
+                found_s = max(found_s, min(overlap_s, bound_s))
         return found_s
 
     def memory_lost(self, from_s: float, until_s: float) -> bool:

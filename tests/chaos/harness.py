@@ -42,7 +42,7 @@ from tests.chaos.faults import (
     Outages,
     plan,
     set_role,
-)  # fmt: skip
+)
 from tests.chaos.judge import ChaosStats, violation
 from tests.chaos.load import CUT, ChaosRequest, Outcome, Run, run_load, send
 from tests.chaos.versions import ADAPTER, FIRST, NAME, SECOND, Changes, Versions
