@@ -26,7 +26,7 @@ from tests.processes import left_behind, own_shared_memory
 ROUND_S = 60.0
 NEW_TOKENS = 150
 COMPLETE_SHARE = 0.4  # of requests, at least: a fifth is meant to end otherwise
-MOST_MISSES = 3
+MOST_MISSES = 6  # of a kind of fault that never hits
 
 
 def main() -> int:

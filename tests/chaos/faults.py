@@ -36,11 +36,11 @@ from tests.proxy import Proxy
 from tests.waiting import WAIT_S
 
 # By kind: how often it happens, relative to the others; seconds that it lasts, if it does.
-KINDS: Mapping[str, tuple[int, tuple[float, float] | None]] = {
+KINDS: Mapping[str, tuple[float, tuple[float, float] | None]] = {
     "kill": (4, None),
     "pair": (1, None),  # a router and a worker are killed together
     "stop": (4, (0.3, 12.0)),
-    "freeze": (1, (30.0, 40.0)),  # a router stops for longer than its callers wait for it
+    "freeze": (0.5, (30.0, 40.0)),  # a router stops for longer than its callers wait for it
     "drain": (2, None),
     "cut": (4, None),
     "hole": (3, (0.3, 12.0)),
