@@ -43,7 +43,7 @@ KINDS: Mapping[str, tuple[float, tuple[float, float] | None]] = {
     "freeze": (0.5, (30.0, 40.0)),  # a router stops for longer than its callers wait for it
     "drain": (2, None),
     "cut": (4, None),
-    "hole": (3, (0.3, 12.0)),
+    "hole": (3, (0.3, 20.0)),
     "slow": (2, (1.0, 4.0)),
     "sluggish": (2, (1.0, 4.0)),
     "kv": (4, (1.0, 4.0)),
