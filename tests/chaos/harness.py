@@ -125,6 +125,8 @@ class Harness:
             env={
                 "OMP_NUM_THREADS": "1",
                 "MKL_NUM_THREADS": "1",
+                "MALLOC_ARENA_MAX": "2",  # what is freed goes back: memory tells what is held
+                "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
                 "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
                 kv_faults.VARIABLE: str(self._directory / "kv.json"),
                 process.HELD_VARIABLE: str(self._directory),
