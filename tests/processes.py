@@ -8,11 +8,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 from tests.waiting import WAIT_S
 
@@ -120,6 +123,35 @@ async def running(
         with contextlib.suppress(ProcessLookupError):
             process.kill()  # children of Baton's die with it
         await process.communicate()
+
+
+def own_shared_memory() -> set[str]:
+    """Files of this user in /dev/shm, from after this process's start, but for sockets in use."""
+    began, bound = psutil.Process().create_time(), Path("/proc/net/unix").read_text()
+    names = set()
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # gone since it was listed
+            stat = path.stat()
+            own = stat.st_uid == os.getuid() and began <= stat.st_ctime <= time.time()
+            names |= {path.name} if own and str(path) not in bound else set()
+    return names
+
+
+def left_behind(temporary: Path, shared_memory: Set[str]) -> list[str]:
+    """What is left of processes whose TMPDIR was `temporary`, wherever they were started.
+
+    Processes, each of which holds its ports; files; and shared memory beside `shared_memory`, which
+    is waited for: another's clusters open links.
+    """
+    found = []
+    for one in psutil.process_iter(["cmdline", "environ"]):
+        if one.pid != os.getpid() and (one.info["environ"] or {}).get("TMPDIR") == str(temporary):
+            found.append(f"process {one.pid} still runs: {one.info['cmdline']}")
+    found += [f"{path} is still there" for path in temporary.glob("baton*")]
+    ends = time.monotonic() + WAIT_S
+    while (left := own_shared_memory() - shared_memory) and time.monotonic() < ends:
+        time.sleep(0.1)
+    return found + [f"/dev/shm/{name} is still there" for name in left]
 
 
 def baton_running(*argv: str, env: Mapping[str, str]) -> AbstractAsyncContextManager[Running]:

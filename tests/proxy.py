@@ -13,7 +13,7 @@ import contextlib
 import re
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -61,11 +61,14 @@ class Proxy:
         self.cut()  # those that no task has begun to serve
         await self._server.wait_closed()
 
+    def of(self, caller: str = "") -> Sequence[_Connection]:
+        """The connections of `caller`, or all."""
+        return [one for one in self._connections if not caller or one.caller == caller]
+
     def cut(self, caller: str = "") -> None:
         """Resets the connections of `caller`, or all."""
-        for one in self._connections:
-            if not caller or one.caller == caller:
-                _reset(one.writers)
+        for one in self.of(caller):
+            _reset(one.writers)
 
     def hold(self, caller: str = "") -> None:
         """From now on nothing passes, neither way, on old and new connections of `caller`."""

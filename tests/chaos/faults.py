@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from baton.config import RouterLimits
 from baton.errors import BatonError
 from baton.local.cluster import LocalCluster, router_says, serves, workers_ready
 from baton.local.etcd_process import EmbeddedEtcd
@@ -27,6 +28,7 @@ from baton.net import rpc
 from baton.registry.membership import ROLES
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.v1.common_pb2 import WorkerRecord
+from tests.chaos.kv_faults import done as kv_done
 from tests.chaos.versions import ADAPTER, NAME, Changes
 from tests.etcd_members import leader_of
 from tests.preloaded import ranks_of
@@ -34,12 +36,14 @@ from tests.proxy import Proxy
 from tests.waiting import WAIT_S
 
 # By kind: how often it happens, relative to the others; seconds that it lasts, if it does.
-KINDS: Mapping[str, tuple[int, tuple[float, float] | None]] = {
+KINDS: Mapping[str, tuple[float, tuple[float, float] | None]] = {
     "kill": (4, None),
-    "stop": (4, (0.3, 5.0)),
+    "pair": (1, None),  # a router and a worker are killed together
+    "stop": (4, (0.3, 12.0)),
+    "freeze": (0.5, (30.0, 40.0)),  # a router stops for longer than its callers wait for it
     "drain": (2, None),
     "cut": (4, None),
-    "hole": (3, (0.3, 5.0)),
+    "hole": (3, (0.3, 20.0)),
     "slow": (2, (1.0, 4.0)),
     "sluggish": (2, (1.0, 4.0)),
     "kv": (4, (1.0, 4.0)),
@@ -57,18 +61,18 @@ TARGETS = {
     "kv": ("corrupt", "lose", "fail", "delay"), "etcd": ("etcd",), "etcd_stop": ("etcd",),
     "adapter": (ADAPTER,), "route": (NAME,), "canary": (NAME,), "planner": ("planner",),
 }  # fmt: skip
+KILLS = ("kill", "pair")
 ROUTER_KINDS = ("kill", "stop", "drain")
 ROUTER_SHARE = 0.25  # of the faults that may hit a router or a worker, this share hits a router
-HARMLESS = (
-    "slow",
-    "kv",
-    "role",
-    "etcd",
-    "etcd_stop",
-    "route",
-    "canary",
-    "planner",
-)  # their targets serve on: they excuse nothing
+# Their targets serve on: they excuse no error.
+HARMLESS = ("slow", "kv", "role", "etcd", "etcd_stop", "route", "canary", "planner")
+DOWN = tuple(kind for kind in KINDS if kind not in HARMLESS)
+SLOWING = ("slow", "sluggish", "kv")  # while they last nothing is bounded
+SILENCE_S = RouterLimits().silence_s  # after which a router gives a worker up
+# After which gRPC gives a router up.
+ROUTER_SILENCE_S = sum(
+    dict(rpc.OPTIONS)[f"grpc.keepalive_{name}_ms"] / 1000 for name in ("time", "timeout")
+)
 RECOVERED_S = 1.5  # after a fault was taken back, until others are expected to have seen it
 SLOW_BYTES_PER_S = 200_000.0
 STOPPED_S, RUNNING_S = 0.15, 0.05  # a sluggish process does the two by turns
@@ -123,7 +127,9 @@ def plan(
             target = dice.choice(TARGETS[kind])
         else:
             hits_router = kind in ROUTER_KINDS and dice.random() < ROUTER_SHARE
-            target = dice.choice(routers if hits_router else workers)
+            target = dice.choice(routers if hits_router or kind == "freeze" else workers)
+        if kind == "pair":
+            yield Fault(at_s, kind, dice.choice(routers), may_hit_last=True)
         if kind in ("cut", "hole", "slow"):
             decodes = processes[target] == "decode"
             callers = [name for name in workers if decodes and processes[name] == "prefill"]
@@ -144,16 +150,16 @@ class Outage:
 
 @dataclass
 class Outages:
-    """When which of the processes were down.
+    """When which of the processes were down, or hit by a fault that does no harm.
 
-    `roles`: by name, the role of a process, or the version of a worker where several are served.
+    `roles`: by name, what a process is one of: the routers, or the workers of a version.
     """
 
     roles: Mapping[str, str]
     all: list[Outage] = field(default_factory=list)
 
     def any_down(
-        self, names: Collection[str], from_s: float, until_s: float, kinds: Collection[str] = KINDS
+        self, names: Collection[str], from_s: float, until_s: float, kinds: Collection[str] = DOWN
     ) -> bool:
         """Whether one of these processes was down between the two, by one of these kinds."""
         return any(
@@ -163,35 +169,58 @@ class Outages:
         )
 
     def role_down(self, role: str, from_s: float, until_s: float) -> bool:
-        """Whether at some moment between the two all processes of a role were down at once."""
+        """Whether at some moment between the two all of a role were down at once."""
         moments = [from_s, *(one.from_s for one in self.all if from_s <= one.from_s <= until_s)]
         return any(
             all(self.any_down((name,), moment_s, moment_s) for name in self.names(role))
             for moment_s in moments
         )
 
+    def excused_s(
+        self, roles: Collection[str], router: str, from_s: float, until_s: float
+    ) -> float:
+        """Seconds of a pause between the two that the longest of its faults explains.
+
+        `roles`: without any of one of them nothing goes on. `router`: the one that it depends on.
+        """
+        if any(self.role_down(role, from_s, until_s) for role in roles):
+            return math.inf
+        found_s = 0.0
+        for one in self.all:
+            overlap_s = max(0.0, min(until_s, one.until_s) - max(from_s, one.from_s))
+            if one.name == router or one.kind in SLOWING:
+                found_s = max(found_s, overlap_s)
+            elif one.kind in DOWN:
+                of_router = self.roles.get(one.name) == "router"
+                bound_s = ROUTER_SILENCE_S if of_router else SILENCE_S
+                found_s = max(found_s, min(overlap_s, bound_s))
+        return found_s
+
     def memory_lost(self, from_s: float, until_s: float) -> bool:
         """Whether a process was killed, with the spans it had not sent, between the two."""
-        return any(one.kind == "kill" and from_s <= one.from_s <= until_s for one in self.all)
+        return any(one.kind in KILLS and from_s <= one.from_s <= until_s for one in self.all)
 
     def names(self, role: str) -> list[str]:
         """The processes of a role."""
         return [name for name, its in self.roles.items() if its == role]
 
 
-async def set_role(record: WorkerRecord, role: str) -> None:
-    """Has a worker take a role; one that does not answer now keeps its own."""
+async def set_role(record: WorkerRecord, role: str) -> bool:
+    """Has a worker take a role, and returns True; one that does not answer now keeps its own."""
     numbers = {name: number for number, name in ROLES.items()}
     with contextlib.suppress(BatonError), rpc.translated():
         async with rpc.channel(record.address, role="worker") as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             request = worker_pb2.SetRoleRequest(role=numbers[role])
             await stub.SetRole(request, timeout=RECOVERED_S)
+            return True
+    return False
 
 
 @dataclass
 class Injector:
-    """`done` counts faults by kind, `skipped` those whose target could not be hit.
+    """`done` counts faults by kind, `missed` those that changed nothing, such as connections that
+    do not exist, and `skipped` those that were not tried.
 
     `proxies` and `routers`, which are addresses, are by process name; `rank_pairs` of a handoff.
     `outages` is to be empty. `etcds`: members of its etcd, of which the leader is hit. `changes`:
@@ -208,6 +237,7 @@ class Injector:
     changes: Changes | None = None
     rank_pairs: int = 1
     done: Counter[str] = field(default_factory=Counter)
+    missed: Counter[str] = field(default_factory=Counter)
     skipped: int = 0
     _busy: set[str] = field(default_factory=set)
 
@@ -227,32 +257,34 @@ class Injector:
             self.log(f"{fault}  (skipped)")
             return
         self.log(str(fault))
-        self.done[fault.kind] += 1
         self._busy.add(key)
         clock = asyncio.get_running_loop().time
         outage = Outage(fault.target, fault.kind, clock())
-        if fault.kind not in HARMLESS:
-            self.outages.all.append(outage)
+        self.outages.all.append(outage)
         try:
-            await self._inject(fault)
+            hit = await self._inject(fault)
         finally:
             outage.until_s = clock()
             self._busy.discard(key)
+        (self.done if hit else self.missed)[fault.kind] += 1
 
-    async def _inject(self, fault: Fault) -> None:
-        """Does it, takes it back, and returns when others should have seen that."""
+    async def _inject(self, fault: Fault) -> bool:
+        """Does it, takes it back, and returns when others should have seen that: whether it hit."""
         target, other, duration_s = fault.target, fault.other, fault.duration_s
+        hit = True
+        if fault.kind in ("cut", "hole", "slow"):
+            hit = bool(self.proxies[target].of(other))
         match fault.kind:
-            case "kill" | "drain":
+            case "kill" | "pair" | "drain":
                 starts = self.cluster.processes[target].starts
-                if fault.kind == "kill":
+                if fault.kind in KILLS:
                     self._rank(fault).send_signal(signal.SIGKILL)
                 else:
                     self.cluster.kill(target, signal.SIGTERM)
                 await self._back(target, starts)
                 if target in self.routers:
-                    return
-            case "stop":
+                    return hit
+            case "stop" | "freeze":
                 rank = self._rank(fault)
                 rank.send_signal(signal.SIGSTOP)
                 await asyncio.sleep(duration_s)
@@ -274,14 +306,16 @@ class Injector:
                 await asyncio.sleep(duration_s)
                 self.proxies[target].slow(0.0, other)
             case "role":
-                await self._change_role(fault)
+                hit = await self._change_role(fault)
             case "kv":
                 share = 1 - (1 - KV_SHARE) ** (1 / self.rank_pairs)
+                before = kv_done(self.kv_control)
                 self.kv_control.write_text(json.dumps({"fault": target, "share": share}))
                 await asyncio.sleep(duration_s)
                 self.kv_control.unlink()
+                hit = kv_done(self.kv_control) != before
             case "adapter" | "route" | "canary" | "planner":
-                await self._change_versions(fault)
+                hit = await self._change_versions(fault)
             case "etcd":
                 leader = await leader_of(self.etcds)
                 await leader.kill()
@@ -296,29 +330,32 @@ class Injector:
                     etcd.resume()
         if fault.kind not in HARMLESS:
             await asyncio.sleep(RECOVERED_S)
+        return hit
 
-    async def _change_versions(self, fault: Fault) -> None:
-        changes = self.changes
+    async def _change_versions(self, fault: Fault) -> bool:
+        changes, hit = self.changes, True
         assert changes is not None
         match fault.kind:
             case "adapter":
-                await changes.unload()
+                hit = await changes.unload()
                 await asyncio.sleep(fault.duration_s)
                 await changes.load()
             case "route":
-                await changes.set_route(fault.share)
+                hit = await changes.set_route(fault.share)
             case "canary":
-                await changes.start_canary()
+                hit = await changes.start_canary()
                 await asyncio.sleep(fault.duration_s)
             case "planner":
                 await changes.kill_planner()
+        return hit
 
-    async def _change_role(self, fault: Fault) -> None:
-        """Has the worker take another role."""
+    async def _change_role(self, fault: Fault) -> bool:
+        """Has the worker take a role; False if it is its own already, or it does not answer."""
         pid = self.cluster.processes[fault.target].pid
+        role = list(ROLES.values())[int(fault.share * len(ROLES))]
         records = self.cluster.membership.records.values()
-        for record in [one for one in records if one.pid == pid]:
-            await set_role(record, list(ROLES.values())[int(fault.share * len(ROLES))])
+        changed = [one for one in records if one.pid == pid and ROLES[one.role] != role]
+        return any([await set_role(record, role) for record in changed])
 
     def _rank(self, fault: Fault) -> psutil.Process:
         """The target's process, or one of the ranks that it started."""

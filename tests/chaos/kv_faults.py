@@ -12,10 +12,12 @@ fail     half arrives, then the link breaks   delay  the put waits first
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,13 @@ from kvtransfer.pool import KvPool, Slots
 VARIABLE = "BATON_CHAOS_KV"
 _DELAY_S = 0.4
 _NOISE = 0x2A  # on every byte: a number becomes quite another one
+
+
+def done(path: Path) -> Counter[str]:
+    """The faults that were done, by kind, since the file beside `path` was removed."""
+    with contextlib.suppress(FileNotFoundError):
+        return Counter(path.with_suffix(".done").read_text().split())
+    return Counter()
 
 
 class Control:
@@ -69,7 +78,7 @@ class FaultyTransport(Transport):
 
 
 class _FaultyLink(SendingEnd):
-    """Sends from a copy of the blocks, which may be changed; checksums the blocks themselves."""
+    """Sends from a copy of the blocks; where that is changed, checksums the blocks themselves."""
 
     def __init__(self, inner: SendingEnd, pool: KvPool, sent: KvPool, control: Control) -> None:
         self._inner, self._pool, self._sent, self._control = inner, pool, sent, control
@@ -79,6 +88,7 @@ class _FaultyLink(SendingEnd):
 
     def close(self) -> None:
         self._inner.close()
+        self._inner, self._sent = SendingEnd(), self._pool  # frees the copy, whoever keeps this
 
     def put(self, local: Slots, remote: Slots, checksum: Checksum, timeout_s: float) -> None:
         blocks = list(local.block_ids)
@@ -98,7 +108,10 @@ class _FaultyLink(SendingEnd):
                     self._inner.put(here, there, Checksum(), timeout_s)
                 self._inner.abort()
                 raise TransferFailed("the link was broken by a test")
-        self._inner.put(local, remote, Checksum(), timeout_s)
+        changed = wanted.get("fault") in ("corrupt", "lose")
+        self._inner.put(local, remote, Checksum() if changed else checksum, timeout_s)
+        if not changed:
+            return
         data = torch.empty(self._pool.nbytes(local), dtype=torch.uint8)
         checksum.update(self._pool.gather(local, data))
 

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -60,13 +60,14 @@ _HTTP_ERRORS: Mapping[Any, type[BatonError]] = {  # by a response's status, or a
 class Run:
     """One run of the oracle: what every request for its first tokens must get.
 
-    `model` is what requests name; `others` are what a request may get as well, as a whole, where
-    several versions share the name.
+    `decode` gives the text of token ids. `model` is what requests name; `others` are what a request
+    may get as well, as a whole, where several versions share the name.
     """
 
     prompt: tuple[int, ...]
     sampling: Mapping[str, Any]
     whole: Completion
+    decode: Callable[[tuple[int, ...]], str]
     model: str = ""
     others: tuple[Completion, ...] = ()
 
@@ -83,7 +84,8 @@ def oracle_runs(new_tokens: int, lengths: Sequence[int] = LENGTHS) -> list[Run]:
         for i, length in enumerate(lengths):
             prompt = oracle.prompt(length, 0 if i % 2 else 7 * length)
             sampling = SAMPLING[i % len(SAMPLING)]
-            runs.append(Run(prompt, sampling, oracle.generate(prompt, **sampling, **asked)))
+            whole = oracle.generate(prompt, **sampling, **asked)
+            runs.append(Run(prompt, sampling, whole, oracle.text))
     return runs
 
 
@@ -109,6 +111,13 @@ class ChaosRequest:
         asked = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "run"}
         model, sampling = self.run.model or "the model", dict(self.run.sampling)
         return f"{len(self.run.prompt)} tokens to {model} with {sampling}, {asked}"
+
+    def tokens_of(self, whole: Completion) -> int:
+        """How many tokens of a run it gets: up to the one that completes its stop string."""
+        ids = whole.token_ids
+        counts = range(1, len(ids)) if self.stop else ()
+        met = (n for n in counts if self.stop in self.run.decode(ids[:n]))
+        return next(met, self.max_tokens)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -150,7 +159,7 @@ class Outcome:
     """What has come of one request, and how it ended. Times are of the loop's clock.
 
     `token_ids` are those that were delivered, whatever came then. `lag_s`: the longest time that
-    this process's loop stood still meanwhile.
+    this process's loop stood still meanwhile, or may have as busy as the machine was.
     """
 
     began_s: float

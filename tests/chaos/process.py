@@ -1,7 +1,7 @@
 """`python -m tests.chaos.process router|worker …`: baton for chaos.
 
 The real command with two additions: KV transfers may fail (`tests.chaos.kv_faults`), and on SIGUSR2
-it writes what it holds (tasks, threads, file descriptors) to the file BATON_CHAOS_HELD/<pid>.json.
+it writes what it holds (tasks, threads, file descriptors, memory) to BATON_CHAOS_HELD/<pid>.json.
 """
 
 from __future__ import annotations
@@ -29,11 +29,18 @@ def _write_held(directory: Path) -> None:
         "tasks": Counter(getattr(one, "__qualname__", type(one).__name__) for one in coroutines),
         "threads": Counter(_NUMBER.sub("", thread.name) for thread in threading.enumerate()),
         "files": {"descriptors": psutil.Process().num_fds()},
+        "memory": {"MiB of its own": _own_memory_bytes() >> 20},
     }
     path = directory / f"{os.getpid()}.json"
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(held))
     draft.rename(path)  # a reader never sees half of it
+
+
+def _own_memory_bytes() -> int:
+    """Without files and KV pools, of which more and more is used."""
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared)
 
 
 def _main() -> int:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from baton.client import AsyncClient
 from baton.config import DEMO_MODEL
@@ -65,11 +65,11 @@ class Versions:
         for name, directory in directories.items():
             with Oracle(ENGINE, model=str(directory)) as oracle:
                 of[name] = [
-                    Run(prompt, sampling, oracle.generate(prompt, **sampling, **asked), name)
-                    for prompt, sampling in _asked(oracle)
+                    Run(prompt, given, oracle.generate(prompt, **given, **asked), oracle.text, name)
+                    for prompt, given in _asked(oracle)
                 ]
         shared = [
-            Run(first.prompt, first.sampling, first.whole, NAME, (second.whole,))
+            replace(first, model=NAME, others=(second.whole,))
             for first, second in zip(of[FIRST], of[SECOND], strict=True)
         ]
         for one, *others in zip(*of.values(), strict=True):
@@ -141,9 +141,9 @@ class Changes:
 
     async def _without_adapter(self) -> list[str]:
         """Loads it, and returns the routers and workers that do not know it."""
-        with contextlib.suppress(BatonError):  # no worker is ready, or answers
-            async with AsyncClient(self.cluster.targets) as client:
-                await client.load_adapter(ADAPTER, self.adapter, model=FIRST, timeout=_CALL_S)
+        await self._done(
+            lambda one: one.load_adapter(ADAPTER, self.adapter, model=FIRST, timeout=_CALL_S)
+        )
         found = []
         for address in self.cluster.addresses:
             try:
@@ -157,23 +157,26 @@ class Changes:
             found += [] if ready else [f"router {address} has no worker of {FIRST}"]
         return found
 
-    async def unload(self) -> None:
-        """From all workers that answer."""
-        with contextlib.suppress(BatonError):
-            async with AsyncClient(self.cluster.targets) as client:
-                await client.unload_adapter(ADAPTER, timeout=_CALL_S)
+    async def unload(self) -> bool:
+        """From all workers that answer; whether it was done."""
+        return await self._done(lambda client: client.unload_adapter(ADAPTER, timeout=_CALL_S))
 
-    async def set_route(self, share: float) -> None:
-        """Gives the second version this share of the requests, from 0 to 1."""
-        with contextlib.suppress(BatonError):  # etcd may be gone
-            async with AsyncClient(self.cluster.targets) as client:
-                weights = {FIRST: 1 - share, SECOND: share}
-                await client.set_route(NAME, {name: w for name, w in weights.items() if w})
+    async def set_route(self, share: float) -> bool:
+        """Gives the second version this share of the requests, from 0 to 1; whether it was done."""
+        weights = {name: w for name, w in ((FIRST, 1 - share), (SECOND, share)) if w}
+        return await self._done(lambda client: client.set_route(NAME, weights))
 
-    async def start_canary(self) -> None:
-        """Of the second version; the next change of the route ends it where it does not itself."""
+    async def start_canary(self) -> bool:
+        """Of the second version; the next change of the route ends it where it does not itself.
+        Returns whether it was done."""
         await self.set_route(0.0)
+        steps: dict[str, Any] = {"steps": (20.0, 60.0, 100.0), "step_s": 2.0, "min_requests": 5}
+        return await self._done(lambda client: client.start_canary(NAME, SECOND, **steps))
+
+    async def _done(self, call: Callable[[AsyncClient], Awaitable[object]]) -> bool:
+        """Whether it is done: etcd may be gone, no worker ready, and nobody answer."""
         with contextlib.suppress(BatonError):
             async with AsyncClient(self.cluster.targets) as client:
-                steps = {"steps": (20.0, 60.0, 100.0), "step_s": 2.0, "min_requests": 5}
-                await client.start_canary(NAME, SECOND, **steps)
+                await call(client)
+                return True
+        return False

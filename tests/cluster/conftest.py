@@ -13,16 +13,13 @@ folder run on one event loop, which the clusters need, and after all others.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -34,6 +31,7 @@ from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
 from tests.cluster.oracle import ENGINE, SIMULATED, Oracle, all_blocks_free
 from tests.preloaded import PROGRAMS, Preloaded
+from tests.processes import left_behind, own_shared_memory
 from tests.waiting import WAIT_S
 
 HERE = Path(__file__).parent
@@ -98,16 +96,7 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         patch.setenv("TMPDIR", str(temporary))
         patch.setattr(tempfile, "tempdir", str(temporary))
         yield
-    # Each has this variable, and holds its ports; a port alone may be another's by now.
-    started = [one.info for one in psutil.process_iter(["cmdline", "environ"])]
-    assert not [
-        one["cmdline"] for one in started if (one["environ"] or {}).get("TMPDIR") == str(temporary)
-    ]
-    ends = time.monotonic() + WAIT_S
-    while left := own_shared_memory() - shared_memory:  # links that another's clusters open now
-        assert time.monotonic() < ends, left
-        time.sleep(0.1)
-    assert not list(temporary.glob("baton*"))
+    assert not left_behind(temporary, shared_memory)
     assert not [one.name for one in threading.enumerate() if one.name.startswith(("kv-", "engine"))]
 
 
@@ -121,20 +110,6 @@ def patience() -> Iterator[None]:
                 patch.setitem(defaults, "timeout", WAIT_S)
         assert AsyncClient.status.__kwdefaults__ == {"timeout": WAIT_S}
         yield
-
-
-def own_shared_memory() -> set[str]:
-    """Files of ours in /dev/shm that did not exist before this session of tests."""
-    began = psutil.Process().create_time()
-    names = set()
-    for path in Path("/dev/shm").iterdir():
-        try:
-            stat = path.stat()
-        except FileNotFoundError:  # gone since it was listed
-            continue
-        if stat.st_uid == os.getuid() and began <= stat.st_ctime <= time.time():
-            names.add(path.name)
-    return names
 
 
 @pytest.fixture(scope="session")

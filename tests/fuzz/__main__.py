@@ -43,18 +43,26 @@ from baton.gateway.messages import parse_message
 from baton.gateway.responses import parse_response
 from baton.gateway.tokenize import parse_tokenize
 from baton.local import ports
+from baton.local.child import tied
 from baton.local.cluster import LocalCluster
+from baton.local.commands import PROGRAM
+from baton.local.otlp import OtlpReceiver
+from baton.local.process import ChildProcess
+from baton.local.span_store import SpanStore
 from baton.net import rpc
-from baton.registry.membership import decode
+from baton.registry.membership import ROLES, decode
 from baton.text.chat_template import ChatTemplate
 from baton.v1 import (
     common_pb2,
     decode_pb2,
     dispatch_pb2,
+    externalscaler_pb2,
     fleet_pb2,
     handoff_pb2,
     inference_pb2,
     prefill_pb2,
+    route_pb2,
+    trace_pb2,
     worker_pb2,
 )
 from tests.cluster.oracle import all_blocks_free
@@ -71,8 +79,11 @@ SAMPLING = common_pb2.SamplingParams(max_tokens=3, temperature=0.5, seed=1, top_
 SEQUENCE = common_pb2.SequenceSpec(
     handoff_id="h", token_ids=[1, 2, 3], prompt_tokens=3, sampling=SAMPLING, time_left_ms=500
 )
+KEDA = externalscaler_pb2.ScaledObjectRef(
+    name="s", namespace="n", scalerMetadata={"role": "decode", "model": "demo"}
+)
 # Every RPC but Drain, which ends a worker, by the role of who serves it: a request to begin with,
-# or several.
+# or several. Names without a package are of baton.v1.
 RPCS: dict[str, dict[str, Any]] = {
     "router": {
         "InferenceService/Generate": inference_pb2.GenerateRequest(
@@ -84,9 +95,32 @@ RPCS: dict[str, dict[str, Any]] = {
         "FleetService/Explain": fleet_pb2.ExplainRequest(
             request=inference_pb2.GenerateRequest(text="def f(", sampling=SAMPLING)
         ),
+        "FleetService/LoadFleetAdapter": fleet_pb2.LoadFleetAdapterRequest(name="a", directory="/"),
+        "FleetService/UnloadFleetAdapter": fleet_pb2.UnloadFleetAdapterRequest(name="a", wait_ms=9),
+        "RouteService/ListRoutes": route_pb2.ListRoutesRequest(),
+        "RouteService/SetRoute": route_pb2.SetRouteRequest(
+            route=route_pb2.ModelRoute(
+                name="r", targets=[route_pb2.RouteTarget(model="demo", weight=1)]
+            )
+        ),
+        "RouteService/DeleteRoute": route_pb2.DeleteRouteRequest(name="r"),
     },
     "worker": {
         "WorkerService/Describe": worker_pb2.DescribeRequest(),
+        "WorkerService/SetRole": [worker_pb2.SetRoleRequest(role=role) for role in ROLES],
+        "WorkerService/LoadAdapter": worker_pb2.LoadAdapterRequest(name="a", directory="/"),
+        "WorkerService/UnloadAdapter": worker_pb2.UnloadAdapterRequest(name="a", wait_ms=9),
+    },
+    "planner": {
+        "externalscaler.ExternalScaler/IsActive": KEDA,
+        "externalscaler.ExternalScaler/StreamIsActive": KEDA,
+        "externalscaler.ExternalScaler/GetMetricSpec": KEDA,
+        "externalscaler.ExternalScaler/GetMetrics": externalscaler_pb2.GetMetricsRequest(
+            scaledObjectRef=KEDA, metricName="baton"
+        ),
+    },
+    "traces": {
+        "TraceService/ReadTraces": trace_pb2.ReadTracesRequest(trace_id="0" * 32, wait_ms=9),
     },
     "prefill": {},
     "decode": {
@@ -295,7 +329,8 @@ class Fuzz:
             while self.goes_on:
                 for method, mutator in mutators.items():
                     data = mutator.next()
-                    call = channel.unary_stream(f"/baton.v1.{method}")(data, timeout=0.5)
+                    path = method if "." in method else f"baton.v1.{method}"
+                    call = channel.unary_stream(f"/{path}")(data, timeout=0.5)
                     try:
                         async for answer in call:
                             if method == "HandoffService/Control":
@@ -334,7 +369,9 @@ class Fuzz:
         async with httpx.AsyncClient(timeout=30) as client:
             while self.goes_on:
                 began, before = time.monotonic(), loop_cpu_s(pid)
-                await client.get(f"http://{address}/health")
+                status = (await client.get(f"http://{address}/health")).status_code
+                if status != 200:
+                    self.found("GET /health", b"", f"status {status} beside all this")
                 self.delays_s.append(time.monotonic() - began)
                 self.delays_cpu_s.append(loop_cpu_s(pid) - before)
                 await asyncio.sleep(0.05)
@@ -359,10 +396,19 @@ async def run(seed: int, seconds: float) -> Fuzz:
             engine=engine, port=0, http_port=ports.free(), restart=False, api=api
         )
         started = LocalCluster(config, say=lambda text: None)
+        receiver = await stack.enter_async_context(OtlpReceiver(SpanStore()))
         cluster = await stack.enter_async_context(started)
+        at = f"127.0.0.1:{ports.free()}"
+        argv = [*PROGRAM, "planner", "--target", cluster.targets, "--etcd", cluster.etcd_address]
+        planner = ChildProcess("planner", "planner", tied([*argv, "--port", at.partition(":")[2]]))
+        await planner.start()
+        stack.push_async_callback(planner.stop, 5.0)
+        children = {**cluster.processes, "planner": planner}
+        for child in children.values():
+            child.log = deque(child.log)  # every line is looked at in the end
         client = await stack.enter_async_context(AsyncClient(cluster.address))
         await client.generate([1, 2, 3] * 20, max_tokens=4)
-        processes = {name: psutil.Process(p.pid) for name, p in cluster.processes.items()}
+        processes = {name: psutil.Process(child.pid) for name, child in children.items()}
         records = {record.pid: record for record in cluster.membership.records.values()}
         fuzz._until = time.monotonic() + min(5.0, seconds / 20)
         sizes: dict[str, int] = {}
@@ -373,12 +419,14 @@ async def run(seed: int, seconds: float) -> Fuzz:
                 for _ in range(CALLERS):
                     group.create_task(fuzz.http(cluster.http_addresses[0]))
                     group.create_task(fuzz.requests(cluster.http_addresses[0]))
-                group.create_task(fuzz.rpcs(cluster.address, RPCS["router"]))
+                for address, role in (
+                    (cluster.address, "router"), (at, "planner"), (receiver.address, "traces"),
+                ):  # fmt: skip
+                    group.create_task(fuzz.rpcs(address, RPCS[role]))
                 for name, process in processes.items():
-                    if name != "router":
+                    if record := records.get(process.pid):
                         role = name.partition("-")[0]
                         methods = {**RPCS["worker"], **RPCS[role]}
-                        record = records[process.pid]
                         group.create_task(fuzz.rpcs(record.address, methods))
                         group.create_task(fuzz.router_messages(record.address))
             if not sizes:
@@ -387,16 +435,17 @@ async def run(seed: int, seconds: float) -> Fuzz:
         fuzz._until = time.monotonic() + seconds / 10
         await fuzz.alone(cluster.http_addresses[0], processes["router"].pid)
         for name, process in processes.items():
-            if not process.is_running() or cluster.processes[name].pid != process.pid:
-                fuzz.broken.append(f"{name} has ended: {cluster.processes[name].log_tail()}")
+            child = children[name]
+            if not child.running or child.pid != process.pid:
+                fuzz.broken.append(f"{name} has ended: {child.log_tail()}")
             elif (now := process.memory_info().rss) > sizes[name] * 4 / 3 + GROWTH:
                 fuzz.broken.append(f"{name} grew from {sizes[name] >> 20} to {now >> 20} MiB")
-            for before, line in itertools.pairwise(cluster.processes[name].log):
+            lines = list(child.log)
+            for number, (before, line) in enumerate(itertools.pairwise(lines)):
                 # gRPC's own: a caller's deadline passed while its status was sent.
                 if line.startswith("Traceback") and "ExecuteBatchError" not in before:
-                    fuzz.broken.append(
-                        f"{name} wrote a traceback:\n{cluster.processes[name].log_tail(60)}"
-                    )
+                    text = "\n".join(lines[number : number + 60])
+                    fuzz.broken.append(f"{name} wrote a traceback:\n{text}")
                     break
         await client.generate([1, 2, 3] * 20, max_tokens=4)
         await all_blocks_free(client)
