@@ -178,7 +178,7 @@ async def given_back(worker, break_it, failure, later=""):
             await router.reserve(spec("a", prompt(20, start=9)))
             break_it(worker)
             for number, name in enumerate(later):  # one prompt that fails is not the worker's end
-                with contextlib.suppress(Unavailable):  # the worker may have ended
+                with contextlib.suppress(Unavailable, InternalError):  # it may have ended
                     await router.reserve(spec(name, prompt(20, start=number)), local=20)
                     reasons.append((await router.event(name)).abort_reason)
             reasons.append((await router.event("a")).abort_reason)
