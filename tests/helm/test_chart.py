@@ -115,8 +115,15 @@ CASES = {
     "gpu chat": (("gpu", "chat"), DEVELOPMENT),
     "storage": ((), {"etcd": {"development": {"enabled": True, "storage": "1Gi"}}}),
     "TLS": ((), {**DEVELOPMENT, "tls": {"enabled": True, "secrets": SECRETS}}),
+    "router processes": (
+        (),
+        {
+            **DEVELOPMENT, "router": {"options": {"router-processes": 4}},
+            "planner": {"enabled": True}, "monitoring": {"podMonitors": True},
+        },
+    ),
     "everything": (("gpu", "agent"), EVERYTHING),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +192,12 @@ def configured(pod, monkeypatch):
         return options.settings(CONFIGS[args.command], args.command, args)
 
 
+def metrics_ports(config):
+    """Names of the ports at which a pod's processes serve metrics."""
+    count = getattr(config, "router_processes", 1)
+    return ["metrics", *(f"metrics-{number}" for number in range(2, count + 1))]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_program_takes_every_option(rendered, case, monkeypatch, tmp_path):
     injected = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
@@ -194,8 +207,10 @@ def test_the_program_takes_every_option(rendered, case, monkeypatch, tmp_path):
             continue
         config = configured(pod, monkeypatch)
         named = {one["name"]: one["containerPort"] for one in pod.container["ports"]}
+        assert len(set(named.values())) == len(named)
         assert named.pop("grpc") == config.port
-        assert named.pop("metrics") == config.metrics_port
+        for number, metrics in enumerate(metrics_ports(config)):
+            assert named.pop(metrics) == config.metrics_port + number
         assert named.pop("health") == config.health_port
         assert named.pop("http", None) == getattr(config, "http_port", None)
         assert not named
@@ -246,6 +261,28 @@ def test_what_selects_pods_finds_some_and_names_ports_that_they_have(rendered, c
                 port["port"] for rule in spec.get("ingress", ()) for port in rule.get("ports", ())
             }
             assert not found or wanted <= named, one
+
+
+@pytest.mark.parametrize("case", ["router processes", "everything"])
+def test_all_ports_of_metrics_are_scraped_and_open_to_prometheus(rendered, case):
+    for name, template in templates(rendered[case]).items():
+        (container,) = template["spec"]["containers"]
+        names = {one["name"] for one in container["ports"] if one["name"].startswith("metrics")}
+
+        def matching(kind, labels=template["metadata"]["labels"]):
+            specs = [one["spec"] for one in kinds(rendered[case], kind).values()]
+            return [
+                spec for spec in specs
+                if selected(spec.get("selector") or spec["podSelector"], labels)
+            ]  # fmt: skip
+
+        if "/rank" not in name:  # ranks serve no metrics
+            (monitor,) = matching("PodMonitor")
+            assert [one["port"] for one in monitor["podMetricsEndpoints"]] == sorted(names)
+        (policy,) = matching("NetworkPolicy")
+        assert names <= {
+            port["port"] for rule in policy["ingress"] for port in rule.get("ports", ())
+        }
 
 
 @pytest.mark.parametrize("case", CASES)

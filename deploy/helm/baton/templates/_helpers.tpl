@@ -55,7 +55,7 @@ etcd: {{ include "baton.etcd" .root }}
 cluster: {{ $values.cluster }}
 host: 0.0.0.0
 metrics-port: 9464
-health-port: 9465
+health-port: 9463
 {{- with $values.etcd.user }}
 etcd-user: {{ . }}
 etcd-password-file: /etc/baton/etcd-password/password
@@ -97,6 +97,15 @@ insecure: "yes"
 {{- define "baton.modelVolume" -}}
 {{- with .Values.model.volume }}
 - {name: models, path: /models, readOnly: true, source: {{ toJson . }}}
+{{- end }}
+{{- end }}
+
+{{/* Names of a router's ports for metrics, one for each of its processes, as YAML. */}}
+{{- define "baton.routerMetrics" -}}
+{{- $options := mergeOverwrite (deepCopy .Values.options) (deepCopy .Values.router.options) }}
+- metrics
+{{- range untilStep 2 (int (add 1 (get $options "router-processes" | int))) 1 }}
+- metrics-{{ . }}
 {{- end }}
 {{- end }}
 
@@ -153,7 +162,7 @@ containers:
       - {name: {{ $name }}, containerPort: {{ $port }}}
       {{- end }}
       - {name: metrics, containerPort: 9464}
-      - {name: health, containerPort: 9465}
+      - {name: health, containerPort: 9463}
     {{- with .probes }}
     {{- . | nindent 4 }}
     {{- end }}
