@@ -421,6 +421,23 @@ MISTAKES = [
     ({**DEVELOPMENT, "router": {"replicas": 0}}, "/router/replicas"),
     ({**DEVELOPMENT, "router": {"replicas": 2, "batchClaim": "b"}}, "router.replicas 1"),
     ({**DEVELOPMENT, "router": {"options": {"--slo": "x"}}}, "'--slo'"),
+    ({**DEVELOPMENT, "options": {"drain-timeout": 600}}, "drain-timeout out: set drainSeconds"),
+    *(
+        ({**DEVELOPMENT, "router": {"options": {name: 1}}}, f"leave {name} out: the chart's")
+        for name in ("host", "port", "http-port", "health-port", "metrics-port", "advertise")
+    ),
+    (
+        {**DEVELOPMENT, "planner": {"enabled": True, "options": {"etcd": "e:1"}}},
+        "leave etcd out: set etcd.endpoints",
+    ),
+    (
+        {**DEVELOPMENT, "workers": {"decode": {"options": {"cluster": "x"}}}},
+        "leave cluster out: set cluster",
+    ),
+    *(
+        ({**DEVELOPMENT, "workerDefaults": {"options": {name: 1}}}, f"{name} out: set workers.")
+        for name in ("role", "nnodes", "node-rank")
+    ),
     ({**DEVELOPMENT, "model": {"path": "llama"}}, "/model/path"),
     ({**DEVELOPMENT, "workers": {"decode": {"role": "decoder"}}}, "'prefill', 'decode', 'mixed'"),
     ({**DEVELOPMENT, "workers": {"Decode_1": {}}}, "Decode_1"),

@@ -109,10 +109,26 @@ insecure: "yes"
 {{- end }}
 {{- end }}
 
+{{/* Fails for an option that pods, probes and Services follow only as the chart sets it: of an option's name to its
+     value. */}}
+{{- define "baton.checkOptions" -}}
+{{- $fixed := "the chart's Services and probes are made for its own value" }}
+{{- $own := dict
+  "drain-timeout" "set drainSeconds, which pods' grace period follows" "cluster" "set cluster"
+  "etcd" "set etcd.endpoints" "role" "set workers.NAME.role" "nnodes" "set workers.NAME.hosts"
+  "node-rank" "set workers.NAME.hosts" "host" $fixed "port" $fixed "http-port" $fixed
+  "health-port" $fixed "metrics-port" $fixed "advertise" $fixed }}
+{{- range $name, $_ := . }}
+{{- with get $own $name }}{{ fail (printf "options: leave %s out: %s" $name .) }}{{ end }}
+{{- end }}
+{{- end }}
+
 {{/* A pod: of {root, component, certificate, settings, args, options, env, volumes, ports, probes,
      preStopSeconds}. `settings` are the component's values, `volumes` and `options` YAML. */}}
 {{- define "baton.pod" -}}
 {{- $values := .root.Values }}
+{{- include "baton.checkOptions" $values.options }}
+{{- include "baton.checkOptions" .settings.options }}
 {{- $volumes := concat (include "baton.volumes" . | fromYamlArray) (.volumes | default "" | fromYamlArray) }}
 {{- $options := mergeOverwrite (include "baton.commonOptions" . | fromYaml) (deepCopy $values.options) (.options | fromYaml) (deepCopy .settings.options) }}
 automountServiceAccountToken: false
