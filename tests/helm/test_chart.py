@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import re
+import shlex
 import tarfile
 
 import pytest
@@ -406,6 +407,19 @@ def test_certificates_have_the_names_that_callers_check(rendered):
         if volume["name"] == "tls"
     }
     assert mounted == names.keys()
+
+
+def test_the_documented_certificates_have_the_names_that_callers_check(rendered):
+    page = (COMPOSE.parent / "docs/kubernetes.md").read_text()
+    (command,) = re.findall(r"^baton (certs (?:.*\\\n)*.*)$", page, re.M)
+    args = parser().parse_args(shlex.split(command.replace("\\\n", " ")))
+    assert {"chat-baton-routers", "chat-baton-router.serving.svc"} <= set(args.host)
+    called = {
+        trigger["metadata"]["scalerAddress"].partition(":")[0]
+        for one in kinds(rendered["everything"], "ScaledObject").values()
+        for trigger in one["spec"]["triggers"]
+    }
+    assert called <= set(args.planner_host)
 
 
 MISTAKES = [

@@ -329,6 +329,15 @@ def test_a_certificate_names_ipv6_hosts_by_their_address(made):
     assert ipaddress.ip_address("fd00::9") in names.get_values_for_type(x509.IPAddress)
 
 
+def test_the_certificate_of_admin_has_the_hosts_of_planners(tmp_path, capsys):
+    given = ["--host", "router.example", "--planner-host", "planner", "--planner-host", "10.0.0.9"]
+    assert cli.main(["certs", str(tmp_path), *given]) == 0
+    certificate = x509.load_pem_x509_certificate((tmp_path / "admin.pem").read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["admin.baton", "planner"]
+    assert names.get_values_for_type(x509.IPAddress) == [ipaddress.ip_address("10.0.0.9")]
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.9", "example.com"])
 def test_a_port_that_others_reach_needs_tls_or_an_explicit_word(folder, host):
     with pytest.raises(ConfigError, match=r"give --tls-cert and --tls-key .*or --insecure"):
