@@ -115,6 +115,14 @@ def test_a_mistake_in_an_overlay_is_an_error(tmp_path, overlay, error):
     assert bool(found) == (error is not None) and (error or "") in found
 
 
+def test_the_documentation_lists_all_variables_and_no_others():
+    page = (COMPOSE.parent / "docs/deploy.md").read_text()
+    table = page.partition("| variable |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`[^|]*)\|", table, re.M)
+    used = re.findall(r"\$\{(\w+)", "".join(file.read_text() for file in (BASE, *OVERLAYS)))
+    assert set(re.findall(r"`(\w+)`", "".join(rows))) == set(used)
+
+
 def whole(*overlays, **variables):
     """Services of the base file under overlays, as compose merges them."""
     merged = load(BASE)
