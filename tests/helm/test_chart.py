@@ -12,7 +12,7 @@ import pytest
 from baton.cli import options
 from baton.cli.main import parser
 from baton.config import PlannerConfig, RouterConfig, WorkerConfig
-from tests.helm.chart import CHART, api_server, install
+from tests.helm.chart import CHART, api_server, install, installed
 from tests.helm.pod import ENTRYPOINT, Pod, templates
 from tests.unit.deployment.files import BASE, COMPOSE, load
 
@@ -511,6 +511,37 @@ def test_a_mistake_is_an_error_that_names_the_value(values, error):
     with pytest.raises(Exception, match=re.escape(error)) as caught:
         install(**values)
     assert type(caught.value).__name__ == "InstallError"
+
+
+@pytest.mark.parametrize(
+    ("most", "values"),
+    [
+        (63 - len("-baton-routers"), {}),
+        (52 - len("-baton-etcd"), DEVELOPMENT),
+        (48 - len("-baton-decode"), {"workers": {"decode": {"hosts": 2}}}),
+    ],
+    ids=["services", "etcd", "several hosts"],
+)
+def test_a_release_has_names_that_kubernetes_takes(most, values):
+    """Of Services up to 63 characters; of sets so many that labels made from them have up to 63."""
+    given = {"etcd": {"endpoints": ["e:1"]}, **values}
+    created, _ = installed(release="r" * most, **given)
+    assert all(len(name) <= 63 for name in kinds(created, "Service"))
+    with pytest.raises(Exception, match="choose a shorter name for the release or the group"):
+        installed(release="r" * (most + 1), **given)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_pod_has_one_budget_and_a_group_its_own(rendered, case):
+    """Also a rank, whose end restarts its whole group; a pod of two budgets cannot be evicted."""
+    budgets = kinds(rendered[case], "PodDisruptionBudget")
+    for name, template in templates(rendered[case]).items():
+        labels = template["metadata"]["labels"]
+        found = [
+            budget for budget, one in budgets.items()
+            if selected(one["spec"]["selector"], labels)
+        ]  # fmt: skip
+        assert found == ([] if name.endswith("-etcd") else [name.removesuffix("/rank")])
 
 
 def test_a_planner_with_tenants_may_have_its_key_from_elsewhere():

@@ -3,11 +3,18 @@
 {{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end }}
 {{- end }}
 
-{{/* Labels that select pods: of {root, component}. */}}
+{{/* Fails if an object's name is too long for what is made from it: of {name, most}, in characters. */}}
+{{- define "baton.checkName" -}}
+{{- if gt (len .name) (int .most) }}{{ fail (printf "%s has %d characters and may have %d: choose a shorter name for the release or the group" .name (len .name) (int .most)) }}{{ end }}
+{{- end }}
+
+{{/* Labels that select pods: of {root, component, group}; one of the last two may be left out. */}}
 {{- define "baton.selector" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
-app.kubernetes.io/component: {{ .component }}
+{{- with .component }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
 {{- if .group }}
 baton/group: {{ .group }}
 {{- end }}
@@ -217,7 +224,7 @@ topologySpreadConstraints:
     {{- end }}
 {{- end }}
 
-{{/* A budget of one pod that may be away: of {root, component, group, name}. */}}
+{{/* A budget of one pod that may be away, of a group leaders and ranks: of {root, component, group, name}. */}}
 {{- define "baton.disruptionBudget" -}}
 apiVersion: policy/v1
 kind: PodDisruptionBudget
@@ -227,7 +234,7 @@ spec:
   maxUnavailable: 1
   selector:
     matchLabels:
-      {{- include "baton.selector" . | nindent 6 }}
+      {{- include "baton.selector" (.group | empty | ternary . (omit . "component")) | nindent 6 }}
 {{- end }}
 
 {{/* HTTP probe at the health port, which never uses TLS: of {path, periodSeconds, failureThreshold}. */}}
