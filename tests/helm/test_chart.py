@@ -2,10 +2,12 @@
 
 import asyncio
 import functools
+import itertools
 import json
 import re
 import shlex
 import tarfile
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -542,6 +544,38 @@ def test_every_pod_has_one_budget_and_a_group_its_own(rendered, case):
             if selected(one["spec"]["selector"], labels)
         ]  # fmt: skip
         assert found == ([] if name.endswith("-etcd") else [name.removesuffix("/rank")])
+
+
+@pytest.mark.parametrize("keys", [False, True], ids=["", "keys"])
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
+def test_commands_of_the_notes_have_the_names_and_keys_that_a_release_needs(rendered, tls, keys):
+    everything = EVERYTHING if tls else DEVELOPMENT
+    values = {
+        **everything,
+        "router": {"replicas": 1, "tenantsSecret": "tenants" if keys else ""},
+        "planner": {"enabled": True, "apiKeySecret": "operator"},
+        "tls": {**everything.get("tls", {}), "clientCertificates": tls},
+    }
+    _, notes = installed(**values)
+    lines = notes.replace("\\\n", " ").splitlines()
+    curl, status = (
+        shlex.split(next(line for line in lines if line.strip().startswith(program)))
+        for program in ("curl", "baton status")
+    )
+    url = urlsplit(curl[1])
+    asked = parser().parse_args(status[1:])
+    assert ("Authorization: Bearer $API_KEY" in curl) == keys
+    assert any("BATON_API_KEY" in line for line in lines) == keys
+    if not tls:
+        assert url.netloc == "127.0.0.1:7780" and url.scheme == "http" and not asked.tls_ca
+        return
+    certificate = kinds(rendered["everything"], "Certificate")["chat-baton-router"]["spec"]
+    assert {url.hostname, asked.tls_name} <= set(certificate["dnsNames"])
+    given = dict(itertools.pairwise(curl))
+    assert given["--resolve"] == f"{url.netloc}:127.0.0.1" and url.scheme == "https"
+    assert given["--cacert"] == str(asked.tls_ca) == "ca.crt"
+    assert (given["--cert"], given["--key"]) == (str(asked.tls_cert), str(asked.tls_key))
+    assert any(certificate["secretName"] in line and "> ca.crt" in line for line in lines)
 
 
 def test_a_planner_with_tenants_may_have_its_key_from_elsewhere():
