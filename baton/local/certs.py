@@ -19,8 +19,15 @@ from baton.net import tls
 DAYS = 365
 
 
-def write(folder: Path, hosts: Sequence[str], days: int = DAYS) -> None:
-    """Writes CA and certificates to `folder`. Raises ConfigError if a file cannot be accessed."""
+def write(
+    folder: Path, hosts: Sequence[str], days: int = DAYS, planner_hosts: Sequence[str] = ()
+) -> None:
+    """Writes CA and certificates to `folder`. Raises ConfigError if a file cannot be accessed.
+
+    `hosts` are names of routers that callers check, `planner_hosts` those of planners, which have
+    the certificate of admin; all are valid for `days`.
+    """
+    further = {"router": ("localhost", "127.0.0.1", "::1", *hosts), "admin": planner_hosts}
     now = datetime.datetime.now(datetime.UTC)
     until = now + datetime.timedelta(days=days)
 
@@ -57,9 +64,7 @@ def write(folder: Path, hosts: Sequence[str], days: int = DAYS) -> None:
             ca = ca.sign(ca_key, hashes.SHA256())
             save("ca", ca_key, ca)
         for role in tls.ROLES:
-            names: list[Any] = [x509.DNSName(f"{role}.{tls.DOMAIN}")]
-            if role == "router":
-                names += [_name(host) for host in ("localhost", "127.0.0.1", "::1", *hosts)]
+            names = [_name(host) for host in (f"{role}.{tls.DOMAIN}", *further.get(role, ()))]
             key = ec.generate_private_key(ec.SECP256R1())
             both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
             signed = (

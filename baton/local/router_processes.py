@@ -10,6 +10,8 @@ from functools import partial
 from typing import Self
 
 from baton.config import RouterConfig, join_address
+from baton.config.options import MAX_PORT
+from baton.errors import ConfigError
 from baton.local import commands, ports, supervisor
 from baton.local.ports import Listener
 from baton.local.process import ChildProcess
@@ -97,8 +99,12 @@ class SharedPorts:
 
 
 async def run(config: RouterConfig) -> int:
-    """Runs a router's processes until SIGINT or SIGTERM, then drains them; see `supervisor.run`."""
+    """Runs a router's processes until SIGINT or SIGTERM, then drains them; see `supervisor.run`.
+
+    Raises ConfigError if their metrics ports and the router's other ports overlap.
+    """
     tls.current().check_exposed(config.host)
+    _check_ports(config)
 
     async def start(stack: AsyncExitStack) -> Supervisor:
         router = await stack.enter_async_context(_RouterProcesses(config))
@@ -106,6 +112,23 @@ async def run(config: RouterConfig) -> int:
         return router
 
     return await supervisor.run(start, log.info)
+
+
+def _check_ports(config: RouterConfig) -> None:
+    """Raises ConfigError if the ports of metrics are none, or those of something else."""
+    first, count = config.metrics_port, config.router_processes
+    if not first:
+        return
+    last = first + count - 1
+    if last > MAX_PORT:
+        raise ConfigError(f"--metrics-port {first} leaves no ports for {count} processes")
+    others = {"port": config.port, "http-port": config.http_port, "health-port": config.health_port}
+    for name, port in others.items():
+        if port and first <= port <= last:
+            raise ConfigError(
+                f"--metrics-port {first} and --{name} {port}: {count} processes serve metrics at "
+                f"{first} to {last}, one each; choose a --{name} or a --metrics-port outside"
+            )
 
 
 class _RouterProcesses(Supervisor):

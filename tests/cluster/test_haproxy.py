@@ -29,7 +29,7 @@ def configuration(http_addresses, health_ports, port, metrics_port):
     """Compose's configuration with this machine's addresses in place of containers' names."""
     text = CONFIG.read_text().replace("bind :8080", f"bind 127.0.0.1:{port}")
     text = text.replace("bind :8404", f"bind 127.0.0.1:{metrics_port}")
-    text = text.replace(" init-addr last,libc,none resolvers docker", "").replace(" port 9465", "")
+    text = text.replace(" init-addr last,libc,none resolvers docker", "").replace(" port 9463", "")
     text = text.partition("# Containers get other addresses")[0]
     pairs = zip(http_addresses, health_ports, strict=True)
     for number, (address, health) in enumerate(pairs, start=1):

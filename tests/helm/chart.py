@@ -145,7 +145,12 @@ def merge(under: Any, over: Any) -> Any:
 
 
 def install(*profiles: str, **values: Any) -> list[Object]:
-    """The objects of a release with these value files and values.
+    """The objects of a release; see `installed`."""
+    return installed(*profiles, **values)[0]
+
+
+def installed(*profiles: str, release: str = RELEASE, **values: Any) -> tuple[list[Object], str]:
+    """The objects and the notes of a release with these value files and values.
 
     Raises helm_sdkpy's InstallError with what Helm says.
     """
@@ -156,6 +161,6 @@ def install(*profiles: str, **values: Any) -> list[Object]:
     with api_server() as (kubeconfig, created):
         with helm_sdkpy.Configuration(NAMESPACE, kubeconfig) as configuration:
             action = helm_sdkpy.Install(configuration)
-            run = action.run(RELEASE, str(CHART), merge(merged, values), wait=False)
-            asyncio.run(run)
-        return created
+            run = action.run(release, str(CHART), merge(merged, values), wait=False)
+            notes = asyncio.run(run)["info"]["notes"]
+        return created, notes

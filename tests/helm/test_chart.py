@@ -2,16 +2,19 @@
 
 import asyncio
 import functools
+import itertools
 import json
 import re
+import shlex
 import tarfile
+from urllib.parse import urlsplit
 
 import pytest
 
 from baton.cli import options
 from baton.cli.main import parser
 from baton.config import PlannerConfig, RouterConfig, WorkerConfig
-from tests.helm.chart import CHART, api_server, install
+from tests.helm.chart import CHART, api_server, install, installed
 from tests.helm.pod import ENTRYPOINT, Pod, templates
 from tests.unit.deployment.files import BASE, COMPOSE, load
 
@@ -115,8 +118,15 @@ CASES = {
     "gpu chat": (("gpu", "chat"), DEVELOPMENT),
     "storage": ((), {"etcd": {"development": {"enabled": True, "storage": "1Gi"}}}),
     "TLS": ((), {**DEVELOPMENT, "tls": {"enabled": True, "secrets": SECRETS}}),
+    "router processes": (
+        (),
+        {
+            **DEVELOPMENT, "router": {"options": {"router-processes": 4}},
+            "planner": {"enabled": True}, "monitoring": {"podMonitors": True},
+        },
+    ),
     "everything": (("gpu", "agent"), EVERYTHING),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +195,12 @@ def configured(pod, monkeypatch):
         return options.settings(CONFIGS[args.command], args.command, args)
 
 
+def metrics_ports(config):
+    """Names of the ports at which a pod's processes serve metrics."""
+    count = getattr(config, "router_processes", 1)
+    return ["metrics", *(f"metrics-{number}" for number in range(2, count + 1))]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_program_takes_every_option(rendered, case, monkeypatch, tmp_path):
     injected = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
@@ -194,8 +210,10 @@ def test_the_program_takes_every_option(rendered, case, monkeypatch, tmp_path):
             continue
         config = configured(pod, monkeypatch)
         named = {one["name"]: one["containerPort"] for one in pod.container["ports"]}
+        assert len(set(named.values())) == len(named)
         assert named.pop("grpc") == config.port
-        assert named.pop("metrics") == config.metrics_port
+        for number, metrics in enumerate(metrics_ports(config)):
+            assert named.pop(metrics) == config.metrics_port + number
         assert named.pop("health") == config.health_port
         assert named.pop("http", None) == getattr(config, "http_port", None)
         assert not named
@@ -246,6 +264,28 @@ def test_what_selects_pods_finds_some_and_names_ports_that_they_have(rendered, c
                 port["port"] for rule in spec.get("ingress", ()) for port in rule.get("ports", ())
             }
             assert not found or wanted <= named, one
+
+
+@pytest.mark.parametrize("case", ["router processes", "everything"])
+def test_all_ports_of_metrics_are_scraped_and_open_to_prometheus(rendered, case):
+    for name, template in templates(rendered[case]).items():
+        (container,) = template["spec"]["containers"]
+        names = {one["name"] for one in container["ports"] if one["name"].startswith("metrics")}
+
+        def matching(kind, labels=template["metadata"]["labels"]):
+            specs = [one["spec"] for one in kinds(rendered[case], kind).values()]
+            return [
+                spec for spec in specs
+                if selected(spec.get("selector") or spec["podSelector"], labels)
+            ]  # fmt: skip
+
+        if "/rank" not in name:  # ranks serve no metrics
+            (monitor,) = matching("PodMonitor")
+            assert [one["port"] for one in monitor["podMetricsEndpoints"]] == sorted(names)
+        (policy,) = matching("NetworkPolicy")
+        assert names <= {
+            port["port"] for rule in policy["ingress"] for port in rule.get("ports", ())
+        }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -371,6 +411,19 @@ def test_certificates_have_the_names_that_callers_check(rendered):
     assert mounted == names.keys()
 
 
+def test_the_documented_certificates_have_the_names_that_callers_check(rendered):
+    page = (COMPOSE.parent / "docs/kubernetes.md").read_text()
+    (command,) = re.findall(r"^baton (certs (?:.*\\\n)*.*)$", page, re.M)
+    args = parser().parse_args(shlex.split(command.replace("\\\n", " ")))
+    assert {"chat-baton-routers", "chat-baton-router.serving.svc"} <= set(args.host)
+    called = {
+        trigger["metadata"]["scalerAddress"].partition(":")[0]
+        for one in kinds(rendered["everything"], "ScaledObject").values()
+        for trigger in one["spec"]["triggers"]
+    }
+    assert called <= set(args.planner_host)
+
+
 MISTAKES = [
     ({}, "etcd.endpoints is empty"),
     ({**DEVELOPMENT, "etcd": {"endpoints": ["etcd"]}}, "/etcd/endpoints/0"),
@@ -384,6 +437,23 @@ MISTAKES = [
     ({**DEVELOPMENT, "router": {"replicas": 0}}, "/router/replicas"),
     ({**DEVELOPMENT, "router": {"replicas": 2, "batchClaim": "b"}}, "router.replicas 1"),
     ({**DEVELOPMENT, "router": {"options": {"--slo": "x"}}}, "'--slo'"),
+    ({**DEVELOPMENT, "options": {"drain-timeout": 600}}, "drain-timeout out: set drainSeconds"),
+    *(
+        ({**DEVELOPMENT, "router": {"options": {name: 1}}}, f"leave {name} out: the chart's")
+        for name in ("host", "port", "http-port", "health-port", "metrics-port", "advertise")
+    ),
+    (
+        {**DEVELOPMENT, "planner": {"enabled": True, "options": {"etcd": "e:1"}}},
+        "leave etcd out: set etcd.endpoints",
+    ),
+    (
+        {**DEVELOPMENT, "workers": {"decode": {"options": {"cluster": "x"}}}},
+        "leave cluster out: set cluster",
+    ),
+    *(
+        ({**DEVELOPMENT, "workerDefaults": {"options": {name: 1}}}, f"{name} out: set workers.")
+        for name in ("role", "nnodes", "node-rank")
+    ),
     ({**DEVELOPMENT, "model": {"path": "llama"}}, "/model/path"),
     ({**DEVELOPMENT, "workers": {"decode": {"role": "decoder"}}}, "'prefill', 'decode', 'mixed'"),
     ({**DEVELOPMENT, "workers": {"Decode_1": {}}}, "Decode_1"),
@@ -443,6 +513,69 @@ def test_a_mistake_is_an_error_that_names_the_value(values, error):
     with pytest.raises(Exception, match=re.escape(error)) as caught:
         install(**values)
     assert type(caught.value).__name__ == "InstallError"
+
+
+@pytest.mark.parametrize(
+    ("most", "values"),
+    [
+        (63 - len("-baton-routers"), {}),
+        (52 - len("-baton-etcd"), DEVELOPMENT),
+        (48 - len("-baton-decode"), {"workers": {"decode": {"hosts": 2}}}),
+    ],
+    ids=["services", "etcd", "several hosts"],
+)
+def test_a_release_has_names_that_kubernetes_takes(most, values):
+    """Of Services up to 63 characters; of sets so many that labels made from them have up to 63."""
+    given = {"etcd": {"endpoints": ["e:1"]}, **values}
+    created, _ = installed(release="r" * most, **given)
+    assert all(len(name) <= 63 for name in kinds(created, "Service"))
+    with pytest.raises(Exception, match="choose a shorter name for the release or the group"):
+        installed(release="r" * (most + 1), **given)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_pod_has_one_budget_and_a_group_its_own(rendered, case):
+    """Also a rank, whose end restarts its whole group; a pod of two budgets cannot be evicted."""
+    budgets = kinds(rendered[case], "PodDisruptionBudget")
+    for name, template in templates(rendered[case]).items():
+        labels = template["metadata"]["labels"]
+        found = [
+            budget for budget, one in budgets.items()
+            if selected(one["spec"]["selector"], labels)
+        ]  # fmt: skip
+        assert found == ([] if name.endswith("-etcd") else [name.removesuffix("/rank")])
+
+
+@pytest.mark.parametrize("keys", [False, True], ids=["", "keys"])
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
+def test_commands_of_the_notes_have_the_names_and_keys_that_a_release_needs(rendered, tls, keys):
+    everything = EVERYTHING if tls else DEVELOPMENT
+    values = {
+        **everything,
+        "router": {"replicas": 1, "tenantsSecret": "tenants" if keys else ""},
+        "planner": {"enabled": True, "apiKeySecret": "operator"},
+        "tls": {**everything.get("tls", {}), "clientCertificates": tls},
+    }
+    _, notes = installed(**values)
+    lines = notes.replace("\\\n", " ").splitlines()
+    curl, status = (
+        shlex.split(next(line for line in lines if line.strip().startswith(program)))
+        for program in ("curl", "baton status")
+    )
+    url = urlsplit(curl[1])
+    asked = parser().parse_args(status[1:])
+    assert ("Authorization: Bearer $API_KEY" in curl) == keys
+    assert any("BATON_API_KEY" in line for line in lines) == keys
+    if not tls:
+        assert url.netloc == "127.0.0.1:7780" and url.scheme == "http" and not asked.tls_ca
+        return
+    certificate = kinds(rendered["everything"], "Certificate")["chat-baton-router"]["spec"]
+    assert {url.hostname, asked.tls_name} <= set(certificate["dnsNames"])
+    given = dict(itertools.pairwise(curl))
+    assert given["--resolve"] == f"{url.netloc}:127.0.0.1" and url.scheme == "https"
+    assert given["--cacert"] == str(asked.tls_ca) == "ca.crt"
+    assert (given["--cert"], given["--key"]) == (str(asked.tls_cert), str(asked.tls_key))
+    assert any(certificate["secretName"] in line and "> ca.crt" in line for line in lines)
 
 
 def test_a_planner_with_tenants_may_have_its_key_from_elsewhere():

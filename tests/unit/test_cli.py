@@ -77,6 +77,10 @@ WRONG = [
     *((f"{command} --api-key é", 2, "argument --api-key: an API key must be ASCII")
       for command in ("up", "router")),
     ("up --http-port 65535 --routers 2", 1, "--http-port 65535 leaves no ports for all routers"),
+    *((f"router --router-processes 4 --metrics-port {first} --{name} {first + 3}", 1,
+       f"--metrics-port {first} and --{name} {first + 3}: 4 processes serve metrics at {first} to")
+      for first, name in ((7697, "port"), (7777, "http-port"), (9464, "health-port"))),
+    ("router --router-processes 2 --metrics-port 65535", 1, "--metrics-port 65535 leaves no ports"),
     ("router --config {", 1, "--config is no JSON object"),
     ("decode-worker --name a/b", 1, "--name 'a/b': use up to 63 letters"),
     ("planner --target nowhere", 1, "--target must be HOST:PORT, not 'nowhere'"),

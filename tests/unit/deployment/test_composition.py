@@ -14,6 +14,7 @@ import pytest
 from baton.cli.main import parser
 from baton.cli.router import router_config
 from baton.cli.workers import worker_config
+from baton.config.router import MAX_ROUTER_PROCESSES
 from baton.errors import BatonError
 from baton.net.server import Health
 from tests.unit.deployment.files import BASE, COMPOSE, OVERLAYS, load, merge
@@ -114,6 +115,14 @@ def test_a_mistake_in_an_overlay_is_an_error(tmp_path, overlay, error):
     assert bool(found) == (error is not None) and (error or "") in found
 
 
+def test_the_documentation_lists_all_variables_and_no_others():
+    page = (COMPOSE.parent / "docs/deploy.md").read_text()
+    table = page.partition("| variable |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`[^|]*)\|", table, re.M)
+    used = re.findall(r"\$\{(\w+)", "".join(file.read_text() for file in (BASE, *OVERLAYS)))
+    assert set(re.findall(r"`(\w+)`", "".join(rows))) == set(used)
+
+
 def whole(*overlays, **variables):
     """Services of the base file under overlays, as compose merges them."""
     merged = load(BASE)
@@ -203,6 +212,17 @@ def test_containers_have_defaults_that_variables_and_options_overrule(tmp_path):
     assert started("router", BATON_OPT_ADVERTISE="h:1", BATON_OPT_PORT="7701", BATON_OPT_X="") == [
         "router", "BATON_OPT_ADVERTISE=h:1", defaults[0], "BATON_OPT_PORT=7701", "BATON_OPT_X="
     ]  # fmt: skip
+
+
+def test_the_images_health_port_is_haproxys_and_leaves_room_for_metrics_of_any_processes():
+    dockerfile, proxy = COMPOSE / "Dockerfile", COMPOSE / "haproxy/haproxy.cfg"
+    health, exposed = re.findall(r"HEALTH_PORT=(\d+)|^EXPOSE (.*)", dockerfile.read_text(), re.M)
+    assert re.findall(r"check port (\d+)", proxy.read_text()) == [health[0]]
+    environment = whole()["router-1"]["environment"]
+    metrics = int(environment["BATON_OPT_METRICS_PORT"])
+    assert {health[0], str(metrics)} <= set(exposed[1].split())
+    others = (7700, int(environment["BATON_OPT_HTTP_PORT"]), int(health[0]))
+    assert not set(others) & set(range(metrics, metrics + MAX_ROUTER_PROCESSES))
 
 
 async def test_the_image_asks_for_its_health():

@@ -7,10 +7,12 @@ import re
 import shutil
 import ssl
 from functools import partial
+from pathlib import Path
 
 import grpc
 import httpx
 import pytest
+import yaml
 from cryptography import x509
 
 from baton.cli import main as cli
@@ -245,6 +247,22 @@ async def test_the_metrics_port_takes_tls_and_a_silent_client_stops_nobody(folde
         silent.close()
 
 
+async def test_prometheus_scrapes_a_worker_with_the_settings_that_the_documentation_gives(folder):
+    page = (Path(__file__).parents[3] / "docs/deploy.md").read_text()
+    (text,) = re.findall(r"```yaml\n(scheme: https\n.*?)```", page, re.S)
+    asked = yaml.safe_load(text)["tls_config"]
+    file = {key: folder / Path(path).name for key, path in asked.items() if key.endswith("_file")}
+    context = ssl.create_default_context(cafile=file["ca_file"])
+    context.load_cert_chain(file["cert_file"], file["key_file"])
+    tls.use(of(folder, "worker", client_ca_file=folder / "ca.pem"))
+    async with (
+        serving_a_page() as url,
+        httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client,
+    ):
+        name = {"sni_hostname": asked["server_name"]}
+        assert (await client.get(f"{url}/metrics", extensions=name)).text == "page"
+
+
 async def test_probes_need_no_tls(folder):
     tls.use(of(folder, "worker", client_ca_file=folder / "ca.pem"))
     health = Health()
@@ -327,6 +345,15 @@ def test_a_certificate_names_ipv6_hosts_by_their_address(made):
     certificate = x509.load_pem_x509_certificate((made / "router.pem").read_bytes())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert ipaddress.ip_address("fd00::9") in names.get_values_for_type(x509.IPAddress)
+
+
+def test_the_certificate_of_admin_has_the_hosts_of_planners(tmp_path, capsys):
+    given = ["--host", "router.example", "--planner-host", "planner", "--planner-host", "10.0.0.9"]
+    assert cli.main(["certs", str(tmp_path), *given]) == 0
+    certificate = x509.load_pem_x509_certificate((tmp_path / "admin.pem").read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["admin.baton", "planner"]
+    assert names.get_values_for_type(x509.IPAddress) == [ipaddress.ip_address("10.0.0.9")]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.9", "example.com"])

@@ -3,11 +3,18 @@
 {{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end }}
 {{- end }}
 
-{{/* Labels that select pods: of {root, component}. */}}
+{{/* Fails if an object's name is too long for what is made from it: of {name, most}, in characters. */}}
+{{- define "baton.checkName" -}}
+{{- if gt (len .name) (int .most) }}{{ fail (printf "%s has %d characters and may have %d: choose a shorter name for the release or the group" .name (len .name) (int .most)) }}{{ end }}
+{{- end }}
+
+{{/* Labels that select pods: of {root, component, group}; one of the last two may be left out. */}}
 {{- define "baton.selector" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
-app.kubernetes.io/component: {{ .component }}
+{{- with .component }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
 {{- if .group }}
 baton/group: {{ .group }}
 {{- end }}
@@ -55,7 +62,7 @@ etcd: {{ include "baton.etcd" .root }}
 cluster: {{ $values.cluster }}
 host: 0.0.0.0
 metrics-port: 9464
-health-port: 9465
+health-port: 9463
 {{- with $values.etcd.user }}
 etcd-user: {{ . }}
 etcd-password-file: /etc/baton/etcd-password/password
@@ -100,10 +107,35 @@ insecure: "yes"
 {{- end }}
 {{- end }}
 
+{{/* Names of a router's ports for metrics, one for each of its processes, as YAML. */}}
+{{- define "baton.routerMetrics" -}}
+{{- $options := mergeOverwrite (deepCopy .Values.options) (deepCopy .Values.router.options) }}
+- metrics
+{{- range untilStep 2 (int (add 1 (get $options "router-processes" | int))) 1 }}
+- metrics-{{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Fails for an option that pods, probes and Services follow only as the chart sets it: of an option's name to its
+     value. */}}
+{{- define "baton.checkOptions" -}}
+{{- $fixed := "the chart's Services and probes are made for its own value" }}
+{{- $own := dict
+  "drain-timeout" "set drainSeconds, which pods' grace period follows" "cluster" "set cluster"
+  "etcd" "set etcd.endpoints" "role" "set workers.NAME.role" "nnodes" "set workers.NAME.hosts"
+  "node-rank" "set workers.NAME.hosts" "host" $fixed "port" $fixed "http-port" $fixed
+  "health-port" $fixed "metrics-port" $fixed "advertise" $fixed }}
+{{- range $name, $_ := . }}
+{{- with get $own $name }}{{ fail (printf "options: leave %s out: %s" $name .) }}{{ end }}
+{{- end }}
+{{- end }}
+
 {{/* A pod: of {root, component, certificate, settings, args, options, env, volumes, ports, probes,
      preStopSeconds}. `settings` are the component's values, `volumes` and `options` YAML. */}}
 {{- define "baton.pod" -}}
 {{- $values := .root.Values }}
+{{- include "baton.checkOptions" $values.options }}
+{{- include "baton.checkOptions" .settings.options }}
 {{- $volumes := concat (include "baton.volumes" . | fromYamlArray) (.volumes | default "" | fromYamlArray) }}
 {{- $options := mergeOverwrite (include "baton.commonOptions" . | fromYaml) (deepCopy $values.options) (.options | fromYaml) (deepCopy .settings.options) }}
 automountServiceAccountToken: false
@@ -153,7 +185,7 @@ containers:
       - {name: {{ $name }}, containerPort: {{ $port }}}
       {{- end }}
       - {name: metrics, containerPort: 9464}
-      - {name: health, containerPort: 9465}
+      - {name: health, containerPort: 9463}
     {{- with .probes }}
     {{- . | nindent 4 }}
     {{- end }}
@@ -192,7 +224,7 @@ topologySpreadConstraints:
     {{- end }}
 {{- end }}
 
-{{/* A budget of one pod that may be away: of {root, component, group, name}. */}}
+{{/* A budget of one pod that may be away, of a group leaders and ranks: of {root, component, group, name}. */}}
 {{- define "baton.disruptionBudget" -}}
 apiVersion: policy/v1
 kind: PodDisruptionBudget
@@ -202,7 +234,7 @@ spec:
   maxUnavailable: 1
   selector:
     matchLabels:
-      {{- include "baton.selector" . | nindent 6 }}
+      {{- include "baton.selector" (.group | empty | ternary . (omit . "component")) | nindent 6 }}
 {{- end }}
 
 {{/* HTTP probe at the health port, which never uses TLS: of {path, periodSeconds, failureThreshold}. */}}
