@@ -27,7 +27,7 @@ from baton.config import (
     split_address,
 )
 from baton.config.options import Option
-from baton.errors import ConfigError, DeadlineExceeded, Unavailable
+from baton.errors import BatonError, ConfigError, DeadlineExceeded, Unavailable
 
 if TYPE_CHECKING:
     from baton import Client
@@ -83,6 +83,7 @@ SIMILAR = {
     "--disable-log-requests": _NOT_NEEDED,
     "--no-enable-log-requests": _NOT_NEEDED,
 }
+# How gRPC's own texts begin; a router's, of whom it cannot reach, name that first.
 _NO_ANSWER = ("failed to connect", "errors resolving")
 _PROBE_S = 1.0
 # What OpenSSL finds wrong with a certificate (X509_V_ERR_...).
@@ -362,7 +363,7 @@ def calling(target: str, timeout_s: float | None, what: str = "router") -> Itera
     try:
         yield
     except Unavailable as error:
-        if not any(sign in str(error) for sign in _NO_ANSWER):
+        if not str(error).startswith(_NO_ANSWER):
             raise
         if hint := _http_hint(target) or _tls_hint(target):
             raise Unavailable(hint) from error
@@ -373,7 +374,8 @@ def calling(target: str, timeout_s: float | None, what: str = "router") -> Itera
     except DeadlineExceeded as error:
         if timeout_s is None:
             raise
-        raise DeadlineExceeded(f"not finished within --timeout {timeout_s:g} s") from error
+        why = f": {error.__cause__}" if isinstance(error.__cause__, BatonError) else ""
+        raise DeadlineExceeded(f"not finished within --timeout {timeout_s:g} s{why}") from error
 
 
 def _tls_hint(target: str) -> str:

@@ -30,7 +30,7 @@ from baton.cli.router import router_config
 from baton.cli.workers import worker_config
 from baton.client import Completion, Delta, Model, Route, Timing, Usage
 from baton.config import ClusterConfig, EngineConfig, RouterConfig, WorkerConfig, options
-from baton.errors import ConfigError, InternalError, Overloaded
+from baton.errors import ConfigError, DeadlineExceeded, InternalError, Overloaded, Unavailable
 from baton.local import commands, ports
 from baton.local.resources import Share
 from tests.processes import BATON, PYTHON, run
@@ -582,6 +582,18 @@ def test_an_address_without_a_router_is_an_error_with_the_fix(command, capsys):
     error = capsys.readouterr().err
     assert exit_status == 1
     assert f"{target} speaks HTTP" in error and "--target 127.0.0.1:7700" in error
+
+
+def test_what_a_router_cannot_reach_is_no_missing_router(client, capsys):
+    """Also where that only ends with the command's time."""
+    away = "etcd at h:1 does not answer: failed to connect to all addresses; last error: refused"
+    late = DeadlineExceeded("Deadline Exceeded")
+    late.__cause__ = Unavailable(away)
+    opened = client.return_value.__enter__.return_value
+    opened.set_route.side_effect = [Unavailable(away), late]
+    for said in (away, f"not finished within --timeout 5 s: {away}"):
+        assert cli.main(["route", "set", "chat=v2"]) == 1
+        assert capsys.readouterr().err == f"baton: error: {said}\n"
 
 
 def test_an_interrupt_while_modules_are_imported_is_silent():
