@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -611,6 +612,18 @@ async def test_a_full_disk_is_named_with_a_507(gateway_of, api, monkeypatch, cap
     assert "Traceback" not in caplog.text
     max_pages = 1 << 30
     assert (await upload(gateway, large)).status_code == 200
+
+
+@pytest.mark.parametrize("content", [b"x", b"x" * (1 << 20)])
+async def test_a_disk_without_room_for_an_upload_is_named(gateway, api, monkeypatch, content):
+    """Whether the upload fails as it arrives or, from a buffer, at its end."""
+    with monkeypatch.context() as full:
+        opened = lambda dir: Path("/dev/full").open("w+b")  # noqa: E731, SIM115 - `close` closes it
+        full.setattr(batches.tempfile, "TemporaryFile", opened)
+        answer = await upload(gateway, content)
+    assert answer.status_code == 507, answer.text
+    assert str(api.batch_dir) in answer.text and "No space left" in answer.text
+    assert (await upload(gateway, content)).status_code == 200
 
 
 @pytest.mark.parametrize(
