@@ -86,6 +86,7 @@ SIMILAR = {
 # How gRPC's own texts begin; a router's, of whom it cannot reach, name that first.
 _NO_ANSWER = ("failed to connect", "errors resolving")
 _PROBE_S = 1.0
+_LOG_FORMAT = "log-format"
 # What OpenSSL finds wrong with a certificate (X509_V_ERR_...).
 _UNSIGNED = (2, 7, 18, 19, 20, 21)  # nobody who is trusted has signed it
 _MISNAMED = (62, 64)  # for another host name or IP address
@@ -175,6 +176,8 @@ def add_declared(
     The namespace gets only options that are given, under their keys.
     """
     declared = options.declared(cls).values()
+    if any(one.key == _LOG_FORMAT for one in declared):
+        parser.set_defaults(has_log=True)
     titles = [group or cls.GROUP, *(group or one.group for one in declared)]
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles)}
     for one in declared:
@@ -221,6 +224,19 @@ def settings(cls: type[C], command: str, args: argparse.Namespace, **given: Any)
     line = {key: vars(args)[key] for key in mine if key in vars(args)}
     line = {key: tuple(value) if mine[key].many else value for key, value in line.items()}
     return options.build(cls, _read(mine, args.config) | line, **given)
+
+
+def log_format(args: argparse.Namespace) -> str:
+    """The format of the command's log, also where its settings are wrong; "text" without a log."""
+    if not vars(args).get("has_log"):
+        return "text"
+    if given := vars(args).get(_LOG_FORMAT):
+        return str(given)
+    mine = {_LOG_FORMAT: options.declared(RouterConfig)[_LOG_FORMAT]}
+    try:
+        return str(_read(mine, args.config).get(_LOG_FORMAT, "text"))
+    except ConfigError:
+        return os.environ.get(f"{options.PREFIX}LOG_FORMAT", "text")
 
 
 def service_values() -> options.Values:

@@ -106,6 +106,31 @@ def test_bad_input_is_an_error(line, exit_status, message, capsys):
         assert re.fullmatch(r"baton[\w -]*: error: .+ \(`baton[\w -]* --help` lists all\)\n", error)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["router --tls-cert no.pem", "decode-worker --tls-cert no.pem", "planner --tls-cert no.pem",
+     "up --model /nowhere"],
+)  # fmt: skip
+@pytest.mark.parametrize("place", ["line", "variable", "file", "a wrong variable, too"])
+def test_a_fatal_error_is_in_the_format_of_the_log(line, place, monkeypatch, tmp_path, capsys):
+    """Wherever that is chosen; commands without a log, for people, keep to texts."""
+    argv = line.split()
+    if place == "line":
+        argv += ["--log-format", "json"]
+    elif place == "file":
+        (tmp_path / "a.toml").write_text('log-format = "json"')
+        argv += ["--config", str(tmp_path / "a.toml")]
+    else:
+        monkeypatch.setenv("BATON_OPT_LOG_FORMAT", "json")
+    if place.startswith("a wrong"):
+        monkeypatch.setenv("BATON_OPT_LOG_FORMATT", "json")
+    assert cli.main(argv) == 1
+    said = capsys.readouterr().err
+    assert json.loads(said)["level"] == "error" and said.count("\n") == 1
+    assert cli.main(["status", "--tls-cert", "no.pem"]) == 1
+    assert capsys.readouterr().err.startswith("baton: error: ")
+
+
 def test_defaults_are_those_of_the_settings():
     """An option's default is written once, in `baton.config`."""
     router = router_config(parse("router"))

@@ -673,6 +673,7 @@ def processes(monkeypatch):
 
 async def test_a_runner_that_is_killed_is_followed_by_another(gateway_of, api, processes, caplog):
     """No line is lost, and none with a result is run again. None is left behind at the end."""
+    caplog.set_level("INFO")
     gateway = await gateway_of(api=api)
     gateway.decode.runs = [gateway.decode.run_to_end] * 3 + [lambda *run: None] * 4
     batch = await create(gateway, [line(number) for number in range(8)])
@@ -687,6 +688,8 @@ async def test_a_runner_that_is_killed_is_followed_by_another(gateway_of, api, p
         lambda: asyncio.sleep(0, dict(gateway.service.batches)), {"completed": 1}.__eq__, "counts"
     )
     assert "the batch runner ended with status -9" in caplog.text
+    said = [record.getMessage() for record in caplog.records]
+    assert said.count(f"batches of {api.batch_dir} run here") == 2
     await gateway._stack.aclose()
     assert [process.returncode for process in processes] == [-9, 0]
 
