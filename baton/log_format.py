@@ -9,6 +9,7 @@ peer can cause repeatedly go through a `RateLimit`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 MAX_CHARS = 4000  # of a message; four times as many of a traceback
 RATE_LIMIT_S = 10.0
+ERROR = "baton: error: "
 _IDS = ("trace_id", "request_id", "handoff_id")
 
 
@@ -39,6 +41,22 @@ def formatter(form: str) -> logging.Formatter:
     if form == "json":
         return _JsonLines()
     return _TextLines("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def error_line(message: str, form: str) -> str:
+    """The last line of a command that cannot go on, in the format of its log."""
+    if form != "json":
+        return f"{ERROR}{message}"
+    record = {"name": "baton", "levelno": logging.ERROR, "levelname": "ERROR", "msg": message}
+    return formatter(form).format(logging.makeLogRecord(record))
+
+
+def cause_in(error_line: str) -> str:
+    """The message of an `error_line`; any other line as it is."""
+    if error_line.startswith("{"):
+        with contextlib.suppress(ValueError, KeyError):
+            return str(json.loads(error_line)["message"])
+    return error_line.removeprefix(ERROR)
 
 
 def one_line(text: str, most: int = MAX_CHARS) -> str:

@@ -22,7 +22,7 @@ from baton.generation.generation_config import DEFAULTS, sampling_defaults
 from baton.generation.structured_output import GrammarCompiler
 from baton.net.metrics_server import serving
 from baton.net.rpc import max_request_bytes
-from baton.net.server import Health, bind, measure_lag, run_service, settle
+from baton.net.server import Health, bind, measure_lag, run_service, settle, stop_on_signals
 from baton.net.tasks import wait_at_most
 from baton.registry import EtcdRegistry, Membership, RouteTable
 from baton.telemetry import tracing
@@ -71,9 +71,10 @@ def run(
     protocols: Sequence[ProtocolServer] = (),
     shared: SharedState | None = None,
 ) -> int:
-    """Runs one router until SIGTERM or SIGINT; returns 0. Raises ConfigError if it cannot start.
+    """Runs one router until a signal stops it (`stop_on_signals`); returns 0.
 
     `shared`: set if other processes serve at the same ports, siblings or one that it replaces.
+    Raises ConfigError if it cannot start.
     """
     return run_service(_run(config, protocols, shared))
 
@@ -82,7 +83,9 @@ async def _run(
     config: RouterConfig, protocols: Sequence[ProtocolServer], shared: SharedState | None
 ) -> int:
     limits = config.limits
-    stop, leave = _requested(signal.SIGTERM, signal.SIGINT), _requested(signal.SIGUSR1)
+    stop, leave = asyncio.Event(), asyncio.Event()
+    stop_on_signals(stop.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, leave.set)
     tenants = Tenants(
         limits.tenants_file, admin_keys=config.admin_keys, api_keys=limits.api_keys, shared=shared
     )
@@ -235,14 +238,6 @@ def _observe(
     access_log = AccessLog(config.limits.access_log)
     service.stats.listeners = (sampler, metrics, canaries, access_log)
     return [measure_lag(metrics.lag.record), canaries.follow()]
-
-
-def _requested(*numbers: signal.Signals) -> asyncio.Event:
-    """An event that these signals set."""
-    event = asyncio.Event()
-    for number in numbers:
-        asyncio.get_running_loop().add_signal_handler(number, event.set)
-    return event
 
 
 async def _serve(

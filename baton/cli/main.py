@@ -32,9 +32,10 @@ from baton.cli import (
     up,
     workers,
 )
-from baton.cli.options import HelpFormatter, Parser, take_rest, use_tls
+from baton.cli.options import HelpFormatter, Parser, log_format, take_rest, use_tls
 from baton.cli.process_setup import fix_for
 from baton.errors import BatonError
+from baton.log_format import error_line
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 CLOSED_PIPE = 141  # 128 + SIGPIPE
@@ -96,17 +97,17 @@ def _run(argv: Sequence[str] | None) -> int:
         exit_status: int = args.run(args)
         return exit_status
     except BatonError as error:
-        return _fail(str(error) or type(error).__name__)
+        return _fail(args, str(error) or type(error).__name__)
     except ModuleNotFoundError as error:
         if not (fix := fix_for(error, getattr(args, "extra", None))):
             raise
-        return _fail(fix)
+        return _fail(args, fix)
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _fail(message: str) -> int:
-    print(f"baton: error: {message}", file=sys.stderr)
+def _fail(args: argparse.Namespace, message: str) -> int:
+    print(error_line(message, log_format(args)), file=sys.stderr)
     return 1
 
 

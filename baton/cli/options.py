@@ -27,7 +27,7 @@ from baton.config import (
     split_address,
 )
 from baton.config.options import Option
-from baton.errors import ConfigError, DeadlineExceeded, Unavailable
+from baton.errors import BatonError, ConfigError, DeadlineExceeded, Unavailable
 
 if TYPE_CHECKING:
     from baton import Client
@@ -83,8 +83,10 @@ SIMILAR = {
     "--disable-log-requests": _NOT_NEEDED,
     "--no-enable-log-requests": _NOT_NEEDED,
 }
+# How gRPC's own texts begin; a router's, of whom it cannot reach, name that first.
 _NO_ANSWER = ("failed to connect", "errors resolving")
 _PROBE_S = 1.0
+_LOG_FORMAT = "log-format"
 # What OpenSSL finds wrong with a certificate (X509_V_ERR_...).
 _UNSIGNED = (2, 7, 18, 19, 20, 21)  # nobody who is trusted has signed it
 _MISNAMED = (62, 64)  # for another host name or IP address
@@ -174,6 +176,8 @@ def add_declared(
     The namespace gets only options that are given, under their keys.
     """
     declared = options.declared(cls).values()
+    if any(one.key == _LOG_FORMAT for one in declared):
+        parser.set_defaults(has_log=True)
     titles = [group or cls.GROUP, *(group or one.group for one in declared)]
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles)}
     for one in declared:
@@ -220,6 +224,19 @@ def settings(cls: type[C], command: str, args: argparse.Namespace, **given: Any)
     line = {key: vars(args)[key] for key in mine if key in vars(args)}
     line = {key: tuple(value) if mine[key].many else value for key, value in line.items()}
     return options.build(cls, _read(mine, args.config) | line, **given)
+
+
+def log_format(args: argparse.Namespace) -> str:
+    """The format of the command's log, also where its settings are wrong; "text" without a log."""
+    if not vars(args).get("has_log"):
+        return "text"
+    if given := vars(args).get(_LOG_FORMAT):
+        return str(given)
+    mine = {_LOG_FORMAT: options.declared(RouterConfig)[_LOG_FORMAT]}
+    try:
+        return str(_read(mine, args.config).get(_LOG_FORMAT, "text"))
+    except ConfigError:
+        return os.environ.get(f"{options.PREFIX}LOG_FORMAT", "text")
 
 
 def service_values() -> options.Values:
@@ -362,7 +379,7 @@ def calling(target: str, timeout_s: float | None, what: str = "router") -> Itera
     try:
         yield
     except Unavailable as error:
-        if not any(sign in str(error) for sign in _NO_ANSWER):
+        if not str(error).startswith(_NO_ANSWER):
             raise
         if hint := _http_hint(target) or _tls_hint(target):
             raise Unavailable(hint) from error
@@ -373,7 +390,8 @@ def calling(target: str, timeout_s: float | None, what: str = "router") -> Itera
     except DeadlineExceeded as error:
         if timeout_s is None:
             raise
-        raise DeadlineExceeded(f"not finished within --timeout {timeout_s:g} s") from error
+        why = f": {error.__cause__}" if isinstance(error.__cause__, BatonError) else ""
+        raise DeadlineExceeded(f"not finished within --timeout {timeout_s:g} s{why}") from error
 
 
 def _tls_hint(target: str) -> str:

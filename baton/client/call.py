@@ -175,6 +175,7 @@ class Attempts:
         self._tried: set[int] = set()  # indexes, since all were tried
         self._begun = False
         self._failing_since: float | None = None  # time.monotonic()
+        self._failure: BatonError | None = None  # of the last attempt before this one
 
     @property
     def address(self) -> str:
@@ -200,12 +201,13 @@ class Attempts:
         """Notes that a message arrived, so that a broken stream is continued."""
         self._begun = True
         if output:
-            self._count, self._failing_since = 1, None
+            self._count, self._failing_since, self._failure = 1, None, None
 
     def failed(self, error: BatonError) -> float:
         """Prepares the next attempt; returns the seconds to wait before it.
 
-        Raises the error if it is final, and Cancelled if the client is closed.
+        Raises the error if it is final, and Cancelled if the client is closed. That of the attempt
+        before is its cause, as a deadline alone tells nothing of it.
         """
         if self._client._closed:
             raise Cancelled("the client was closed while the call ran") from error
@@ -228,7 +230,10 @@ class Attempts:
             # Later calls start there, so that a dead router delays one call only.
             self._client._preferred = self._address = self._next_address()
         if wait_s is None:
+            if self._failure is not None:
+                raise error from self._failure
             raise error
+        self._failure = error
         self._count += 1
         return wait_s
 

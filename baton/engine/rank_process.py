@@ -110,7 +110,7 @@ def rank_process(messages: Messages) -> Iterator[tuple[ObjectConnection, Any]]:
     """
     connection = ObjectConnection(socket.socket(fileno=int(sys.argv[1])), messages)
     # A signal to the whole process group is for the first rank, which ends this one once drained.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
         yield connection, Connection(os.dup(sys.stdin.fileno()), writable=False).recv()

@@ -385,7 +385,9 @@ async def _main() -> None:
         def emit(self, record: logging.LogRecord) -> None:
             report(RunnerReport(log=(record.levelno, self.format(record))))
 
-    logging.basicConfig(level=logging.INFO, handlers=[Handler()])
+    handler = Handler()
+    handler.setFormatter(logging.Formatter("%(message)s"))  # the router's log adds the rest
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     running = asyncio.create_task(BatchRunner(settings, report).run())
     closed = asyncio.create_task(reader.read())
     await asyncio.wait([running, closed], return_when=asyncio.FIRST_COMPLETED)

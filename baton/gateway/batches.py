@@ -276,7 +276,6 @@ class _Upload:
         store.check_room(tenant, size)
         self._tenant = tenant
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - `close` closes it
-        self.close = self._file.close
         self._filename = ""
         self._header = [b"", b""]
         self._field = b""  # name of the field whose data arrives
@@ -305,6 +304,11 @@ class _Upload:
             raise InvalidRequest("purpose must be batch", "purpose")
         self._file.seek(0)
         return store.add(self._tenant, self._filename, self._file)
+
+    def close(self) -> None:
+        """Drops what arrived, also what a full disk has not taken; `finish` has stored a copy."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def _begin_part(self) -> None:
         self._field = b""

@@ -18,8 +18,8 @@ from typing import Self
 
 from baton.errors import ConfigError, Unavailable
 from baton.local.ports import Listener
+from baton.log_format import cause_in
 
-ERROR = "baton: error: "  # prefix of the last line of a failed command
 _LOG_LINES = 500
 _MAX_LINE_BYTES = 16 << 10
 _OUTPUT_GRACE_S = 1.0
@@ -96,7 +96,7 @@ class ChildProcess:
         assert status is not None, f"{self.name} still runs"
         if status < 0:
             return f"{self.name} was killed by {signal.Signals(-status).name}"
-        why = f": {self.log[-1].removeprefix(ERROR)}" if status and self.log else ""
+        why = f": {cause_in(self.log[-1])}" if status and self.log else ""
         return f"{self.name} exited with status {status}{why}"
 
     def log_tail(self, lines: int = 20) -> str:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import fcntl
 import gc
+import logging
+import signal
 import struct
 import termios
 import time
@@ -23,6 +25,8 @@ from baton.errors import ConfigError
 from baton.net import http_server, rpc, tls
 from baton.net.http_errors import HttpError
 from baton.net.http_server import HttpExchange
+
+log = logging.getLogger(__name__)
 
 
 def bind(
@@ -109,6 +113,29 @@ def run_service(main: Coroutine[Any, Any, int]) -> int:
         if tls.current().serves:
             gc.unfreeze()
             gc.collect()
+
+
+def stop_on_signals(stop: Callable[[], None]) -> None:
+    """Calls `stop`, which begins the drain, at the first SIGINT, SIGTERM or SIGHUP.
+
+    A second SIGINT or SIGTERM ends the process at once, even if its event loop hangs: it is that
+    signal's own effect. SIGHUP, which a closed terminal may send several times, never does that,
+    and where the process began with SIGHUP ignored, as under `nohup`, it stays ignored.
+    """
+    loop = asyncio.get_running_loop()
+
+    def begin(number: signal.Signals) -> None:
+        log.info("%s: stopping; SIGINT or SIGTERM now ends this process at once", number.name)
+        for again in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(again)
+            signal.signal(again, signal.SIG_DFL)
+        if hangs_up:
+            loop.add_signal_handler(signal.SIGHUP, lambda: None)
+        stop()
+
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])):
+        loop.add_signal_handler(number, begin, number)
 
 
 def _handle_all(wake_ups: Any, handle_events: Callable[[], None]) -> None:

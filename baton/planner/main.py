@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import signal
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
@@ -20,7 +19,7 @@ from baton.errors import BatonError, Stale
 from baton.log_format import about
 from baton.net import rpc
 from baton.net.metrics_server import serving
-from baton.net.server import Health, bind
+from baton.net.server import Health, bind, stop_on_signals
 from baton.net.tasks import cancelled
 from baton.planner import scaling_policy
 from baton.planner.keda_scaler import PublishedPlan, ScalerServicer
@@ -45,10 +44,12 @@ _ROLE_VALUES = {name: value for value, name in ROLES.items()}
 
 
 async def run(config: PlannerConfig, api_key: str | None = None) -> int:
-    """Runs until SIGTERM or SIGINT; returns 0. Raises ConfigError and Unavailable as it starts."""
+    """Runs until a signal stops it (`stop_on_signals`); returns 0.
+
+    Raises ConfigError and Unavailable as it starts.
+    """
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop_on_signals(stop.set)
     instance = {"service.instance.id": config.incarnation}
     telemetry = tracing.setup(
         "baton-planner", config.otlp, instance, config.trace_sample, config.otlp_logs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -9,7 +10,7 @@ from types import MappingProxyType
 
 from google.protobuf import json_format
 
-from baton.errors import BatonError
+from baton.errors import BatonError, Unavailable
 from baton.net.backoff import Backoff
 from baton.registry.etcd_client import EtcdClient
 from baton.registry.membership import encode
@@ -17,6 +18,8 @@ from baton.v1 import etcd_pb2
 from baton.v1.route_pb2 import ModelRoute
 
 log = logging.getLogger(__name__)
+
+WRITE_S = 4.0  # longest time of a write: operators wait 5 s by default, and want the cause
 
 
 class RouteTable:
@@ -50,7 +53,16 @@ class RouteTable:
         """
         text = None if route is None else encode(route)
         known = self._revisions.get(name, 0)
-        if not (revision := await self._client.put_if(self._prefix + name, text, known)):
+        try:
+            async with asyncio.timeout(WRITE_S):
+                revision = await self._client.put_if(self._prefix + name, text, known)
+        except (TimeoutError, Unavailable) as error:
+            why = str(error) or f"etcd does not answer within {WRITE_S:g} s"
+            done = "removed" if route is None else "set"
+            raise Unavailable(
+                f"{why} (the route of {name} may still be {done}: see `baton route`)"
+            ) from error
+        if not revision:
             return False
         self._apply(name, route, revision)
         return True

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -42,7 +41,7 @@ from baton.log_format import audit
 from baton.net import rpc
 from baton.net.message_stream import MAX_MESSAGE_BYTES
 from baton.net.metrics_server import serving
-from baton.net.server import Health, bind, run_service, settle
+from baton.net.server import Health, bind, run_service, settle, stop_on_signals
 from baton.registry import EtcdRegistry, LeasedKey, Membership
 from baton.registry.membership import ROLES
 from baton.shared_memory import SharedMemoryArea
@@ -166,8 +165,7 @@ class Node(WorkerServiceServicer):
         InternalError when the engine failed.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+        stop_on_signals(self._stop.set)
         server, address = bind(
             self.config.host, self.config.port, max_message_bytes=MAX_MESSAGE_BYTES
         )

@@ -18,7 +18,6 @@ import contextlib
 import ipaddress
 import logging
 import secrets
-import signal
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from baton.errors import ConfigError, Unavailable
 from baton.net import object_connection, tls
 from baton.net.backoff import Backoff
 from baton.net.object_connection import Messages, ObjectConnection
+from baton.net.server import stop_on_signals
 from baton.net.tasks import wait_at_most
 from baton.registry import EtcdRegistry
 from baton.rendezvous import listening_socket
@@ -200,14 +200,13 @@ def watch_for_drain(addresses: list[RankAddress], drain: Callable[[], None]) -> 
 
 
 def run(config: WorkerConfig) -> int:
-    """Runs the ranks of a host that is not the first until SIGTERM. Raises ConfigError."""
+    """Runs the ranks of a host that is not the first until a signal. Raises ConfigError."""
     return uvloop.run(_run(config))
 
 
 async def _run(config: WorkerConfig) -> int:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = asyncio.Event()
+    stop_on_signals(stop.set)
     check_address(config)
     registry, backoff, began = EtcdRegistry(config.registry), Backoff(), False
     try:

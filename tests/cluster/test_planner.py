@@ -69,5 +69,5 @@ async def test_roles_follow_the_load_and_a_planner_that_dies_is_followed(cluster
         )
         (value,) = (await keda.GetMetrics(asked, timeout=WAIT_S)).metricValues
         assert value.metricValue >= 1
-        assert await second.end(signal.SIGTERM) == 0
+        assert await second.end(signal.SIGHUP) == 0, "as of a closed terminal"
     await all_blocks_free(client)

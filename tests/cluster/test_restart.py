@@ -244,7 +244,8 @@ async def test_streams_resume_after_the_only_router_or_decode_worker_is_restarte
     assert cluster.processes[victim].starts == starts + 1
 
 
-async def test_a_router_drains_and_exits_0(clusters, simulated):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_router_drains_and_exits_0(clusters, simulated, number):
     """Its streams complete; what is new is refused, over HTTP with 503 and Retry-After."""
     cluster, client = await clusters(alone=True, engine=SIMULATED, drain_s=WAIT_S)
     case = simulated.case(100, new_tokens=400)
@@ -253,7 +254,7 @@ async def test_a_router_drains_and_exits_0(clusters, simulated):
     async with httpx.AsyncClient(timeout=WAIT_S) as http:
         streams = Streams(client, simulated, [case] * 3)
         running = await streams.start()
-        cluster.kill("router", signal.SIGTERM)
+        cluster.kill("router", number)
         ready = lambda: http.get(f"{url}/ready")  # noqa: E731
         await eventually(ready, lambda response: response.status_code == 503, "not draining")
         refused = await http.post(f"{url}/v1/completions", json=body)

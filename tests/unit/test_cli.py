@@ -30,7 +30,7 @@ from baton.cli.router import router_config
 from baton.cli.workers import worker_config
 from baton.client import Completion, Delta, Model, Route, Timing, Usage
 from baton.config import ClusterConfig, EngineConfig, RouterConfig, WorkerConfig, options
-from baton.errors import ConfigError, InternalError, Overloaded
+from baton.errors import ConfigError, DeadlineExceeded, InternalError, Overloaded, Unavailable
 from baton.local import commands, ports
 from baton.local.resources import Share
 from tests.processes import BATON, PYTHON, run
@@ -108,6 +108,31 @@ def test_bad_input_is_an_error(line, exit_status, message, capsys):
     assert message in error
     if exit_status == 2:
         assert re.fullmatch(r"baton[\w -]*: error: .+ \(`baton[\w -]* --help` lists all\)\n", error)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["router --tls-cert no.pem", "decode-worker --tls-cert no.pem", "planner --tls-cert no.pem",
+     "up --model /nowhere"],
+)  # fmt: skip
+@pytest.mark.parametrize("place", ["line", "variable", "file", "a wrong variable, too"])
+def test_a_fatal_error_is_in_the_format_of_the_log(line, place, monkeypatch, tmp_path, capsys):
+    """Wherever that is chosen; commands without a log, for people, keep to texts."""
+    argv = line.split()
+    if place == "line":
+        argv += ["--log-format", "json"]
+    elif place == "file":
+        (tmp_path / "a.toml").write_text('log-format = "json"')
+        argv += ["--config", str(tmp_path / "a.toml")]
+    else:
+        monkeypatch.setenv("BATON_OPT_LOG_FORMAT", "json")
+    if place.startswith("a wrong"):
+        monkeypatch.setenv("BATON_OPT_LOG_FORMATT", "json")
+    assert cli.main(argv) == 1
+    said = capsys.readouterr().err
+    assert json.loads(said)["level"] == "error" and said.count("\n") == 1
+    assert cli.main(["status", "--tls-cert", "no.pem"]) == 1
+    assert capsys.readouterr().err.startswith("baton: error: ")
 
 
 def test_defaults_are_those_of_the_settings():
@@ -586,6 +611,18 @@ def test_an_address_without_a_router_is_an_error_with_the_fix(command, capsys):
     error = capsys.readouterr().err
     assert exit_status == 1
     assert f"{target} speaks HTTP" in error and "--target 127.0.0.1:7700" in error
+
+
+def test_what_a_router_cannot_reach_is_no_missing_router(client, capsys):
+    """Also where that only ends with the command's time."""
+    away = "etcd at h:1 does not answer: failed to connect to all addresses; last error: refused"
+    late = DeadlineExceeded("Deadline Exceeded")
+    late.__cause__ = Unavailable(away)
+    opened = client.return_value.__enter__.return_value
+    opened.set_route.side_effect = [Unavailable(away), late]
+    for said in (away, f"not finished within --timeout 5 s: {away}"):
+        assert cli.main(["route", "set", "chat=v2"]) == 1
+        assert capsys.readouterr().err == f"baton: error: {said}\n"
 
 
 def test_an_interrupt_while_modules_are_imported_is_silent():

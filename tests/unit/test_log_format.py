@@ -5,7 +5,7 @@ import logging
 import sys
 
 from baton import log_format
-from baton.log_format import MAX_CHARS, RateLimit, about, audit
+from baton.log_format import MAX_CHARS, RateLimit, about, audit, cause_in, error_line
 
 
 def line(form, text="request %s: %s", args=("r1", 'a "b"\nc'), **fields):
@@ -26,6 +26,16 @@ def test_a_line_for_machines_is_one_object():
     except ValueError:
         text = line("json", exc_info=sys.exc_info())
     assert "\n" not in text and "ValueError: broken" in json.loads(text)["error"]
+
+
+def test_a_fatal_error_is_a_line_of_the_log_that_names_its_cause():
+    found = json.loads(error_line("port 1 is\nin use", "json"))
+    assert found.items() >= {"level": "error", "message": "port 1 is\\nin use"}.items()
+    assert error_line("port 1 is in use", "text") == "baton: error: port 1 is in use"
+    for form in ("text", "json"):
+        assert cause_in(error_line("port 1 is in use", form)) == "port 1 is in use"
+    for other in ("Killed", "{broken", '{"a": 1}', "[]"):
+        assert cause_in(other) == other
 
 
 def test_a_line_for_people_ends_with_its_trace():

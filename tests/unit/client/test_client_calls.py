@@ -57,8 +57,12 @@ async def test_unary_calls_are_retried(connect, serve):
         for call in (client.tokenize("x", timeout="5"), client.status(timeout=float("nan"))):
             with pytest.raises(errors.InvalidRequest, match="timeout must be seconds"):
                 await call
+        router.unary_errors = [errors.Unavailable("etcd is away"), errors.DeadlineExceeded("late")]
+        with pytest.raises(errors.DeadlineExceeded) as late:
+            await client.tokenize("x")
     assert raised.value.field == "input"
-    assert len(router.requests) == 4
+    assert str(late.value.__cause__) == "etcd is away", "what the call waited for"
+    assert len(router.requests) == 6
 
 
 async def test_a_message_over_the_limit_is_no_overload(connect, serve):

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -613,6 +614,18 @@ async def test_a_full_disk_is_named_with_a_507(gateway_of, api, monkeypatch, cap
     assert (await upload(gateway, large)).status_code == 200
 
 
+@pytest.mark.parametrize("content", [b"x", b"x" * (1 << 20)])
+async def test_a_disk_without_room_for_an_upload_is_named(gateway, api, monkeypatch, content):
+    """Whether the upload fails as it arrives or, from a buffer, at its end."""
+    with monkeypatch.context() as full:
+        opened = lambda dir: Path("/dev/full").open("w+b")  # noqa: E731, SIM115 - `close` closes it
+        full.setattr(batches.tempfile, "TemporaryFile", opened)
+        answer = await upload(gateway, content)
+    assert answer.status_code == 507, answer.text
+    assert str(api.batch_dir) in answer.text and "No space left" in answer.text
+    assert (await upload(gateway, content)).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("error", "status"), [(OSError(errno.EROFS, "Read-only file system"), 507), (None, 503)]
 )
@@ -660,6 +673,7 @@ def processes(monkeypatch):
 
 async def test_a_runner_that_is_killed_is_followed_by_another(gateway_of, api, processes, caplog):
     """No line is lost, and none with a result is run again. None is left behind at the end."""
+    caplog.set_level("INFO")
     gateway = await gateway_of(api=api)
     gateway.decode.runs = [gateway.decode.run_to_end] * 3 + [lambda *run: None] * 4
     batch = await create(gateway, [line(number) for number in range(8)])
@@ -674,6 +688,8 @@ async def test_a_runner_that_is_killed_is_followed_by_another(gateway_of, api, p
         lambda: asyncio.sleep(0, dict(gateway.service.batches)), {"completed": 1}.__eq__, "counts"
     )
     assert "the batch runner ended with status -9" in caplog.text
+    said = [record.getMessage() for record in caplog.records]
+    assert said.count(f"batches of {api.batch_dir} run here") == 2
     await gateway._stack.aclose()
     assert [process.returncode for process in processes] == [-9, 0]
 

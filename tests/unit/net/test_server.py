@@ -1,10 +1,17 @@
 """What routers and workers run on: an event loop whose long turns do not starve gRPC."""
 
 import asyncio
+import contextlib
+import os
+import pty
 import re
+import signal
+import subprocess
+import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
@@ -124,3 +131,79 @@ async def test_a_timer_that_runs_late_shows_how_long_the_loop_was_busy():
             assert await seen.get() >= blocked - 0.1
     finally:
         measuring.cancel()
+
+
+STOPPING = """
+import asyncio, fcntl, logging, os, sys, termios
+from baton.net.server import run_service, stop_on_signals
+async def main():
+    stop = asyncio.Event()
+    stop_on_signals(stop.set)
+    print("serves", flush=True)
+    await stop.wait()
+    print("drains", flush=True)
+    await asyncio.to_thread(os.read, drained, 1)
+    return 0
+logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s")
+drained = int(sys.argv[1])
+if sys.stdin.isatty():
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # from now on closing it is our SIGHUP
+sys.exit(run_service(main()))
+"""
+
+
+@contextlib.contextmanager
+def stopping(stdin=subprocess.DEVNULL, **settings):
+    """(a process that drains until a byte is written, the descriptor for it)."""
+    drained, finish = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPING, str(drained)], stdin=stdin, stdout=subprocess.PIPE,
+        text=True, pass_fds=[drained], start_new_session=True, cwd=Path(__file__).parents[3],
+        **settings,
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline() == "serves\n"
+        yield process, finish
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        os.close(drained)
+        os.close(finish)
+
+
+@pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_drains_and_a_second_ends_the_process(first, again):
+    with stopping() as (process, _):
+        process.send_signal(first)
+        said = f"{first.name}: stopping; SIGINT or SIGTERM now ends this process at once\n"
+        assert process.stdout.readline() == said
+        assert process.stdout.readline() == "drains\n"
+        process.send_signal(again)
+        assert process.wait(WAIT_S) == -again
+
+
+def test_a_closed_terminal_drains_and_never_ends_a_drain():
+    master, slave = pty.openpty()
+    with stopping(stdin=slave) as (process, finish):
+        os.close(slave)
+        os.close(master)
+        assert process.stdout.readline().startswith("SIGHUP: stopping; ")
+        assert process.stdout.readline() == "drains\n"
+        process.send_signal(signal.SIGHUP)
+        os.write(finish, b".")
+        assert process.wait(WAIT_S) == 0
+
+
+def test_nohup_keeps_a_process_that_serves():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stopping() as (process, finish):
+            process.send_signal(signal.SIGHUP)
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout.readline().startswith("SIGTERM: stopping; ")
+            os.write(finish, b".")
+            assert process.wait(WAIT_S) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -112,7 +112,8 @@ async def test_a_worker_from_its_start_to_its_end(directory, store):
     assert seen == ["STARTING", "READY", "DRAINING", "gone"]
 
 
-async def test_sigterm_while_loading_never_becomes_ready(directory, store):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_while_loading_never_becomes_ready(directory, store, number):
     worker, seen = Worker("decode", directory, store), []
     loading, go_on, load = threading.Event(), threading.Event(), worker.load
 
@@ -125,12 +126,13 @@ async def test_sigterm_while_loading_never_becomes_ready(directory, store):
     watching = asyncio.create_task(states(store, seen))
     life = asyncio.create_task(worker.run())
     await asyncio.to_thread(loading.wait, PATIENCE_S)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), number)
     await asyncio.wait_for(worker.node._stop.wait(), PATIENCE_S)
     go_on.set()
     await asyncio.wait_for(life, PATIENCE_S)
     await asyncio.wait_for(watching, PATIENCE_S)
     assert seen == ["STARTING", "gone"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it was left to end the process
 
 
 async def test_a_worker_needs_a_port_and_at_its_start_the_registry(directory, store):
