@@ -210,8 +210,9 @@ class ChatFormats:
         parameters, inputs = dict[str, Any](), dict[str, StructuredOutput]()
         for at, tool in enumerate(chat.tools):
             if chat.tool_name in ("", tool.name):
-                schema = json.loads(tool.parameters) if tool.parameters else None
-                prepare_schema(schema or {}, "the schema", f"chat.tools[{at}].parameters")
+                field = f"chat.tools[{at}].parameters"
+                schema = _arguments(tool.parameters, field) if tool.parameters else None
+                prepare_schema(schema or {}, "the schema", field)
                 parameters[tool.name] = schema
                 if tool.HasField("input"):
                     inputs[tool.name] = _input(tool, at)
@@ -321,6 +322,15 @@ def _input(tool: inference_pb2.Tool, at: int) -> StructuredOutput:
     if bool(found.regex) + bool(found.grammar) != 1 or found.json_schema or found.choice:
         raise InvalidRequest("give a regular expression or a grammar, which is not empty", field)
     return found
+
+
+def _arguments(parameters: str, field: str) -> dict[str, Any]:
+    """The schema of a tool's arguments, of objects only. Raises InvalidRequest if none match."""
+    schema: dict[str, Any] = json.loads(parameters)
+    types = schema.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        raise InvalidRequest('arguments are an object: /type must be "object"', field)
+    return {**schema, "type": "object"}
 
 
 def check_messages(messages: Sequence[inference_pb2.ChatMessage]) -> None:

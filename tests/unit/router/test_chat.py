@@ -116,6 +116,22 @@ async def test_tools_that_must_be_called_are_a_grammar_and_other_chats_have_none
     assert (await admit(none)).output_format is None
 
 
+async def test_arguments_of_required_calls_are_objects_also_where_the_schema_is_silent(
+    admission_of,
+):
+    admission = admission_of()
+
+    async def grammar(schema):
+        tools = [{"name": "f", "parameters": json.dumps(schema)}]
+        admitted = await admit(admission, tools=tools, tool_choice=REQUIRED)
+        return admitted.params.structured_output.grammar
+
+    either = {"anyOf": [CITY, {"type": "string"}]}
+    for schema in ({}, {"description": "d"}, {"properties": CITY["properties"]}, either):
+        assert await grammar(schema) == await grammar({**schema, "type": "object"})
+    assert await grammar({"type": ["object", "null"]}) == await grammar({"type": "object"})
+
+
 async def test_reasoning_that_the_prompt_opens_and_its_limit(admission_of):
     admission = admission_of(OPENED)
     reasoning = (await admit(admission, max_thinking_tokens=5)).params.reasoning
@@ -242,6 +258,9 @@ NOT_JSON = common_pb2.SamplingParams(structured_output={"json_schema": "{"})
          "chat.tools[0].parameters"),
         ((), {"tools": [{"name": "f", "parameters": NOT_KEPT}], "tool_choice": REQUIRED},
          "chat.tools[0].parameters"),
+        *(((), {"tools": [{"name": "f", "parameters": json.dumps({"type": types})}],
+                "tool_choice": REQUIRED}, "chat.tools[0].parameters")
+          for types in ("string", ["array", "null"], None)),
         ((), {"tools": [{"name": "f", "parameters": f'{{"title": "{"x" * (1 << 16)}"}}'}],
               "tool_name": "f"}, "chat.tools"),
         ((), {"tool_choice": REQUIRED}, "chat.tool_choice"),
