@@ -35,7 +35,7 @@ MAX_TOOLS = 128
 MAX_TOOL_CHARS = 256 << 10  # all tools of a request
 MAX_TEMPLATE_KWARGS_CHARS = 16 << 10
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_MAX_SPACE = 4  # white-space tokens after the token with which a prompt opens reasoning
+_MAX_SPACE = 4  # white-space tokens after the one with which a prompt opens or closes reasoning
 _MAX_OPENING = 64  # tokens with which a prompt opens reasoning by a text
 _STRUCTURED_OUTPUT = "sampling.structured_output"
 _SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn reasoning on
@@ -138,11 +138,13 @@ class ChatFormats:
     def output_format(self, chat: inference_pb2.Chat, prompt: Sequence[int]) -> OutputFormat | None:
         """The output format of a chat with this prompt; None if all output is content."""
         tools = self.tools if _with_tools(chat) or self.has_channels else None
-        reasoning = self.reasoning
+        reasoning, closed = self.reasoning, False
         if reasoning is not None:
+            last = self._last_marker(prompt)
+            closed = last == reasoning.end_token_id
             reasoning = replace(
                 reasoning,
-                begun=self.always_reasons or self._opens_reasoning(prompt),
+                begun=last == reasoning.begin_token_id or (self.always_reasons and not closed),
                 max_tokens=(
                     chat.max_thinking_tokens if chat.HasField("max_thinking_tokens") else None
                 ),
@@ -164,7 +166,9 @@ class ChatFormats:
         schemas = _schemas(chat, parsed=tools.typed) if tools and _with_tools(chat) else {}
         implied_end = (self.markers or {}).get(tools.ends_reasoning) if tools else None
         single = chat.single_tool_call
-        return OutputFormat(pieces, reasoning, text_reasoning, tools, single, schemas, implied_end)
+        return OutputFormat(
+            pieces, reasoning, text_reasoning, tools, single, schemas, implied_end, closed
+        )
 
     def restrict(
         self, params: SamplingParams, chat: inference_pb2.Chat, output: OutputFormat
@@ -188,7 +192,9 @@ class ChatFormats:
             stops -= self.tokenizer.eos_token_ids
             params = replace(params, stop_token_ids=params.stop_token_ids | stops)
         reasoning = output.reasoning
-        if reasoning and (structured or reasoning.max_tokens is not None):
+        if reasoning and (
+            not output.reasoning_closed if structured else reasoning.max_tokens is not None
+        ):
             params = replace(params, reasoning=reasoning)
         params = replace(params, structured_output=structured)
         params.validate(self.tokenizer.vocab_size)
@@ -305,15 +311,13 @@ class ChatFormats:
         tail = b"".join(self.text_pieces.shown(token)[1] for token in prompt[-_MAX_OPENING:])
         return tail.decode("utf-8", "replace").rstrip().endswith(begin)
 
-    def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
+    def _last_marker(self, prompt: Sequence[int]) -> int | None:
+        """The token of reasoning's beginning or end with which a prompt ends, but for space."""
         assert self.reasoning is not None
-        begin, tail = self.reasoning.begin_token_id, list(prompt[-1 - _MAX_SPACE :])
-        if begin not in tail:
-            return False
-        behind = tail[len(tail) - tail[::-1].index(begin) :]
-        return (
-            self.reasoning.end_token_id not in behind and not self.tokenizer.decode(behind).strip()
-        )
+        markers = (self.reasoning.begin_token_id, self.reasoning.end_token_id)
+        tail = prompt[-1 - _MAX_SPACE :]
+        at = next((i for i in reversed(range(len(tail))) if tail[i] in markers), None)
+        return None if at is None or self.tokenizer.decode(tail[at + 1 :]).strip() else tail[at]
 
 
 def _input(tool: inference_pb2.Tool, at: int) -> StructuredOutput:

@@ -18,7 +18,7 @@ from .small_tokenizers import admission, byte_tokenizer
 
 SHOWN = (
     "{{ [messages, tools, enable_thinking | default(none), add_generation_prompt] | tojson }}"
-    "<tool_call></think>"
+    "<tool_call>{# </think> #}"
 )
 OPENED = "{{ messages[0].content }}<think>\n{# </think> <tool_call> tools #}"
 THINK = ["<think>", "</think>"]
@@ -57,7 +57,7 @@ async def admit(admission, *messages, sampling=None, **chat):
 async def shown(admission, *messages, **chat):
     """What the template got."""
     prompt = admission.tokenizer.decode((await admit(admission, *messages, **chat)).prompt)
-    return json.loads(prompt.partition("<tool_call>")[0].removesuffix("</think>"))
+    return json.loads(prompt.partition("<tool_call>")[0])
 
 
 async def test_a_template_gets_a_conversation_as_transformers_gives_it(admission_of):
@@ -150,6 +150,24 @@ async def test_reasoning_that_the_prompt_opens_and_its_limit(admission_of):
     assert (await admit(admission)).output_format is None
     with pytest.raises(ConfigError, match="--reasoning-parser qwen3 needs a model whose tokeniz"):
         admission_of(added=[], reasoning_parser="qwen3")
+
+
+async def test_required_calls_and_restricted_answers_come_at_once_where_the_prompt_closes_reasoning(
+    admission_of,
+):
+    template = "{{ messages[0].content }}{# <tool_call> tools #}<think>\n\n</think>\n\n"
+    answer = common_pb2.SamplingParams(structured_output={"regex": "a"})
+    for parser in ("auto", "deepseek_r1"):
+        admission = admission_of(template, reasoning_parser=parser)
+        for asked in ({"tools": TOOLS, "tool_choice": REQUIRED}, {"sampling": answer}):
+            for limit in ({}, {"max_thinking_tokens": 5}):
+                admitted = await admit(admission, **asked, **limit)
+                assert admitted.params.structured_output and admitted.params.reasoning is None
+                assert not admitted.output_format.reasoning.begun
+    reopened = admission_of(template + "<think>")
+    assert (await admit(reopened, sampling=answer)).params.reasoning.begun
+    answered = admission_of(template + "So")
+    assert (await admit(answered, sampling=answer)).params.reasoning
 
 
 async def test_effort_turns_reasoning_on_and_off_where_a_template_has_a_switch_alone(admission_of):
