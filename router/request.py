@@ -87,7 +87,6 @@ class OutputFormat:
 
     `tool_schemas`: of the tools that may be called, if their types matter to the format.
     `implied_end`: a token, of a call, that ends reasoning and is not part of it.
-    `reasoning_closed`: the prompt ends with reasoning's end, so that a restricted answer has none.
     """
 
     pieces: TokenPieces
@@ -97,7 +96,6 @@ class OutputFormat:
     single_tool_call: bool = False  # further calls are dropped
     tool_schemas: ToolSchemas = field(default_factory=dict)
     implied_end: int | None = None
-    reasoning_closed: bool = False
 
     @property
     def has_channels(self) -> bool:

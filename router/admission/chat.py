@@ -138,13 +138,13 @@ class ChatFormats:
     def output_format(self, chat: inference_pb2.Chat, prompt: Sequence[int]) -> OutputFormat | None:
         """The output format of a chat with this prompt; None if all output is content."""
         tools = self.tools if _with_tools(chat) or self.has_channels else None
-        reasoning, closed = self.reasoning, False
+        reasoning = self.reasoning
         if reasoning is not None:
             last = self._last_marker(prompt)
-            closed = last == reasoning.end_token_id
+            always = self.always_reasons and last != reasoning.end_token_id
             reasoning = replace(
                 reasoning,
-                begun=last == reasoning.begin_token_id or (self.always_reasons and not closed),
+                begun=always or last == reasoning.begin_token_id,
                 max_tokens=(
                     chat.max_thinking_tokens if chat.HasField("max_thinking_tokens") else None
                 ),
@@ -166,17 +166,20 @@ class ChatFormats:
         schemas = _schemas(chat, parsed=tools.typed) if tools and _with_tools(chat) else {}
         implied_end = (self.markers or {}).get(tools.ends_reasoning) if tools else None
         single = chat.single_tool_call
-        return OutputFormat(
-            pieces, reasoning, text_reasoning, tools, single, schemas, implied_end, closed
-        )
+        return OutputFormat(pieces, reasoning, text_reasoning, tools, single, schemas, implied_end)
 
     def restrict(
-        self, params: SamplingParams, chat: inference_pb2.Chat, output: OutputFormat
+        self,
+        params: SamplingParams,
+        chat: inference_pb2.Chat,
+        output: OutputFormat,
+        prompt: Sequence[int],
     ) -> SamplingParams:
         """`params` with the restrictions that the chat's tools and reasoning add.
 
         Required tool calls replace another restriction; with optional ones an answer without calls
-        must match it. Raises InvalidRequest.
+        must match it. Where a prompt ends with the end of reasoning, either begins at once. Raises
+        InvalidRequest.
         """
         structured, must_call = params.structured_output, _must_call(chat)
         if output.tools is not None and has_grammar(params, chat):
@@ -192,9 +195,9 @@ class ChatFormats:
             stops -= self.tokenizer.eos_token_ids
             params = replace(params, stop_token_ids=params.stop_token_ids | stops)
         reasoning = output.reasoning
-        if reasoning and (
-            not output.reasoning_closed if structured else reasoning.max_tokens is not None
-        ):
+        if reasoning and structured and self._last_marker(prompt) == reasoning.end_token_id:
+            reasoning = None
+        if reasoning and (structured or reasoning.max_tokens is not None):
             params = replace(params, reasoning=reasoning)
         params = replace(params, structured_output=structured)
         params.validate(self.tokenizer.vocab_size)

@@ -16,7 +16,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Tracer
 
 from baton.config import RouterLimits
-from baton.errors import BatonError, DeadlineExceeded, ModelNotFound, Overloaded, Unavailable
+from baton.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable
 from baton.telemetry import propagation, tracing
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.dispatch.attempt import Attempt, Deliver
@@ -131,9 +131,8 @@ class Dispatch:
     async def _reserve(self, state: RequestState, attempt: Attempt, trace: Context) -> _Placed:
         """Reserves blocks on the best decode worker; waits for room until the deadline.
 
-        It waits in the wait queue, as workers would be overloaded if all requests tried at each
-        change. If a role that the request needs is missing, it waits for `recovery_s` at most.
-        Raises ModelNotFound once its adapter is unloaded.
+        It waits in the wait queue, as workers would be overloaded if all tried at each change, and
+        for a missing role `recovery_s` at most. Raises ModelNotFound once its adapter is unloaded.
         """
         demand, missing = self.demand(state), ""
         loop = asyncio.get_running_loop()
@@ -155,8 +154,7 @@ class Dispatch:
                     if limit.when() is not None:
                         limit.reschedule(None)
                     return scoring.pick(snapshot, demand, state.failed_workers, full)
-                if self._is_unloaded(state):
-                    raise ModelNotFound("the adapter that the request names was unloaded")
+                self._fleet.snapshot().check_adapter(state.request.adapter, state.decodes)
             finally:
                 self.stats.on_placed(time.perf_counter() - began)
             if limit.when() is None:
@@ -188,15 +186,6 @@ class Dispatch:
                 raise RoleMissing(missing, room.RETRY_AFTER_S) from None
             finally:
                 describe_place(span, attempt, depth)
-
-    def _is_unloaded(self, state: RequestState) -> bool:
-        """Whether no worker has the request's adapter, and it is not that workers are missing."""
-        adapter, snapshot = state.request.adapter, self._fleet.snapshot()
-        return (
-            bool(adapter)
-            and not snapshot.why_unserved(state.decodes)
-            and not any(view.has_adapter(adapter) for view in snapshot.workers)
-        )
 
     async def _place_once(
         self,
