@@ -39,6 +39,7 @@ from baton.gateway.batch_store import (
     Status,
     new_id,
 )
+from baton.gateway.openai import why_not_json
 
 log = logging.getLogger(__name__)
 
@@ -355,8 +356,10 @@ def parse_line(text: bytes) -> RequestLine:
         line = msgspec.json.decode(text, type=RequestLine)
         _low_priority(line.body)
         return line
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.ValidationError as error:
         raise InvalidRequest(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(why_not_json(error, text)) from error
 
 
 def _low_priority(body: Raw) -> bytes:

@@ -470,6 +470,12 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 T = TypeVar("T", bound=Struct)  # struct of a request
 _ABSENT = Raw()
+# Text up to the first escaped half of a UTF-16 surrogate pair, and that half. Possessive, so that
+# a long body costs one pass.
+_HALF_PAIR = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u(?!d[89a-f])|\\ud[89ab]..\\ud[c-f]..)*+(\\ud[89a-f][0-9a-f]{2})",
+    re.DOTALL | re.IGNORECASE,
+)
 _PROMPT_START = re.compile(rb'(\[?)[ \t\r\n]*(["[]?)')
 
 
@@ -497,7 +503,15 @@ def decode(kind: type[T], body: bytes) -> T:
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not JSON in UTF-8: {error}") from error
+        reason = why_not_json(error, body)
+        raise InvalidRequest(f"the body is not JSON in UTF-8: {reason}") from error
+
+
+def why_not_json(error: Exception, text: bytes) -> str:
+    """What is wrong with a text for which msgspec has this error, which may mislead."""
+    if half := _HALF_PAIR.match(text):
+        return f"{half[1].decode()} is half of a surrogate pair: cut text between characters"
+    return str(error)
 
 
 def truncation_of(given: int | None) -> int:

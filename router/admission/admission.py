@@ -255,7 +255,7 @@ class Admission:
         output_format = self.chat_formats.output_format(request.chat, prompt)
         if output_format is None:
             return params, None
-        restrict = partial(self.chat_formats.restrict, params, request.chat, output_format)
+        restrict = partial(self.chat_formats.restrict, params, request.chat, output_format, prompt)
         if params.structured_output is not None or has_grammar(params, request.chat):
             params = await self.prompts.run_in_thread(restrict)
         else:

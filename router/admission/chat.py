@@ -35,7 +35,7 @@ MAX_TOOLS = 128
 MAX_TOOL_CHARS = 256 << 10  # all tools of a request
 MAX_TEMPLATE_KWARGS_CHARS = 16 << 10
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_MAX_SPACE = 4  # white-space tokens after the token with which a prompt opens reasoning
+_MAX_SPACE = 4  # white-space tokens after the one with which a prompt opens or closes reasoning
 _MAX_OPENING = 64  # tokens with which a prompt opens reasoning by a text
 _STRUCTURED_OUTPUT = "sampling.structured_output"
 _SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn reasoning on
@@ -140,9 +140,11 @@ class ChatFormats:
         tools = self.tools if _with_tools(chat) or self.has_channels else None
         reasoning = self.reasoning
         if reasoning is not None:
+            last = self._last_marker(prompt)
+            always = self.always_reasons and last != reasoning.end_token_id
             reasoning = replace(
                 reasoning,
-                begun=self.always_reasons or self._opens_reasoning(prompt),
+                begun=always or last == reasoning.begin_token_id,
                 max_tokens=(
                     chat.max_thinking_tokens if chat.HasField("max_thinking_tokens") else None
                 ),
@@ -167,12 +169,17 @@ class ChatFormats:
         return OutputFormat(pieces, reasoning, text_reasoning, tools, single, schemas, implied_end)
 
     def restrict(
-        self, params: SamplingParams, chat: inference_pb2.Chat, output: OutputFormat
+        self,
+        params: SamplingParams,
+        chat: inference_pb2.Chat,
+        output: OutputFormat,
+        prompt: Sequence[int],
     ) -> SamplingParams:
         """`params` with the restrictions that the chat's tools and reasoning add.
 
         Required tool calls replace another restriction; with optional ones an answer without calls
-        must match it. Raises InvalidRequest.
+        must match it. Where a prompt ends with the end of reasoning, either begins at once. Raises
+        InvalidRequest.
         """
         structured, must_call = params.structured_output, _must_call(chat)
         if output.tools is not None and has_grammar(params, chat):
@@ -188,6 +195,8 @@ class ChatFormats:
             stops -= self.tokenizer.eos_token_ids
             params = replace(params, stop_token_ids=params.stop_token_ids | stops)
         reasoning = output.reasoning
+        if reasoning and structured and self._last_marker(prompt) == reasoning.end_token_id:
+            reasoning = None
         if reasoning and (structured or reasoning.max_tokens is not None):
             params = replace(params, reasoning=reasoning)
         params = replace(params, structured_output=structured)
@@ -210,8 +219,9 @@ class ChatFormats:
         parameters, inputs = dict[str, Any](), dict[str, StructuredOutput]()
         for at, tool in enumerate(chat.tools):
             if chat.tool_name in ("", tool.name):
-                schema = json.loads(tool.parameters) if tool.parameters else None
-                prepare_schema(schema or {}, "the schema", f"chat.tools[{at}].parameters")
+                field = f"chat.tools[{at}].parameters"
+                schema = _arguments(tool.parameters, field) if tool.parameters else None
+                prepare_schema(schema or {}, "the schema", field)
                 parameters[tool.name] = schema
                 if tool.HasField("input"):
                     inputs[tool.name] = _input(tool, at)
@@ -304,15 +314,13 @@ class ChatFormats:
         tail = b"".join(self.text_pieces.shown(token)[1] for token in prompt[-_MAX_OPENING:])
         return tail.decode("utf-8", "replace").rstrip().endswith(begin)
 
-    def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
+    def _last_marker(self, prompt: Sequence[int]) -> int | None:
+        """The token of reasoning's beginning or end with which a prompt ends, but for space."""
         assert self.reasoning is not None
-        begin, tail = self.reasoning.begin_token_id, list(prompt[-1 - _MAX_SPACE :])
-        if begin not in tail:
-            return False
-        behind = tail[len(tail) - tail[::-1].index(begin) :]
-        return (
-            self.reasoning.end_token_id not in behind and not self.tokenizer.decode(behind).strip()
-        )
+        markers = (self.reasoning.begin_token_id, self.reasoning.end_token_id)
+        tail = prompt[-1 - _MAX_SPACE :]
+        at = next((i for i in reversed(range(len(tail))) if tail[i] in markers), None)
+        return None if at is None or self.tokenizer.decode(tail[at + 1 :]).strip() else tail[at]
 
 
 def _input(tool: inference_pb2.Tool, at: int) -> StructuredOutput:
@@ -321,6 +329,15 @@ def _input(tool: inference_pb2.Tool, at: int) -> StructuredOutput:
     if bool(found.regex) + bool(found.grammar) != 1 or found.json_schema or found.choice:
         raise InvalidRequest("give a regular expression or a grammar, which is not empty", field)
     return found
+
+
+def _arguments(parameters: str, field: str) -> dict[str, Any]:
+    """The schema of a tool's arguments, of objects only. Raises InvalidRequest if none match."""
+    schema: dict[str, Any] = json.loads(parameters)
+    types = schema.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        raise InvalidRequest('arguments are an object: /type must be "object"', field)
+    return {**schema, "type": "object"}
 
 
 def check_messages(messages: Sequence[inference_pb2.ChatMessage]) -> None:

@@ -131,8 +131,8 @@ class Dispatch:
     async def _reserve(self, state: RequestState, attempt: Attempt, trace: Context) -> _Placed:
         """Reserves blocks on the best decode worker; waits for room until the deadline.
 
-        It waits in the wait queue, as workers would be overloaded if all requests tried at each
-        change. If a role that the request needs is missing, it waits for `recovery_s` at most.
+        It waits in the wait queue, as workers would be overloaded if all tried at each change, and
+        for a missing role `recovery_s` at most. Raises ModelNotFound once its adapter is unloaded.
         """
         demand, missing = self.demand(state), ""
         loop = asyncio.get_running_loop()
@@ -154,6 +154,7 @@ class Dispatch:
                     if limit.when() is not None:
                         limit.reschedule(None)
                     return scoring.pick(snapshot, demand, state.failed_workers, full)
+                self._fleet.snapshot().check_adapter(state.request.adapter, state.decodes)
             finally:
                 self.stats.on_placed(time.perf_counter() - began)
             if limit.when() is None:

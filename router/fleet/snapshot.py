@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton import kv_descriptor
+from baton.errors import ModelNotFound
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.kv_index import AssignedPrompt, KvIndex
 
@@ -338,6 +339,16 @@ class Snapshot:
         """
         served = self.num_usable or self.alone.any() if decodes else self.columns.ready.any()
         return "" if served else self._why_no_pair()
+
+    def check_adapter(self, adapter: str, decodes: bool) -> None:
+        """Raises ModelNotFound for a LoRA adapter, by its identity, that no worker has.
+
+        Not if a request without one could not be served either: who comes may have it.
+        """
+        if not adapter or any(view.has_adapter(adapter) for view in self.workers):
+            return
+        if not self.why_unserved(decodes):
+            raise ModelNotFound("the adapter that the request names was unloaded")
 
     def _why_no_pair(self) -> str:
         for name, role, ready in (

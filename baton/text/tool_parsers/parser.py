@@ -119,14 +119,16 @@ class ToolParser:
         """Emits text up to the first of the markers, which is dropped; returns it.
 
         Returns an empty text at the end of the output. If that is cut, a beginning of a marker is
-        dropped; if `markers_are_rare`, not if it is one character, which may be ordinary text.
+        dropped; if `markers_are_rare` and there was no call, not if it is one character, which may
+        be ordinary text.
         """
         first_chars = {marker[0] for marker in markers}
         while not (found := self._first_of(markers)):
             held = 0
             if not first_chars.isdisjoint(self._text):
                 held = max(_beginning_at_end(self._text, marker) for marker in markers)
-            if self._ended and not (self._cut and held > markers_are_rare):
+            may_be_text = markers_are_rare and not self.num_calls
+            if self._ended and not (self._cut and held > may_be_text):
                 held = 0
             emit(self.take(len(self._text) - held))
             if self._ended:

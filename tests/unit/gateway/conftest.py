@@ -22,7 +22,7 @@ from tests.unit.router.small_tokenizers import admission, byte_tokenizer
 
 PROMPT = [1, 2, 3]
 # Of a model with tools and reasoning.
-TEMPLATE = "{% for m in messages %}{{ m }}{% endfor %}{# tools #}<tool_call></think>"
+TEMPLATE = "{% for m in messages %}{{ m }}{% endfor %}{# tools </think> #}<tool_call>"
 THINK = ["<think>", "</think>"]
 # What it may say: reasoning, an answer, two calls.
 CALLS = (

@@ -269,6 +269,7 @@ async def test_a_batch_with_a_wrong_line_fails_and_names_it(gateway, settings, m
         (jsonl([{**line(0), "method": "GET"}]), 1, "$.method"),
         (jsonl([{**line(0), "custom_id": ""}]), 1, "$.custom_id"),
         (b"\n\n" + jsonl([line(0)])[:-3], 3, "truncated"),
+        (jsonl([line(0, body={"prompt": "\ud83d"})]), 1, r"\ud83d is half of a surrogate pair"),
         (jsonl([line(0)])[:-3].partition(b"{\"prompt")[0] + b"[" * 2000, 1, "recursion"),
         (b'{"custom_id":"a","method":"POST","url":"' + URL.encode() + b'","body":{"\xff":1}}', 1,
          "utf-8"),

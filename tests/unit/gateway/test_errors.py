@@ -157,6 +157,22 @@ async def test_an_error_says_what_to_do(gateway):
     assert default.json()["usage"]["completion_tokens"] == 12
 
 
+async def test_half_of_an_escaped_character_is_named(gateway):
+    for text, half in (
+        (rb"cut \ud83d", r"\ud83d"),
+        (rb"\uD83D and more", r"\uD83D"),
+        (rb"\udf89 low", r"\udf89"),
+        (rb"\\\ud83c\udf89\n\u00e9\ud83c\u0041", r"\ud83c"),
+    ):
+        body = b'{"prompt": "%b"}' % text
+        error = error_of(await gateway.client.post("/v1/completions", content=body), 400)
+        assert f"{half} is half of a surrogate pair" in error["message"]
+    for text in (rb"\\ud83d \x", rb"\ud83c\udf89 \x", rb"\ud8", b"\\ud8\xff\xff", rb"\U"):
+        body = b'{"prompt": "%b"}' % text
+        error = error_of(await gateway.client.post("/v1/completions", content=body), 400)
+        assert "half of" not in error["message"]
+
+
 async def test_hints_and_values_that_mean_without_are_ignored(gateway):
     hints = {"user": "me", "store": True, "metadata": {"a": 1}, "whatever": [1], "tools": [],
              "tool_choice": "none", "response_format": {"type": "text"},

@@ -18,7 +18,7 @@ from .small_tokenizers import admission, byte_tokenizer
 
 SHOWN = (
     "{{ [messages, tools, enable_thinking | default(none), add_generation_prompt] | tojson }}"
-    "<tool_call></think>"
+    "<tool_call>{# </think> #}"
 )
 OPENED = "{{ messages[0].content }}<think>\n{# </think> <tool_call> tools #}"
 THINK = ["<think>", "</think>"]
@@ -57,7 +57,7 @@ async def admit(admission, *messages, sampling=None, **chat):
 async def shown(admission, *messages, **chat):
     """What the template got."""
     prompt = admission.tokenizer.decode((await admit(admission, *messages, **chat)).prompt)
-    return json.loads(prompt.partition("<tool_call>")[0].removesuffix("</think>"))
+    return json.loads(prompt.partition("<tool_call>")[0])
 
 
 async def test_a_template_gets_a_conversation_as_transformers_gives_it(admission_of):
@@ -116,6 +116,22 @@ async def test_tools_that_must_be_called_are_a_grammar_and_other_chats_have_none
     assert (await admit(none)).output_format is None
 
 
+async def test_arguments_of_required_calls_are_objects_also_where_the_schema_is_silent(
+    admission_of,
+):
+    admission = admission_of()
+
+    async def grammar(schema):
+        tools = [{"name": "f", "parameters": json.dumps(schema)}]
+        admitted = await admit(admission, tools=tools, tool_choice=REQUIRED)
+        return admitted.params.structured_output.grammar
+
+    either = {"anyOf": [CITY, {"type": "string"}]}
+    for schema in ({}, {"description": "d"}, {"properties": CITY["properties"]}, either):
+        assert await grammar(schema) == await grammar({**schema, "type": "object"})
+    assert await grammar({"type": ["object", "null"]}) == await grammar({"type": "object"})
+
+
 async def test_reasoning_that_the_prompt_opens_and_its_limit(admission_of):
     admission = admission_of(OPENED)
     reasoning = (await admit(admission, max_thinking_tokens=5)).params.reasoning
@@ -134,6 +150,24 @@ async def test_reasoning_that_the_prompt_opens_and_its_limit(admission_of):
     assert (await admit(admission)).output_format is None
     with pytest.raises(ConfigError, match="--reasoning-parser qwen3 needs a model whose tokeniz"):
         admission_of(added=[], reasoning_parser="qwen3")
+
+
+async def test_required_calls_and_restricted_answers_come_at_once_where_the_prompt_closes_reasoning(
+    admission_of,
+):
+    template = "{{ messages[0].content }}{# <tool_call> tools #}<think>\n\n</think>\n\n"
+    answer = common_pb2.SamplingParams(structured_output={"regex": "a"})
+    for parser in ("auto", "deepseek_r1"):
+        admission = admission_of(template, reasoning_parser=parser)
+        for asked in ({"tools": TOOLS, "tool_choice": REQUIRED}, {"sampling": answer}):
+            for limit in ({}, {"max_thinking_tokens": 5}):
+                admitted = await admit(admission, **asked, **limit)
+                assert admitted.params.structured_output and admitted.params.reasoning is None
+                assert not admitted.output_format.reasoning.begun
+    reopened = admission_of(template + "<think>")
+    assert (await admit(reopened, sampling=answer)).params.reasoning.begun
+    answered = admission_of(template + "So")
+    assert (await admit(answered, sampling=answer)).params.reasoning
 
 
 async def test_effort_turns_reasoning_on_and_off_where_a_template_has_a_switch_alone(admission_of):
@@ -242,6 +276,9 @@ NOT_JSON = common_pb2.SamplingParams(structured_output={"json_schema": "{"})
          "chat.tools[0].parameters"),
         ((), {"tools": [{"name": "f", "parameters": NOT_KEPT}], "tool_choice": REQUIRED},
          "chat.tools[0].parameters"),
+        *(((), {"tools": [{"name": "f", "parameters": json.dumps({"type": types})}],
+                "tool_choice": REQUIRED}, "chat.tools[0].parameters")
+          for types in ("string", ["array", "null"], None)),
         ((), {"tools": [{"name": "f", "parameters": f'{{"title": "{"x" * (1 << 16)}"}}'}],
               "tool_name": "f"}, "chat.tools"),
         ((), {"tool_choice": REQUIRED}, "chat.tool_choice"),

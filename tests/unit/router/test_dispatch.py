@@ -9,7 +9,14 @@ from functools import partial
 import pytest
 from opentelemetry.trace import INVALID_SPAN
 
-from baton.errors import InternalError, InvalidRequest, Overloaded, TransferFailed, Unavailable
+from baton.errors import (
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    TransferFailed,
+    Unavailable,
+)
 from baton.net.tasks import cancelled
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.dispatch.attempt import Attempt
@@ -102,6 +109,37 @@ async def test_requests_that_wait_look_again_at_a_first_token(cluster, monkeypat
     await seen(lambda: changes and changes[0].is_set())
     assert not running.done()
     await cancelled(running)
+
+
+async def test_a_request_whose_adapter_is_unloaded_waits_no_longer(cluster_of):
+    cluster = await cluster_of(recovery_s=10.0)
+
+    async def load(worker, *adapters):
+        worker.record.ClearField("adapters")
+        worker.record.adapters.extend(adapters)
+        await cluster.registrations[worker.incarnation].update(worker.record)
+        await cluster.until(
+            lambda s: s.workers[s.rows[worker.incarnation]].has_adapter("1f") == bool(adapters)
+        )
+
+    (prefill,) = cluster.prefills
+    await load(prefill, common_pb2.Adapter(name="sql", identity="1f"))
+    waiting = asyncio.create_task(cluster.run(request_state(adapter="1f")))
+    await cluster.until_waiting(1)
+    await load(prefill)
+    for late in (waiting, cluster.run(request_state(adapter="1f"))):
+        with pytest.raises(ModelNotFound, match="was unloaded"):
+            await late
+    assert cluster.wait_queue.depth == 0
+
+
+async def test_a_request_waits_for_a_worker_that_may_come_with_its_adapter(cluster_of):
+    cluster = await cluster_of(recovery_s=0.2)
+    await cluster.leave(cluster.prefills[0])
+    await cluster.leave(cluster.decodes[0])
+    await seen(lambda: not cluster.fleet.snapshot().workers)
+    with pytest.raises(Unavailable, match="no prefill worker is ready"):
+        await cluster.run(request_state(adapter="1f"))
 
 
 async def test_decode_that_started_by_itself_needs_no_prefill_worker(cluster):

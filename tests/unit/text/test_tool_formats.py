@@ -43,10 +43,13 @@ def test_an_output_that_its_length_cuts_has_a_beginning_of_its_parts(name):
     for end in range(1, len(text)):
         begun = parsed(form, [text[:end]], cut=True)
         assert parsed(form, [*text[:end], ""], cut=True) == begun
-        shown = begun[0].rstrip().rstrip("<[").rstrip()  # a character of a marker is common
-        assert content.startswith(shown) or text.startswith(shown)
         assert thoughts.startswith(begun[2])
-        if begun[1]:
+        shown = begun[0].rstrip()
+        if not begun[1]:
+            shown = shown.rstrip("<[").rstrip()  # a character of a marker is common
+            assert content.startswith(shown) or text.startswith(shown)
+        else:
+            assert content.startswith(shown)
             *whole, (last, arguments) = begun[1]
             assert whole == calls[: len(whole)] and last == calls[len(whole)][0]
             assert calls[len(whole)][1].startswith(arguments)
