@@ -28,7 +28,6 @@ from baton.gateway.tokenize import count_chat
 from baton.generation.tool_call import ToolCallDelta
 from baton.net.http_errors import Failure
 from baton.net.http_server import HttpExchange
-from baton.text.json_repair import repaired
 from baton.v1 import common_pb2, inference_pb2
 
 VERSION_HEADER = b"anthropic-version"
@@ -254,7 +253,7 @@ class BlocksOutput(ItemSink):
             delta = {"type": "signature_delta", "signature": item.signature}
             self._event("content_block_delta", delta=delta)
         elif isinstance(item, ToolUse):
-            item.input = Raw((repaired(text) if cut else text).encode() or b"{}")
+            item.input = Raw(b"{}" if cut and not _is_json(text) else text.encode() or b"{}")
         else:
             item.text = text
         self._event("content_block_stop")
@@ -262,6 +261,14 @@ class BlocksOutput(ItemSink):
     def _event(self, kind: str, **members: Any) -> None:
         if self._emit is not None:
             self._emit(kind, index=len(self.items) - 1, **members)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text, type=Raw)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 ROUTES: Routes = {
