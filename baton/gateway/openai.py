@@ -6,6 +6,7 @@ answer are refused by name (`unsupported`); other unknown fields are ignored.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import re
 from collections.abc import Mapping
@@ -481,12 +482,12 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def decode(kind: type[T], body: bytes) -> T:
-    """Decodes and checks a body; values of unknown fields are skipped.
+    """Decodes and checks a body; values of unknown fields and a byte order mark are skipped.
 
     Raises InvalidRequest naming the wrong field, or none if the body is not a JSON object.
     """
     try:
-        request: T = _decoder(kind).decode(body)
+        request: T = _decoder(kind).decode(body.removeprefix(codecs.BOM_UTF8))
         for name, neutral in unsupported_in(kind).items():
             given = getattr(request, name)
             if given is not _ABSENT and not _is_neutral(given, neutral):

@@ -1,6 +1,7 @@
 """Files and batches: what is uploaded is run line by line, whatever happens on the way."""
 
 import asyncio
+import codecs
 import contextlib
 import errno
 import io
@@ -148,6 +149,15 @@ async def test_each_line_is_answered_as_a_request_of_its_own(gateway):
     await eventually(
         lambda: asyncio.sleep(0, gateway.service.batches), {"completed": 1}.__eq__, "counts"
     )
+
+
+async def test_files_may_have_byte_order_marks(gateway):
+    first, last = (codecs.BOM_UTF8 + jsonl([line(number)]) for number in range(2))
+    text = first + jsonl([line(2)]) + last.rstrip() + b"\r\n" + codecs.BOM_UTF8
+    batch = await finished(gateway, await create(gateway, text))
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 3)
+    answered, _ = await results(gateway, batch)
+    assert ids(answered) == ["r0", "r1", "r2"]
 
 
 async def test_lines_ask_for_embeddings(gateway):

@@ -1,6 +1,7 @@
 """Errors as callers get them: OpenAI's format, the field, when to retry."""
 
 import asyncio
+import codecs
 import contextlib
 import functools
 import gzip
@@ -187,6 +188,7 @@ async def test_a_body_is_json_under_any_content_type(gateway):
     body = json.dumps({"prompt": "a", "max_tokens": 2})
     for kind in ("application/x-www-form-urlencoded", "text/plain", None):
         assert (await post(body, kind)).status_code == 200
+    assert (await post(codecs.BOM_UTF8 + body.encode())).status_code == 200
     error = error_of(await gateway.client.post("/v1/completions", data={"prompt": "a"}), 400)
     assert "content-type is 'application/x-www-form-urlencoded'" in error["message"]
 
