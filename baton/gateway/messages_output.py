@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from baton.errors import InvalidRequest, quoted
 from baton.gateway import answers, openai, sse
 from baton.gateway.endpoint import Call, Endpoint
-from baton.gateway.errors import MESSAGES_PATH, MessageError
+from baton.gateway.errors import MESSAGES_PATH, VERSION_HEADER, MessageError
 from baton.gateway.generation import Generation, generate
 from baton.gateway.messages import (
     CountTokensRequest,
@@ -30,7 +30,6 @@ from baton.net.http_errors import Failure
 from baton.net.http_server import HttpExchange
 from baton.v1 import common_pb2, inference_pb2
 
-VERSION_HEADER = b"anthropic-version"
 FIRST_VERSION = b"2023-06-01"  # with these events; clients of later ones understand the answers
 _PING = sse.event("ping", b'{"type":"ping"}')
 _encode = msgspec.json.Encoder().encode

@@ -206,6 +206,7 @@ async def test_unknown_paths_methods_and_models(gateway):
     for response in (await gateway.complete(model="x"), await gateway.client.get("/v1/models/x")):
         error = error_of(response, 404)
         assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert error["message"] == "model 'x' is not served here; 'tiny' is"
 
 
 TAKEN = errors.InvalidRequest("another adapter is loaded as a", "name")

@@ -397,6 +397,9 @@ async def test_refusals_are_in_anthropics_format(gateway_of, tmp_path):
             old = {"anthropic-version": "2023-01-01"}
             await client.messages.create(**ASKED, extra_headers=old)
         with pytest.raises(anthropic.NotFoundError) as unknown:
+            await client.models.retrieve("no")
+        assert unknown.value.type == "not_found_error" and unknown.value.body["request_id"]
+        with pytest.raises(anthropic.NotFoundError) as unknown:
             given = {"x-request-id": "mine"}
             await client.messages.create(**{**ASKED, "model": "no"}, extra_headers=given)
         assert unknown.value.response.headers["x-request-id"] == "mine"
