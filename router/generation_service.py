@@ -41,7 +41,7 @@ from router.output.sink import Sink
 from router.output.text_stream import TextStream
 from router.placement.explain import explain
 from router.placement.room import RETRY_AFTER_S
-from router.request import LimitReached, RequestState, TokenizedRequest
+from router.request import Late, LimitReached, RequestState, TokenizedRequest
 from router.telemetry.request_span import RequestSpan, admission_times, first_attributes
 from router.telemetry.stats import RequestRecord, RouterStats
 
@@ -51,6 +51,11 @@ T = TypeVar("T")
 
 # Texts for tenants instead of errors that describe the cluster.
 _FOR_TENANTS = (
+    (
+        Late,
+        "the first token cannot come within the wanted time (ttft_target_ms, the deadline or the "
+        "router's target): allow more, or try again later",
+    ),
     (Overloaded, "there is no room for this request now: try again later"),
     (Unavailable, "the request cannot be served now: try again"),
     ((TransferFailed, Stale, KvMismatch), "the request failed within the cluster: try again"),
@@ -460,7 +465,7 @@ class GenerationService:
         return self._tickets.issue(request.tenant, request.prompt, request.kv_salt, left_s)
 
     def _check(self, version: ModelVersion, state: RequestState) -> None:
-        """Predicts the time to first token. Raises Overloaded if that would be too late."""
+        """Predicts the time to first token. Raises Late if that would be too late."""
         began, demand = time.perf_counter(), version.dispatch.demand(state)
         snapshot, queue = version.fleet.snapshot(), version.wait_queue
         snapshot = snapshot.holding(state.request.adapter)

@@ -8,7 +8,7 @@ from baton.errors import Overloaded, Unavailable
 from router.fleet.snapshot import Snapshot
 from router.placement import scoring
 from router.queueing.wait_queue import RETRY_AFTER_S, WaitQueue
-from router.request import Demand, TokenizedRequest
+from router.request import Demand, Late, TokenizedRequest
 
 # Rates are means and targets are kept at p99: the rest is jitter of steps, updates and calls.
 SAFETY = 1.25
@@ -22,7 +22,7 @@ def check(
 ) -> float:
     """Returns the predicted seconds to the request's first token; 0 if nothing is known yet.
 
-    Raises Overloaded, with the time until it should fit, if its first token would be late, or if
+    Raises Late, with the time until it should fit, if its first token would be late, or if
     its tenant has waiting requests and it would make one of them late. A request that was accepted
     before ends by its deadline only. `now`: time.monotonic().
     """
@@ -57,7 +57,7 @@ def check(
             f"{slack_s:.2f} s to spare and this one takes {prefill_s * SAFETY:.2f} s"
         )
     shortest, longest = RETRY_AFTER_S
-    raise Overloaded(why, min(longest, max(shortest, excess_s)))
+    raise Late(why, min(longest, max(shortest, excess_s)))
 
 
 def why_refused(

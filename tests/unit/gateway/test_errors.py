@@ -313,6 +313,16 @@ async def test_keys_are_the_tenants(gateway_of, tmp_path):
     assert b" 401 " in await answer_to_half_a_body(gateway)
 
 
+async def test_a_tenant_is_told_that_it_wanted_the_first_token_too_early(gateway_of, tmp_path):
+    gateway = await gateway_of(tenants=tenants_of(tmp_path, "[default]"))
+    (prefill,) = gateway.cluster.prefills
+    prefill.tell(prefill_tokens_per_s=1000, queue_tokens=100_000)
+    await gateway.cluster.until(lambda s: any(view.load.queue_tokens for view in s.workers))
+    refused = await gateway.complete(ttft_target_ms=1)
+    assert "ttft_target_ms" in error_of(refused, 429)["message"]
+    assert "tokens" not in refused.text and refused.headers["retry-after"]
+
+
 async def answer_to_half_a_body(gateway):
     """The status line."""
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
