@@ -365,6 +365,8 @@ async def test_a_bad_field_is_refused_by_its_name_here(says):
         ({"messages": [{"role": "user", "content": "x" * 20000}]}, "prompt is too long"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "intger"}}}},
          "output_config.format"),
+        ({"tools": [{"type": "web", "name": "w"}], "tool_choice": {"type": "any"}},
+         "tool_choice: required calls need a function, not tools that are no functions: web"),
     ):  # fmt: skip
         body = {name: value for name, value in {**ASKED, **fields}.items() if value is not None}
         response = await gateway.post("/v1/messages", body)
