@@ -39,6 +39,7 @@ from baton.gateway.batch_store import (
     Status,
     new_id,
 )
+from baton.gateway.field_errors import invalid
 
 log = logging.getLogger(__name__)
 
@@ -351,12 +352,18 @@ class _Job:
 
 def parse_line(text: bytes) -> RequestLine:
     """Parses a line of a batch's input. Raises InvalidRequest."""
+    within = ""
     try:
         line = msgspec.json.decode(text, type=RequestLine)
+        within = "body"
         _low_priority(line.body)
         return line
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(str(error)) from error
+    except msgspec.ValidationError as error:
+        raise invalid(error, within, "the line") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the line is not JSON in UTF-8: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest("the line is nested too deeply") from error
 
 
 def _low_priority(body: Raw) -> bytes:
