@@ -93,6 +93,7 @@ class BatchRequest(Struct, kw_only=True):
     endpoint: str
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
+    output_expires_after: None = None
 
 
 class BatchError(Struct):

@@ -319,6 +319,8 @@ class _Upload:
             return
         _, options = parse_options_header(value)
         self._field = options.get(b"name", b"")
+        if self._field.startswith(b"expires_after"):
+            raise InvalidRequest("expires_after is not supported: leave it out", "expires_after")
         if self._field == b"file":
             if self._filename:
                 raise InvalidRequest("send one file at a time", "file")
