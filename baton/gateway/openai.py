@@ -115,6 +115,7 @@ class ResponseFormat(Struct, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: None = None  # other servers' form
 
 
 class StructuredOutputs(Struct, kw_only=True):

@@ -516,6 +516,7 @@ WRONG = [
     ({"tools": [{"type": "mcp"}, {"type": "function", "name": "a b"}]}, "tools[1].name"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "h"}}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "schema": {"type": "intger"}}}},
      "text.format"),
     *((with_grammar(**form), f"tools[0].format.{param}") for form, param in WRONG_GRAMMARS),
