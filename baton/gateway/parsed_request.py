@@ -53,10 +53,13 @@ class ParsedRequest:
         return len(self.prompts) or 1
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
-        """The router's error with the field's name in the body."""
+        """The router's error with the field's name in the body, also at the text's beginning."""
         name = error.field.removeprefix("sampling.").removeprefix("chat.")
         name = _FUNCTION.sub(r"\1.function.", name)
-        return error.renamed(self.fields.get(name, name))
+        named = error.renamed(self.fields.get(name, name))
+        if (text := str(error)).startswith(f"{name} "):
+            named.args = (named.field + text.removeprefix(name),)
+        return named
 
     def request(self, index: int, number: int = 0) -> inference_pb2.GenerateRequest:
         """The request for choice `number` of a prompt; the next call changes the message.

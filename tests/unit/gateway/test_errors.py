@@ -105,6 +105,8 @@ BAD = [
     ({"model": "\ud800"}, None),
 ]  # fmt: skip
 BAD_CHATS = [
+    ({"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+     "response_format.schema"),
     ({"messages": []}, "messages"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
@@ -614,6 +616,7 @@ async def test_bodies_are_decompressed_or_refused_where_they_are_not_what_is_sai
             assert response.headers["accept-encoding"] == "gzip, deflate"
 
 
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 LONG = [1] * 40  # of 32 tokens that the context holds
 
 
@@ -626,6 +629,8 @@ async def test_what_does_not_fit_in_the_context_is_told_in_openais_words(gateway
         ("completions", {"prompt": PROMPT, "max_tokens": 32}, "max_tokens"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a" * 99}]}, "messages"),
         ("responses", {"input": "a" * 99}, "input"),
+        ("chat/completions", {**CHAT, "max_completion_tokens": 99}, "max_completion_tokens"),
+        ("chat/completions", {**CHAT, "max_tokens": 99}, "max_tokens"),
         ("responses", {"input": "a", "max_output_tokens": 99}, "max_output_tokens"),
         ("embeddings", {"input": LONG}, "input"),
     ):
@@ -638,6 +643,8 @@ async def test_what_does_not_fit_in_the_context_is_told_in_openais_words(gateway
             assert (error["code"], error["param"]) == ("context_length_exceeded", param)
             told = "This model's maximum context length is 32 tokens. However, "
             assert error["message"].startswith(told), (path, body)
+            if param.endswith("_tokens"):
+                assert error["message"].startswith(f"{told}{param} is {body[param]}, but")
 
 
 async def test_what_would_be_kept_of_a_body_is_bounded(gateway):
