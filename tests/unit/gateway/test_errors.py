@@ -77,7 +77,7 @@ BAD = [
     ({"prompt": "a" * (1 << 16), "n": 128}, "n"),
     ({"prompt": ["a"] * 9, "n": 128}, "n"),
     *(({name: bad}, name) for name, bad in {
-        "temperature": "hot", "top_p": 0, "n": True, "suffix": "x", "min_tokens": 6,
+        "temperature": "hot", "top_p": -0.1, "n": True, "suffix": "x", "min_tokens": 6,
         "max_tokens": 0, "logprobs": 21, "logit_bias": {"a": 1}, "stop": ["a"] * 17,
         "stop_token_ids": [999],
         "seed": 1 << 64, "priority": "urgent", "stream_options": {"include_usage": True},
