@@ -41,7 +41,7 @@ from router.output.sink import Sink
 from router.output.text_stream import TextStream
 from router.placement.explain import explain
 from router.placement.room import RETRY_AFTER_S
-from router.request import Late, LimitReached, RequestState, TokenizedRequest
+from router.request import LimitReached, RequestState, TokenizedRequest
 from router.telemetry.request_span import RequestSpan, admission_times, first_attributes
 from router.telemetry.stats import RequestRecord, RouterStats
 
@@ -51,11 +51,7 @@ T = TypeVar("T")
 
 # Texts for tenants instead of errors that describe the cluster.
 _FOR_TENANTS = (
-    (
-        Late,
-        "the first token cannot come within the wanted time (ttft_target_ms, the deadline or the "
-        "router's target): allow more, or try again later",
-    ),
+    (early_rejection.Late, "there is no room before ttft_target_ms or the deadline: allow more"),
     (Overloaded, "there is no room for this request now: try again later"),
     (Unavailable, "the request cannot be served now: try again"),
     ((TransferFailed, Stale, KvMismatch), "the request failed within the cluster: try again"),

@@ -39,10 +39,6 @@ _MAX_UINT32 = (1 << 32) - 1  # limit of SequenceSpec's times: 49 days in ms, 71 
 _VIRTUAL_FINISH_OFFSET_S = 60.0
 
 
-class Late(Overloaded):
-    """The first token of a request, or of an earlier one of its tenant, could not come in time."""
-
-
 class LimitReached(Overloaded):
     """A limit of the tenant itself; its callers may see the message."""
 

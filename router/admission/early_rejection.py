@@ -8,13 +8,17 @@ from baton.errors import Overloaded, Unavailable
 from router.fleet.snapshot import Snapshot
 from router.placement import scoring
 from router.queueing.wait_queue import RETRY_AFTER_S, WaitQueue
-from router.request import Demand, Late, TokenizedRequest
+from router.request import Demand, TokenizedRequest
 
 # Rates are means and targets are kept at p99: the rest is jitter of steps, updates and calls.
 SAFETY = 1.25
 # A measured rate may be far from this prompt's, and an idle fleet that refuses never measures
 # again: while nothing is queued, only predictions that are wrong by less than this factor refuse.
 DOUBT = 4.0
+
+
+class Late(Overloaded):
+    """The first token of a request, or of an earlier one of its tenant, could not come in time."""
 
 
 def check(

@@ -306,8 +306,11 @@ async def test_a_batch_that_cannot_be_is_refused(gateway):
         ({"input_file_id": "file-" + "0" * 24}, 404, None),
         ({"input_file_id": "../../etc/passwd"}, 404, None),
         ({"input_file_id": None}, 400, "input_file_id"),
-        ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, 400,
-         "output_expires_after"),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 3600}},
+            400,
+            "output_expires_after",
+        ),
     ):
         answer = await gateway.post("/v1/batches", {**good, **body})
         found = (answer.json()["error"]["param"] or "").removesuffix("[...]") or None
@@ -415,8 +418,11 @@ async def test_what_a_form_may_be(gateway, monkeypatch):
         (FILE + FILE + PURPOSE + END, 400, "one file"),
         (FORM % (b"x", b"", b"x" * 5000) + END, 413, "4500 bytes"),
         (PURPOSE + PURPOSE + FILE + END, 400, "purpose must be batch"),
-        (FILE + PURPOSE + FORM % (b"expires_after[seconds]", b"", b"9") + END, 400,
-         "expires_after is not supported"),
+        (
+            FILE + PURPOSE + FORM % (b"expires_after[seconds]", b"", b"9") + END,
+            400,
+            "expires_after is not supported",
+        ),
         (b"nonsense", 400, "is not a form"),
         (b"--b\r\nx: " + b"y" * 4300, 400, "is not a form"),
         (b"", 400, "ends before"),
