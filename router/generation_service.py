@@ -51,6 +51,7 @@ T = TypeVar("T")
 
 # Texts for tenants instead of errors that describe the cluster.
 _FOR_TENANTS = (
+    (early_rejection.Late, "there is no room before ttft_target_ms or the deadline: allow more"),
     (Overloaded, "there is no room for this request now: try again later"),
     (Unavailable, "the request cannot be served now: try again"),
     ((TransferFailed, Stale, KvMismatch), "the request failed within the cluster: try again"),
@@ -460,7 +461,7 @@ class GenerationService:
         return self._tickets.issue(request.tenant, request.prompt, request.kv_salt, left_s)
 
     def _check(self, version: ModelVersion, state: RequestState) -> None:
-        """Predicts the time to first token. Raises Overloaded if that would be too late."""
+        """Predicts the time to first token. Raises Late if that would be too late."""
         began, demand = time.perf_counter(), version.dispatch.demand(state)
         snapshot, queue = version.fleet.snapshot(), version.wait_queue
         snapshot = snapshot.holding(state.request.adapter)

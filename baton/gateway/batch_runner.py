@@ -39,7 +39,7 @@ from baton.gateway.batch_store import (
     Status,
     new_id,
 )
-from baton.gateway.openai import why_not_json
+from baton.gateway.field_errors import invalid, why_not_json
 
 log = logging.getLogger(__name__)
 
@@ -352,14 +352,19 @@ class _Job:
 
 def parse_line(text: bytes) -> RequestLine:
     """Parses a line of a batch's input. Raises InvalidRequest."""
+    within = ""
     try:
         line = msgspec.json.decode(text, type=RequestLine)
+        within = "body"
         _low_priority(line.body)
         return line
     except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(why_not_json(error, text)) from error
+        raise invalid(error, within, "the line") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        reason = why_not_json(error, text)
+        raise InvalidRequest(f"the line is not JSON in UTF-8: {reason}") from error
+    except RecursionError as error:
+        raise InvalidRequest("the line is nested too deeply") from error
 
 
 def _low_priority(body: Raw) -> bytes:

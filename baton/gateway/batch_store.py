@@ -9,6 +9,7 @@ and raises sqlite3.Error where the database cannot be read or written.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fcntl
 import operator
@@ -92,6 +93,7 @@ class BatchRequest(Struct, kw_only=True):
     endpoint: str
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
+    output_expires_after: None = None
 
 
 class BatchError(Struct):
@@ -288,15 +290,19 @@ class BatchStore(Database):
         return b"".join(parts), after
 
     def lines(self, file_id: str, max_bytes: int) -> Iterator[bytes]:
-        """The lines of a file without their ends; the first one over `max_bytes` is the last."""
+        """The lines of a file; the first one over `max_bytes` is the last.
+
+        They are without their ends, and without the byte order marks of editors and shells.
+        """
         rest, after = b"", -1
         while len(rest) <= max_bytes:
             data, after = self.read(file_id, after)
             if not data:
                 break
             *lines, rest = (rest + data).split(b"\n")
-            yield from lines
-        yield rest
+            for line in lines:
+                yield line.removeprefix(codecs.BOM_UTF8)
+        yield rest.removeprefix(codecs.BOM_UTF8)
 
     def delete(self, tenant: str, file_id: str) -> FileDeleted:
         """Deletes a file. Raises HttpError 409 while a batch reads it."""

@@ -36,6 +36,7 @@ from baton.gateway.batch_store import (
 )
 from baton.gateway.database import DatabaseThread
 from baton.gateway.endpoint import Call, Endpoint
+from baton.gateway.field_errors import invalid
 from baton.gateway.headers import caller_of
 from baton.gateway.openapi import BYTES, ERRORS, Handler, Operation, Routes
 from baton.log_format import audit
@@ -184,7 +185,7 @@ def query_of(kind: type[Query], exchange: HttpExchange) -> Query:
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise openai.invalid(error) from error
+        raise invalid(error) from error
 
 
 def _answering(find: Callable[[BatchStore, str, HttpExchange], Any]) -> Handler:
@@ -322,6 +323,8 @@ class _Upload:
             return
         _, options = parse_options_header(value)
         self._field = options.get(b"name", b"")
+        if self._field.startswith(b"expires_after"):
+            raise InvalidRequest("expires_after is not supported: leave it out", "expires_after")
         if self._field == b"file":
             if self._filename:
                 raise InvalidRequest("send one file at a time", "file")

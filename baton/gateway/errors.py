@@ -1,4 +1,7 @@
-"""Errors as the API of a path formats them: Anthropic's below /v1/messages, OpenAI's elsewhere."""
+"""Errors as the API of a path formats them: Anthropic's below /v1/messages, OpenAI's elsewhere.
+
+Below /v1/models, which both have, clients of Anthropic are known by their header.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from baton.net.http_errors import Failure, failure_of
 from baton.net.http_server import HttpExchange
 from router.request import LimitReached
 
-MESSAGES_PATH = "/v1/messages"
+MESSAGES_PATH, MODELS_PATH = "/v1/messages", "/v1/models"
+VERSION_HEADER = b"anthropic-version"
 ErrorType = Literal[
     "invalid_request_error",
     "authentication_error",
@@ -56,7 +60,8 @@ class MessageError(Struct, tag="error"):
 def failure_at(exchange: HttpExchange, error: Exception) -> Failure:
     """Status, headers and body for `error` at the path; an unexpected one is logged."""
     failure = failure_of(error)
-    if not exchange.path.startswith(MESSAGES_PATH):
+    both = exchange.path.startswith(MODELS_PATH) and VERSION_HEADER in exchange.headers
+    if not (both or exchange.path.startswith(MESSAGES_PATH)):
         return failure
     status = failure.status
     if isinstance(error, Overloaded) and not isinstance(error, LimitReached):

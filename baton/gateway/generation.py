@@ -69,9 +69,12 @@ class Generation(ABC):
         self.admission = self.target.version.admission
         self.model = base.model or self.target.version.name
         self.started = inference_pb2.Started()  # of the first choice that started
-        if self.parsed.options.dropped_tools and self.service.limits.unknown_tools == "refuse":
-            dropped = ", ".join(self.parsed.options.dropped_tools[:_MAX_DROPPED_SHOWN])
-            raise InvalidRequest(f"tools that are no functions: {dropped}: leave them out", "tools")
+        if dropped := ", ".join(self.parsed.options.dropped_tools[:_MAX_DROPPED_SHOWN]):
+            what = f"tools that are no functions: {dropped}"
+            if self.service.limits.unknown_tools == "refuse":
+                raise InvalidRequest(f"{what}: leave them out", "tools")
+            if base.chat.tool_choice == inference_pb2.TOOL_CHOICE_REQUIRED and not base.chat.tools:
+                raise InvalidRequest(f"required calls need a function, not {what}", "tool_choice")
 
     @property
     @abstractmethod

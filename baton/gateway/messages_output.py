@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from baton.errors import InvalidRequest, quoted
 from baton.gateway import answers, openai, sse
 from baton.gateway.endpoint import Call, Endpoint
-from baton.gateway.errors import MESSAGES_PATH, MessageError
+from baton.gateway.errors import MESSAGES_PATH, VERSION_HEADER, MessageError
 from baton.gateway.generation import Generation, generate
 from baton.gateway.messages import (
     CountTokensRequest,
@@ -28,10 +28,8 @@ from baton.gateway.tokenize import count_chat
 from baton.generation.tool_call import ToolCallDelta
 from baton.net.http_errors import Failure
 from baton.net.http_server import HttpExchange
-from baton.text.json_repair import repaired
 from baton.v1 import common_pb2, inference_pb2
 
-VERSION_HEADER = b"anthropic-version"
 FIRST_VERSION = b"2023-06-01"  # with these events; clients of later ones understand the answers
 _PING = sse.event("ping", b'{"type":"ping"}')
 _encode = msgspec.json.Encoder().encode
@@ -254,7 +252,7 @@ class BlocksOutput(ItemSink):
             delta = {"type": "signature_delta", "signature": item.signature}
             self._event("content_block_delta", delta=delta)
         elif isinstance(item, ToolUse):
-            item.input = Raw((repaired(text) if cut else text).encode() or b"{}")
+            item.input = Raw(b"{}" if cut and not _is_json(text) else text.encode() or b"{}")
         else:
             item.text = text
         self._event("content_block_stop")
@@ -262,6 +260,14 @@ class BlocksOutput(ItemSink):
     def _event(self, kind: str, **members: Any) -> None:
         if self._emit is not None:
             self._emit(kind, index=len(self.items) - 1, **members)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text, type=Raw)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 ROUTES: Routes = {

@@ -6,6 +6,7 @@ answer are refused by name (`unsupported`); other unknown fields are ignored.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import re
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from baton.errors import InvalidRequest
+from baton.gateway.field_errors import invalid, why_not_json
 from baton.generation.sampling_params import (
     FILL_CONTEXT,
     MAX_ALLOWED_TOKEN_IDS,
@@ -113,6 +115,7 @@ class ResponseFormat(Struct, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: None = None  # other servers' form
 
 
 class StructuredOutputs(Struct, kw_only=True):
@@ -134,7 +137,7 @@ class GenerateOptions(Struct, kw_only=True):
 
     model: ModelName | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=_UINT32)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
@@ -470,12 +473,6 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 T = TypeVar("T", bound=Struct)  # struct of a request
 _ABSENT = Raw()
-# Text up to the first escaped half of a UTF-16 surrogate pair, and that half. Possessive, so that
-# a long body costs one pass.
-_HALF_PAIR = re.compile(
-    rb"(?:[^\\]++|\\[^u]|\\u(?!d[89a-f])|\\ud[89ab]..\\ud[c-f]..)*+(\\ud[89a-f][0-9a-f]{2})",
-    re.DOTALL | re.IGNORECASE,
-)
 _PROMPT_START = re.compile(rb'(\[?)[ \t\r\n]*(["[]?)')
 
 
@@ -487,12 +484,12 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def decode(kind: type[T], body: bytes) -> T:
-    """Decodes and checks a body; values of unknown fields are skipped.
+    """Decodes and checks a body; values of unknown fields and a byte order mark are skipped.
 
     Raises InvalidRequest naming the wrong field, or none if the body is not a JSON object.
     """
     try:
-        request: T = _decoder(kind).decode(body)
+        request: T = _decoder(kind).decode(body.removeprefix(codecs.BOM_UTF8))
         for name, neutral in unsupported_in(kind).items():
             given = getattr(request, name)
             if given is not _ABSENT and not _is_neutral(given, neutral):
@@ -505,13 +502,6 @@ def decode(kind: type[T], body: bytes) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         reason = why_not_json(error, body)
         raise InvalidRequest(f"the body is not JSON in UTF-8: {reason}") from error
-
-
-def why_not_json(error: Exception, text: bytes) -> str:
-    """What is wrong with a text for which msgspec has this error, which may mislead."""
-    if half := _HALF_PAIR.match(text):
-        return f"{half[1].decode()} is half of a surrogate pair: cut text between characters"
-    return str(error)
 
 
 def truncation_of(given: int | None) -> int:
@@ -561,33 +551,3 @@ def _is_neutral(raw: Raw, neutral: tuple[Any, ...]) -> bool:
         return False
     value = msgspec.json.encode(msgspec.json.decode(text))
     return value in map(msgspec.json.encode, (None, *neutral))
-
-
-_ERROR = re.compile(r"(?P<reason>.*?)(?: - at (`key` in )?`\$\.?(?P<field>.*)`)?", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(.*)`")
-_QUOTED = re.compile(r"'.{1,40}'")
-_TYPE = re.compile(r"(\w+)\[\d+\]\.type$")
-_SUPPORTED = {
-    "content": "must be text: images, audio, video and files are not supported",
-    "tools": "must be 'function' or 'custom': tools that run on the server are not supported",
-    "tool_calls": "must be 'function' or 'custom': tools that run on the server are not supported",
-}
-
-
-def invalid(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
-    """Translates msgspec's error, as "Expected `int`, got `str` - at `$.prompt[0]`"."""
-    found = _ERROR.fullmatch(str(error))
-    assert found is not None
-    reason, field = found["reason"], within + (found["field"] or "").removesuffix("[...]")
-    if missing := _MISSING.fullmatch(reason):
-        field = f"{field}.{missing[1]}".removeprefix(".")
-        return InvalidRequest(f"{field} is missing", field)
-    if not field:
-        return InvalidRequest("the body must be a JSON object")
-    if of := _TYPE.search(field):
-        named = f" is {value[0]}:" if (value := _QUOTED.search(reason)) else ""
-        supported = _SUPPORTED.get(of[1], _SUPPORTED["content"])
-        return InvalidRequest(f"{field}{named} {supported}", field)
-    if reason.startswith(("Expected `null`", "Expected `array` of length <= 0")):
-        return InvalidRequest(f"{field} is not supported: leave it out", field)
-    return InvalidRequest(f"{field}: {reason[:1].lower()}{reason[1:]}", field)

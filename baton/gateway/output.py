@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from baton.client.results import transport_name
-from baton.gateway import answers
+from baton.gateway import answers, sse
 from baton.generation.enum_names import FINISH_REASONS
 from baton.generation.tool_call import ToolCallDelta
 from baton.text import Tokenizer
@@ -128,7 +128,7 @@ class ChoiceOutput(ABC):
         if self._text_template is not None and not (reason or has_parsed):
             if text or parsed is None:
                 before, after = self._text_template
-                self.send(before + _encode(text) + after)
+                self.send(before + sse.one_line(_encode(text)) + after)
             return
         if not has_parsed:
             parsed = None

@@ -18,13 +18,14 @@ from baton.v1 import common_pb2, inference_pb2
 
 MAX_CHOICES = 1024  # of all prompts
 MAX_CHOICES_SIZE = 4 << 20  # n times the prompts' characters or token ids, if n > 1
+_LEAST_TOP_P = 1e-6  # for 0: the likeliest token alone
 _FUNCTION = re.compile(r"(tools\[\d+\]|tool_calls\[\d+\])\.")  # as the router names fields
 # By OpenAI's service tier; other tiers have the tenant's priority.
 _TIERS: Mapping[str | None, str] = {"flex": "low", "priority": "high"}
 _GUIDED = ("json", "regex", "choice", "grammar")
 # Fields with the name and meaning of those of SamplingParams.
 _SAMPLING_FIELDS = (
-    *("temperature", "top_p", "min_p", "repetition_penalty"),
+    *("temperature", "min_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty"),
     *("logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "allowed_token_ids"),
 )
@@ -53,10 +54,13 @@ class ParsedRequest:
         return len(self.prompts) or 1
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
-        """The router's error with the field's name in the body."""
+        """The router's error with the field's name in the body, also at the text's beginning."""
         name = error.field.removeprefix("sampling.").removeprefix("chat.")
         name = _FUNCTION.sub(r"\1.function.", name)
-        return error.renamed(self.fields.get(name, name))
+        named = error.renamed(self.fields.get(name, name))
+        if (text := str(error)).startswith(f"{name} "):
+            named.args = (named.field + text.removeprefix(name),)
+        return named
 
     def request(self, index: int, number: int = 0) -> inference_pb2.GenerateRequest:
         """The request for choice `number` of a prompt; the next call changes the message.
@@ -96,6 +100,7 @@ def base_request(
     sampling = common_pb2.SamplingParams(
         top_k=None if body.top_k is None else max(0, body.top_k),
         seed=None if body.seed is None else body.seed % (1 << 64),
+        top_p=_LEAST_TOP_P if body.top_p == 0 else body.top_p,
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=computed_prompt_logprobs(body, echoed),

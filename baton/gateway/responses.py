@@ -147,8 +147,10 @@ class PlainText(Struct, tag="text"):
     """Any text."""
 
 
-class JsonObject(Struct, tag="json_object"):
+class JsonObject(Struct, tag="json_object", omit_defaults=True):
     """A JSON object."""
+
+    schema: None = None  # other servers' form
 
 
 class JsonText(openai.JsonSchemaFormat, tag="json_schema", kw_only=True):

@@ -176,8 +176,7 @@ class ResponseGeneration(Generation):
         if error.code == CONTEXT_OVERFLOW:
             code = "context_length_exceeded"
         failed = ResponseError(code, error.message, error.type, error.param)
-        done = [item for item in self._output.items if item.status == "completed"]
-        return self.response(status="failed", output=done, error=failed)
+        return self.response(status="failed", output=self._output.cut(), error=failed)
 
     def _emit(self, kind: str, **members: Any) -> None:
         events = self._events(kind, **members)
@@ -378,6 +377,15 @@ class ItemsOutput(ItemSink):
             self.emit(done, **self._text_members, text=text)
             self.emit("response.content_part.done", **self._item_members, part=item.content[0])
         self.emit("response.output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def cut(self) -> list[Item]:
+        """Ends the output where it is; returns its items, of which the open one is incomplete.
+
+        There are no events: the one that tells the failure has all items.
+        """
+        self.emit = _ignore
+        self._close(cut=True)
+        return self.items
 
     def _finish(self, *, cut: bool) -> None:
         # An output that is not cut has an answer, which may be empty.

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from baton.config import ApiConfig, RouterConfig
-from baton.errors import InvalidRequest, ModelNotFound, Unavailable, quoted
+from baton.errors import InvalidRequest, Unavailable, quoted
 from baton.gateway import (
     adapters,
     answers,
@@ -40,7 +40,7 @@ from baton.gateway.chat_completions import ChatOutput, parse_chat
 from baton.gateway.completions import CompletionOutput, parse_completion
 from baton.gateway.conversations import ConversationApi
 from baton.gateway.endpoint import Endpoint
-from baton.gateway.errors import failure_at
+from baton.gateway.errors import MODELS_PATH, failure_at
 from baton.gateway.generation import CompletionGeneration, generate
 from baton.gateway.headers import (
     ALLOW_ORIGIN,
@@ -73,7 +73,7 @@ from router.main import ProtocolServer
 
 log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1.0
-_MODEL = "/v1/models/"  # followed by a name
+_MODEL = f"{MODELS_PATH}/"  # followed by a name
 _WITH_IDS = "/v1/files/", "/v1/batches/", "/v1/responses/", "/v1/conversations/"
 _PAGE = Path(__file__).with_name("chat.html").read_bytes()  # a chat in the browser
 
@@ -266,7 +266,7 @@ def _model(service: GenerationService, exchange: HttpExchange) -> answers.ModelC
     for model in _cards(service, exchange):
         if model.id == name:
             return model
-    raise ModelNotFound(f"this router does not serve the model {quoted(name)}")
+    raise service.models.not_found(name)
 
 
 def _ready(service: GenerationService, exchange: HttpExchange) -> answers.Status:
@@ -357,7 +357,7 @@ ROUTES: Routes = {
         Endpoint(parse_detokenize, detokenize),
         "The text of token ids.", answers.Detokenized, ERRORS, openai.DetokenizeRequest,
     )},
-    "/v1/models": _get(
+    MODELS_PATH: _get(
         _models, "The served models.", answers.ModelList, "400", "401", "503", query=ModelsQuery
     ),
     f"{_MODEL}{{model}}": _get(_model, "One model.", answers.ModelCard, "401", "404", "503"),

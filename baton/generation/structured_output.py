@@ -234,7 +234,8 @@ class GrammarCompiler:
         try:
             grammar = _grammar(output)
         except ValueError as error:
-            raise InvalidRequest(f"it cannot be read: {_first_line(str(error))}", FIELD) from error
+            why = f"{_form(output)} cannot be read: {_first_line(str(error))}"
+            raise InvalidRequest(why, FIELD) from error
         matcher = LLMatcher(self._vocabulary, grammar, limits=LIMITS, log_level=0)
         if not matcher.is_error():
             # The first mask takes longest; its lexer states are shared with the copy.
@@ -313,9 +314,13 @@ def _schema_grammar(schema: dict[str, Any]) -> str:
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), JSON_OPTIONS)
 
 
+def _form(output: StructuredOutput) -> str:
+    return next(name for name, value in vars(output).items() if value)
+
+
 def _explained(output: StructuredOutput, error: str) -> str:
     """llguidance's error with the place in the schema."""
-    form, reason = next(name for name, value in vars(output).items() if value), _reason(error)
+    form, reason = _form(output), _reason(error)
     if output.json_schema and not _TOO_COMPLEX.search(error):
         form += f" at {_place_of_error(_schema(output.json_schema)) or 'its root'}"
     return f"{form}: {reason}"

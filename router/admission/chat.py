@@ -480,14 +480,16 @@ def call_arguments(text: str, field: str) -> dict[str, Any]:
     """Arguments of an earlier call, repaired if they are not JSON.
 
     They may have been cut, or written by another model; a conversation must survive one bad call.
-    Raises InvalidRequest if they are another value than an object.
+    null, as some languages write an empty map, is {}. Raises InvalidRequest if they are another
+    value than an object.
     """
     try:
         json.loads(text)
         valid = "\\ud" not in text.lower()  # lone surrogates
     except (ValueError, RecursionError):
         valid = False
-    return _object(text if valid else repaired(text), field)
+    text = text if valid else repaired(text)
+    return {} if text.strip() == "null" else _object(text, field)
 
 
 def _object(text: str, field: str) -> dict[str, Any]:

@@ -17,12 +17,16 @@ SAFETY = 1.25
 DOUBT = 4.0
 
 
+class Late(Overloaded):
+    """The first token of a request, or of an earlier one of its tenant, could not come in time."""
+
+
 def check(
     request: TokenizedRequest, demand: Demand, snapshot: Snapshot, queue: WaitQueue, now: float
 ) -> float:
     """Returns the predicted seconds to the request's first token; 0 if nothing is known yet.
 
-    Raises Overloaded, with the time until it should fit, if its first token would be late, or if
+    Raises Late, with the time until it should fit, if its first token would be late, or if
     its tenant has waiting requests and it would make one of them late. A request that was accepted
     before ends by its deadline only. `now`: time.monotonic().
     """
@@ -57,7 +61,7 @@ def check(
             f"{slack_s:.2f} s to spare and this one takes {prefill_s * SAFETY:.2f} s"
         )
     shortest, longest = RETRY_AFTER_S
-    raise Overloaded(why, min(longest, max(shortest, excess_s)))
+    raise Late(why, min(longest, max(shortest, excess_s)))
 
 
 def why_refused(

@@ -1,6 +1,7 @@
 """Files and batches: what is uploaded is run line by line, whatever happens on the way."""
 
 import asyncio
+import codecs
 import contextlib
 import errno
 import io
@@ -151,6 +152,15 @@ async def test_each_line_is_answered_as_a_request_of_its_own(gateway):
     )
 
 
+async def test_files_may_have_byte_order_marks(gateway):
+    first, last = (codecs.BOM_UTF8 + jsonl([line(number)]) for number in range(2))
+    text = first + jsonl([line(2)]) + last.rstrip() + b"\r\n" + codecs.BOM_UTF8
+    batch = await finished(gateway, await create(gateway, text))
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 3)
+    answered, _ = await results(gateway, batch)
+    assert ids(answered) == ["r0", "r1", "r2"]
+
+
 async def test_lines_ask_for_embeddings(gateway):
     seen = gateway.watch()
     url, body = "/v1/embeddings", {"input": [3, 4]}
@@ -265,12 +275,14 @@ async def test_a_batch_with_a_wrong_line_fails_and_names_it(gateway, settings, m
     for text, number, message in (
         (jsonl([line(0), line(0)]), 2, "an earlier line has this custom_id"),
         (jsonl([line(0), line(1, url="/v1/chat/completions")]), 2, "the batch is for /v1/comp"),
-        (jsonl([line(0, body=[1])]), 1, "Expected `object`"),
-        (jsonl([{**line(0), "method": "GET"}]), 1, "$.method"),
-        (jsonl([{**line(0), "custom_id": ""}]), 1, "$.custom_id"),
+        (jsonl([line(0, body=[1])]), 1, "body: expected `object`, got `array`"),
+        (jsonl([{**line(0), "method": "GET"}]), 1, "method: invalid enum value 'GET'"),
+        (jsonl([{**line(0), "custom_id": 5}]), 1, "custom_id: expected `str`, got `int`"),
+        (jsonl([{"custom_id": "a"}]), 1, "method is missing"),
+        (b"[]", 1, "the line must be a JSON object"),
         (b"\n\n" + jsonl([line(0)])[:-3], 3, "truncated"),
         (jsonl([line(0, body={"prompt": "\ud83d"})]), 1, r"\ud83d is half of a surrogate pair"),
-        (jsonl([line(0)])[:-3].partition(b"{\"prompt")[0] + b"[" * 2000, 1, "recursion"),
+        (jsonl([line(0)])[:-3].partition(b"{\"prompt")[0] + b"[" * 2000, 1, "nested too deeply"),
         (b'{"custom_id":"a","method":"POST","url":"' + URL.encode() + b'","body":{"\xff":1}}', 1,
          "utf-8"),
         (jsonl([line(0)]) + b" " * 3000 + jsonl([line(1)]), 2, "at most 2500 bytes"),
@@ -296,6 +308,11 @@ async def test_a_batch_that_cannot_be_is_refused(gateway):
         ({"input_file_id": "file-" + "0" * 24}, 404, None),
         ({"input_file_id": "../../etc/passwd"}, 404, None),
         ({"input_file_id": None}, 400, "input_file_id"),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 3600}},
+            400,
+            "output_expires_after",
+        ),
     ):
         answer = await gateway.post("/v1/batches", {**good, **body})
         found = (answer.json()["error"]["param"] or "").removesuffix("[...]") or None
@@ -403,6 +420,11 @@ async def test_what_a_form_may_be(gateway, monkeypatch):
         (FILE + FILE + PURPOSE + END, 400, "one file"),
         (FORM % (b"x", b"", b"x" * 5000) + END, 413, "4500 bytes"),
         (PURPOSE + PURPOSE + FILE + END, 400, "purpose must be batch"),
+        (
+            FILE + PURPOSE + FORM % (b"expires_after[seconds]", b"", b"9") + END,
+            400,
+            "expires_after is not supported",
+        ),
         (b"nonsense", 400, "is not a form"),
         (b"--b\r\nx: " + b"y" * 4300, 400, "is not a form"),
         (b"", 400, "ends before"),

@@ -352,6 +352,12 @@ async def test_settings_reach_the_workers_and_defaults_are_openais(gateway):
     assert not default.HasField("logprobs") and not default.ignore_eos
 
 
+async def test_a_top_p_of_0_leaves_the_likeliest_token_alone(gateway):
+    assert (await gateway.complete(top_p=0)).status_code == 200
+    (sampling,) = (sequence.sampling for sequence in sequences(gateway))
+    assert 0 < sampling.top_p < 1e-5
+
+
 async def test_priority_target_and_salt_reach_the_router(gateway):
     seen = gateway.watch()
     for value in ("low", "normal", "high", 1, 0, -1, None):

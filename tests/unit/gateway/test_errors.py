@@ -1,6 +1,7 @@
 """Errors as callers get them: OpenAI's format, the field, when to retry."""
 
 import asyncio
+import codecs
 import contextlib
 import functools
 import gzip
@@ -76,7 +77,7 @@ BAD = [
     ({"prompt": "a" * (1 << 16), "n": 128}, "n"),
     ({"prompt": ["a"] * 9, "n": 128}, "n"),
     *(({name: bad}, name) for name, bad in {
-        "temperature": "hot", "top_p": 0, "n": True, "suffix": "x", "min_tokens": 6,
+        "temperature": "hot", "top_p": -0.1, "n": True, "suffix": "x", "min_tokens": 6,
         "max_tokens": 0, "logprobs": 21, "logit_bias": {"a": 1}, "stop": ["a"] * 17,
         "stop_token_ids": [999],
         "seed": 1 << 64, "priority": "urgent", "stream_options": {"include_usage": True},
@@ -104,6 +105,8 @@ BAD = [
     ({"model": "\ud800"}, None),
 ]  # fmt: skip
 BAD_CHATS = [
+    ({"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+     "response_format.schema"),
     ({"messages": []}, "messages"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
@@ -203,6 +206,7 @@ async def test_a_body_is_json_under_any_content_type(gateway):
     body = json.dumps({"prompt": "a", "max_tokens": 2})
     for kind in ("application/x-www-form-urlencoded", "text/plain", None):
         assert (await post(body, kind)).status_code == 200
+    assert (await post(codecs.BOM_UTF8 + body.encode())).status_code == 200
     error = error_of(await gateway.client.post("/v1/completions", data={"prompt": "a"}), 400)
     assert "content-type is 'application/x-www-form-urlencoded'" in error["message"]
 
@@ -220,6 +224,7 @@ async def test_unknown_paths_methods_and_models(gateway):
     for response in (await gateway.complete(model="x"), await gateway.client.get("/v1/models/x")):
         error = error_of(response, 404)
         assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert error["message"] == "model 'x' is not served here; 'tiny' is"
 
 
 TAKEN = errors.InvalidRequest("another adapter is loaded as a", "name")
@@ -324,6 +329,16 @@ async def test_keys_are_the_tenants(gateway_of, tmp_path):
     assert "is for operators" in error_of(response, 401)["message"]
     # Without a key, nothing of a body is read.
     assert b" 401 " in await answer_to_half_a_body(gateway)
+
+
+async def test_a_tenant_is_told_that_it_wanted_the_first_token_too_early(gateway_of, tmp_path):
+    gateway = await gateway_of(tenants=tenants_of(tmp_path, "[default]"))
+    (prefill,) = gateway.cluster.prefills
+    prefill.tell(prefill_tokens_per_s=1000, queue_tokens=100_000)
+    await gateway.cluster.until(lambda s: any(view.load.queue_tokens for view in s.workers))
+    refused = await gateway.complete(ttft_target_ms=1)
+    assert "ttft_target_ms" in error_of(refused, 429)["message"]
+    assert "tokens" not in refused.text and refused.headers["retry-after"]
 
 
 async def answer_to_half_a_body(gateway):
@@ -617,6 +632,7 @@ async def test_bodies_are_decompressed_or_refused_where_they_are_not_what_is_sai
             assert response.headers["accept-encoding"] == "gzip, deflate"
 
 
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 LONG = [1] * 40  # of 32 tokens that the context holds
 
 
@@ -629,6 +645,8 @@ async def test_what_does_not_fit_in_the_context_is_told_in_openais_words(gateway
         ("completions", {"prompt": PROMPT, "max_tokens": 32}, "max_tokens"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a" * 99}]}, "messages"),
         ("responses", {"input": "a" * 99}, "input"),
+        ("chat/completions", {**CHAT, "max_completion_tokens": 99}, "max_completion_tokens"),
+        ("chat/completions", {**CHAT, "max_tokens": 99}, "max_tokens"),
         ("responses", {"input": "a", "max_output_tokens": 99}, "max_output_tokens"),
         ("embeddings", {"input": LONG}, "input"),
     ):
@@ -641,6 +659,8 @@ async def test_what_does_not_fit_in_the_context_is_told_in_openais_words(gateway
             assert (error["code"], error["param"]) == ("context_length_exceeded", param)
             told = "This model's maximum context length is 32 tokens. However, "
             assert error["message"].startswith(told), (path, body)
+            if param.endswith("_tokens"):
+                assert error["message"].startswith(f"{told}{param} is {body[param]}, but")
 
 
 async def test_what_would_be_kept_of_a_body_is_bounded(gateway):

@@ -20,6 +20,7 @@ TOOLS = [
 USER = {"role": "user", "content": "Hi"}
 ASKED = {"model": "tiny", "max_tokens": 200, "messages": [USER]}
 BLOCKS = [("thinking", "Hm."), ("text", "See:"), ("tool_use", {"a": 1}), ("tool_use", {})]
+CUT_IN_A_TEXT = '<tool_call>{"name": "f", "arguments": {"path": "/tm'
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 
 
@@ -239,10 +240,13 @@ def test_settings_are_those_of_a_chat():
         ("abc", None, {}, ("end_turn", None, [("text", "abc")])),
         ("abc", LENGTH, {"max_tokens": 3}, ("max_tokens", None, [("text", "abc")])),
         (CALLS.partition("1}}")[0], LENGTH, {"tools": TOOLS},
-         ("max_tokens", None, [*BLOCKS[:2], ("tool_use", {"a": None})])),
+         ("max_tokens", None, [*BLOCKS[:2], ("tool_use", {})])),
+        (CUT_IN_A_TEXT, LENGTH, {"tools": TOOLS}, ("max_tokens", None, [("tool_use", {})])),
+        (CALLS.partition("}\n")[0], LENGTH, {"tools": TOOLS},
+         ("max_tokens", None, BLOCKS[:3])),
         ("<think>", LENGTH, {}, ("max_tokens", None, [])),
         (CALLS, None, {"tools": TOOLS, "stop_sequences": ["1}"]},
-         ("stop_sequence", "1}", [*BLOCKS[:2], ("tool_use", {"a": None})])),
+         ("stop_sequence", "1}", [*BLOCKS[:2], ("tool_use", {})])),
         (CALLS, None, {"tools": TOOLS, "stop_sequences": ["\n</tool_call>\n"]},
          ("tool_use", None, BLOCKS[:3])),
     ],
@@ -257,7 +261,7 @@ async def test_why_an_output_ended(says, said, reason, asked, expected):
     assert (streamed.stop_reason, streamed.stop_sequence) == found[:2]
     assert found[:2] == expected[:2] and len(found[2]) == len(expected[2])
     assert found[2] == expected[2]
-    if ("tool_use", {"a": None}) not in found[2]:  # a cut call is streamed as far as it came
+    if ("tool_use", {}) not in found[2]:  # a cut call is streamed as far as it came
         assert shown(streamed.content) == expected[2]
 
 
@@ -361,6 +365,8 @@ async def test_a_bad_field_is_refused_by_its_name_here(says):
         ({"messages": [{"role": "user", "content": "x" * 20000}]}, "prompt is too long"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "intger"}}}},
          "output_config.format"),
+        ({"tools": [{"type": "web", "name": "w"}], "tool_choice": {"type": "any"}},
+         "tool_choice: required calls need a function, not tools that are no functions: web"),
     ):  # fmt: skip
         body = {name: value for name, value in {**ASKED, **fields}.items() if value is not None}
         response = await gateway.post("/v1/messages", body)
@@ -392,6 +398,9 @@ async def test_refusals_are_in_anthropics_format(gateway_of, tmp_path):
         with pytest.raises(anthropic.BadRequestError, match="anthropic-version"):
             old = {"anthropic-version": "2023-01-01"}
             await client.messages.create(**ASKED, extra_headers=old)
+        with pytest.raises(anthropic.NotFoundError) as unknown:
+            await client.models.retrieve("no")
+        assert unknown.value.type == "not_found_error" and unknown.value.body["request_id"]
         with pytest.raises(anthropic.NotFoundError) as unknown:
             given = {"x-request-id": "mine"}
             await client.messages.create(**{**ASKED, "model": "no"}, extra_headers=given)

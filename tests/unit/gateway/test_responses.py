@@ -372,6 +372,35 @@ async def test_a_failure_ends_the_stream_with_what_was_done(says, monkeypatch):
     assert shown(failed.response.output) == ITEMS
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("abc", [("message", None, "abc", "incomplete")]),
+        ("<think>Hm.", [("reasoning", None, "Hm.", "incomplete")]),
+        (CALLS.partition("1}}")[0],
+         [*ITEMS[:2], ("function_call", "f", '{"a": ', "incomplete")]),
+    ],
+)  # fmt: skip
+async def test_a_failure_within_an_item_keeps_what_it_has(says, monkeypatch, said, expected):
+    gateway = await says(said, common_pb2.FINISH_REASON_LENGTH)  # which completes nothing
+    put = ItemsOutput.put
+
+    def fail_at_the_end(self, piece):
+        put(self, piece._replace(finish_reason=0))
+        if piece.finish_reason:
+            raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(ItemsOutput, "put", fail_at_the_end)
+    async with client_of(gateway) as client:
+        stream = await client.responses.create(model="tiny", input="Hi", tools=TOOLS, stream=True)
+        events = [event async for event in stream]
+    failed = events[-1]
+    assert failed.type == "response.failed" and shown(failed.response.output) == expected
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = [event.delta for event in events if event.type.endswith(".delta")]
+    assert "".join(deltas).endswith(expected[-1][2])
+
+
 async def test_a_failure_before_any_output_is_an_error_event(gateway, monkeypatch):
     monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
     await gateway.cluster.fill()
@@ -487,6 +516,7 @@ WRONG = [
     ({"tools": [{"type": "mcp"}, {"type": "function", "name": "a b"}]}, "tools[1].name"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "h"}}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
     ({"text": {"format": {"type": "json_schema", "schema": {"type": "intger"}}}},
      "text.format"),
     *((with_grammar(**form), f"tools[0].format.{param}") for form, param in WRONG_GRAMMARS),

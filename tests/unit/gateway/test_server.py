@@ -858,6 +858,24 @@ def test_a_port_in_use_is_an_error_before_anything_starts():
         listen("no.such.host.invalid", 0, "HTTP", "--http-port")
 
 
+async def test_no_line_break_of_unicode_is_within_an_event(says):
+    said, messages = "a\u2028b\u2029c\x85é", [{"role": "user", "content": "Hi"}]
+    gateway = await says(said)
+    for path, body, text_of in (
+        ("completions", {"prompt": "Hi"}, lambda event: event["choices"][0]["text"]),
+        ("chat/completions", {"messages": messages},
+         lambda event: event["choices"][0]["delta"].get("content", "")),
+        ("responses", {"input": "Hi"}, lambda event: event.get("delta", "")),
+        ("messages", {"messages": messages, "max_tokens": 100},
+         lambda event: event.get("delta", {}).get("text", "")),
+    ):  # fmt: skip
+        response = await gateway.post(f"/v1/{path}", {**body, "stream": True})
+        lines = response.text.splitlines()
+        events = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+        assert "".join(text_of(json.loads(event)) for event in events) == said, path
+        assert all(line == "" or line.startswith(("data: ", "event: ")) for line in lines), path
+
+
 TEXTS = ["a", '"quoted"\\\n', "\u2028 é 🙂", "", "\x00\x7f", "<|end|>"]
 
 

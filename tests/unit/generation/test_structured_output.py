@@ -152,6 +152,7 @@ BAD_OTHERS = [
     (StructuredOutput(regex="a(?=b)"), "regex: at character 2 of the pattern: look-around"),
     (StructuredOutput(grammar='start: "a" b'), 'grammar: line 1, column 8: unknown name: "b"'),
     (StructuredOutput(grammar='root ::= "a'), "line 1"),
+    (StructuredOutput(grammar="::= a"), "grammar cannot be read: Failed to convert"),
     (StructuredOutput(grammar="start: start"), "nothing matches it"),
     (StructuredOutput(regex="(?:a?b?c?)*" * 5000), "regex: it is too complex, make it simpler"),
 ]

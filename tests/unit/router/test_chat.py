@@ -195,6 +195,13 @@ CONCATENATED = (
 )
 
 
+@pytest.mark.parametrize("written", ["null", " null\n", "None", ""])
+async def test_arguments_that_are_null_are_an_empty_object(admission_of, written):
+    called = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": written}]}
+    messages, *_ = await shown(admission_of(), called, tools=TOOLS)
+    assert messages[0]["tool_calls"][0]["function"]["arguments"] == {}
+
+
 async def test_a_template_that_takes_arguments_as_a_text_gets_a_text(admission_of):
     admission = admission_of(CONCATENATED)
     called = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a":  "é"}'}]}
