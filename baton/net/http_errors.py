@@ -26,6 +26,10 @@ class HttpError(Exception):
         self.headers = headers
 
 
+class ServerFull(errors.Unavailable):
+    """The server has as many connections, or requests, as it may."""
+
+
 _INVALID = "invalid_request_error"
 # (status, type, code) of each error; the first match wins.
 _STATUSES: list[tuple[type[Exception], tuple[int, str, str | None]]] = [
