@@ -340,6 +340,8 @@ class Snapshot:
         return "" if served else self._why_no_pair()
 
     def _why_no_pair(self) -> str:
+        if not self.workers:  # one of any role would do
+            return "no worker is ready (none is registered)"
         for name, role, ready in (
             ("prefill", _DECODE, self.prefills),
             ("decode", _PREFILL, self.decodes),

@@ -571,7 +571,7 @@ async def test_names_of_workers_and_sizes_of_queues_are_for_operators(
         await router.cluster.leave(one)
     for begun in (waiting, None):
         error = await failure_of(begun or generate())
-        refused.append((error, "no prefill worker is ready (none is registered)"))
+        refused.append((error, "no worker is ready (none is registered)"))
     for error, text in refused:
         assert (text in error.details()) == shown, error.details()
         assert retry_after_s(error) > 0
