@@ -38,7 +38,7 @@ async def load(
     versions = versions or [models.resolve(model, "").version]
     workers = [one for one in _workers(versions) if one.ready]
     if not workers:
-        raise Unavailable(f"no worker is ready: {versions[0].why_not_ready}")
+        raise Unavailable(versions[0].why_not_ready)
     call = worker_pb2.LoadAdapterRequest(name=request.name, directory=request.directory)
     return await _on_all(
         workers, timeout_s, lambda stub, left_s: stub.LoadAdapter(call, timeout=left_s)

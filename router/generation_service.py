@@ -27,6 +27,7 @@ from baton.errors import (
     RetryableError,
     Stale,
     TransferFailed,
+    Unauthenticated,
     Unavailable,
 )
 from baton.telemetry import propagation, tracing
@@ -246,6 +247,16 @@ class GenerationService:
             self.running -= 1
             if not self.running:
                 self._idle.set()
+
+    def refused(self, error: Exception, caller: Caller | None = None) -> None:
+        """Counts a request that `error` ended before `generate`; `caller`: None if not known."""
+        record = RequestRecord()
+        if caller is not None:
+            record.request_id = caller.own_id or secrets.token_hex(8)
+            record.callers_id = caller.request_id
+            with contextlib.suppress(Unauthenticated):
+                record.tenant = self.tenant_of(caller).name
+        self.stats.refused(record, error)
 
     async def _generate(
         self,

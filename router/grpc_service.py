@@ -29,6 +29,7 @@ from router.output.sink import Piece, UnreadLimit
 from router.shared_state import SharedState
 
 _TENANT_METHODS = "/baton.v1.InferenceService/"
+_GENERATE = f"{_TENANT_METHODS}Generate"
 _OPERATOR_METHODS = (
     "/baton.v1.FleetService/", "/baton.v1.RouteService/", "/baton.v1.TraceService/",
     "/grpc.reflection.",
@@ -264,6 +265,16 @@ def authorize(tenants: Tenants, method: str, context: Any) -> None:
         tenants.check_admin(keys)
     else:
         rpc.authorize_role(method, context)
+
+
+def authorize_counted(service: GenerationService, method: str, context: Any) -> None:
+    """As `authorize`; a request that is refused counts among those of `service`."""
+    try:
+        authorize(service.tenants, method, context)
+    except Unauthenticated as error:
+        if method == _GENERATE:
+            service.refused(error, caller_of(context))
+        raise
 
 
 def caller_of(context: Any) -> Caller:

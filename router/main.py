@@ -39,7 +39,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.liveness import NOT_TRIED, LivenessConfig
 from router.fleet.snapshot import UNREACHABLE
 from router.generation_service import GenerationService
-from router.grpc_service import FleetServicer, InferenceServicer, authorize
+from router.grpc_service import FleetServicer, InferenceServicer, authorize_counted
 from router.models import Models, ModelVersion
 from router.placement import room
 from router.queueing.wait_queue import WaitQueue
@@ -95,7 +95,7 @@ async def _run(
         bind,
         config.host,
         config.port,
-        partial(authorize, tenants),
+        lambda method, context: authorize_counted(service, method, context),
         max_request_bytes=lambda: max_request_bytes(service.max_context),
         reconnect_s=RECONNECT_S,
     )

@@ -172,6 +172,8 @@ class Models:
                 self._get(*key, next(filter(_is_described, groups[key].values())).text_fingerprint)
         for key, version in self.versions.items():
             mine = groups.get(key, {})
+            if version.membership.records and not mine:
+                log.info("%s has no workers left", version)
             missing = membership.missing & mine.keys()
             version.membership.publish(mine, connected=membership.connected, missing=missing)
         reason = f"its model has no --model at this router, which serves {', '.join(self.names)}"
@@ -207,7 +209,6 @@ class Models:
             if replaced and not version.membership.records and not version.running:
                 version.membership.close()
                 del self.versions[key]
-                log.info("%s has no workers left", version)
 
     def _announce(self) -> None:
         self.changed.set()

@@ -149,10 +149,10 @@ def _encoded(values: array.array[float], parsed: ParsedEmbeddings) -> list[float
 ROUTES: Routes = {
     "/v1/embeddings": {"POST": Operation(
         Endpoint(parse_embeddings, embed),
-        "Embed texts.", answers.Embeddings, ERRORS, openai.EmbeddingRequest,
+        "Embed texts.", answers.Embeddings, ERRORS, openai.EmbeddingRequest, runs=True,
     )},
     "/pooling": {"POST": Operation(
         Endpoint(parse_pooling, pool),
-        "Embed or classify texts.", PoolingAnswer, ERRORS, PoolingRequest,
+        "Embed or classify texts.", PoolingAnswer, ERRORS, PoolingRequest, runs=True,
     )},
 }  # fmt: skip

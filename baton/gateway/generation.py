@@ -107,6 +107,7 @@ class Generation(ABC):
             self.release()
 
     async def _run_choices(self) -> None:
+        self.exchange.is_counted = True
         await run_choices(self.service, self.parsed, self.caller, self.sinks, self.target)
 
     async def _whole(self) -> None:

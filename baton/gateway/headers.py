@@ -38,8 +38,11 @@ _EXPOSED = (
 )
 
 
-def caller_of(exchange: HttpExchange) -> Caller:
-    """The caller's key, trace and deadline. Raises InvalidRequest for an invalid deadline."""
+def caller_of(exchange: HttpExchange, *, timed: bool = True) -> Caller:
+    """The caller's key, trace and, if `timed`, deadline.
+
+    Raises InvalidRequest for an invalid deadline.
+    """
     headers, metadata = exchange.headers, _trace_of(exchange)
     if (key := headers.get(b"authorization")) is not None:
         metadata.append(("authorization", key))
@@ -49,7 +52,7 @@ def caller_of(exchange: HttpExchange) -> Caller:
         metadata.append((CALLERS_ID, request_id.decode("latin-1")))
     return Caller(
         tuple(metadata),
-        _deadline_of(headers.get(TIMEOUT_HEADER.encode())),
+        _deadline_of(headers.get(TIMEOUT_HEADER.encode())) if timed else None,
         own_id=exchange.request_id,
         unread_bytes=lambda: exchange.unread_bytes,
     )

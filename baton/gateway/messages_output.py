@@ -274,7 +274,7 @@ ROUTES: Routes = {
     MESSAGES_PATH: {"POST": Operation(
         Endpoint(parse_message, answer_message),
         "Answer a conversation, in Anthropic's format.", MessageAnswer, MESSAGE_ERRORS,
-        MessagesRequest, streams=True, error=MessageError,
+        MessagesRequest, streams=True, error=MessageError, runs=True,
     )},
     f"{MESSAGES_PATH}/count_tokens": {"POST": Operation(
         Endpoint(parse_count_tokens, count_tokens),

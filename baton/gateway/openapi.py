@@ -84,6 +84,7 @@ class Operation:
     query: type | None = None
     streams: bool = False  # if the body has `stream`
     error: type = answers.Error
+    runs: bool = False  # on workers: counted among the router's requests
 
 
 Routes = Mapping[str, Mapping[str, Operation]]  # by path and method

@@ -79,6 +79,7 @@ async def run_inputs(inputs: InputRequests, call: Call) -> Answered:
     target = call.service.resolve(base.model, base.session, call.caller)
     sinks = [_FinishSink(call) for _ in range(parsed.num_prompts)]
     try:
+        call.exchange.is_counted = True
         await run_choices(call.service, parsed, call.caller, sinks, target)
     except InvalidRequest as error:
         raise error.renamed(parsed.fields.get(error.field, error.field)) from error

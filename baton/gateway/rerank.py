@@ -295,16 +295,17 @@ def _pair(query: str, document: str, instruction: str | None) -> inference_pb2.C
 
 _score = {"POST": Operation(
     Endpoint(parse_score, score),
-    "Score pairs of texts.", Scores, ERRORS, ScoreRequest,
+    "Score pairs of texts.", Scores, ERRORS, ScoreRequest, runs=True,
 )}  # fmt: skip
 _rerank = {"POST": Operation(
     Endpoint(parse_rerank, rerank),
     "Order documents by their relevance for a query.", Ranking, ERRORS, RerankRequest,
+    runs=True,
 )}  # fmt: skip
 ROUTES: Routes = {
     "/classify": {"POST": Operation(
         Endpoint(parse_classify, classify),
-        "Classify texts.", Classifications, ERRORS, ClassifyRequest,
+        "Classify texts.", Classifications, ERRORS, ClassifyRequest, runs=True,
     )},
     **dict.fromkeys(("/score", "/v1/score"), _score),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _rerank),

@@ -283,6 +283,7 @@ ROUTES: Routes = {
     "/v1/responses": {"POST": Operation(
         lambda owner, exchange: owner.create(owner.service, exchange),
         "Answer a conversation.", Response, (*ERRORS, "507"), ResponsesRequest, streams=True,
+        runs=True,
     )},
     "/v1/responses/input_tokens": {"POST": Operation(
         lambda owner, exchange: owner.count(owner.service, exchange),

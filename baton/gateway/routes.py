@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from baton.config import ApiConfig, RouterConfig
-from baton.errors import InvalidRequest, Unavailable, quoted
+from baton.errors import InternalError, InvalidRequest, Unavailable, quoted
 from baton.gateway import (
     adapters,
     answers,
@@ -66,7 +66,7 @@ from baton.gateway.tokenize import (
     tokenize,
 )
 from baton.net import http_server
-from baton.net.http_errors import Header, HttpError
+from baton.net.http_errors import Failure, Header, HttpError, ServerFull, failure_of
 from baton.net.http_server import HttpExchange
 from router.generation_service import GenerationService
 from router.main import ProtocolServer
@@ -104,7 +104,7 @@ async def serving(
             listener,
             config.max_http_connections,
             config.allowed_hosts,
-            failure_at=failure_at,
+            failure_at=app.failure_at,
         ) as port,
         app.batches.running(),
         app.responses.running(),
@@ -166,6 +166,30 @@ class App:
             for owner, routes in owners
             for path, methods in routes.items()
         }
+        self._run_paths = {
+            path
+            for _, routes in owners
+            for path, methods in routes.items()
+            if "POST" in methods and methods["POST"].runs
+        }
+
+    def failure_at(self, exchange: HttpExchange | None, error: Exception) -> Failure:
+        """The answer to what `error` ended, which is counted unless the service has done that.
+
+        Where a connection is refused there is no exchange; what it would have asked counts as one
+        request. What is not HTTP is not counted.
+        """
+        if exchange is None:
+            if not isinstance(error, HttpError):
+                self._service.refused(error)
+            return failure_of(error)
+        is_run = exchange.method == "POST" and exchange.path.rstrip("/") in self._run_paths
+        if is_run and not exchange.is_counted:
+            cause = error
+            if isinstance(error, HttpError):
+                cause = (InvalidRequest if error.status < 500 else InternalError)(str(error))
+            self._service.refused(cause, caller_of(exchange, timed=False))
+        return failure_at(exchange, error)
 
     async def __call__(self, exchange: HttpExchange) -> None:
         exchange.path = exchange.path.rstrip("/") or "/"
@@ -190,7 +214,7 @@ class App:
 
     async def _post(self, handler: Handler, exchange: HttpExchange) -> None:
         if self._num_posts >= self._max_posts:
-            raise Unavailable("the router has too many HTTP requests: try again", _RETRY_AFTER_S)
+            raise ServerFull("the router has too many HTTP requests: try again", _RETRY_AFTER_S)
         self._num_posts += 1
         try:
             await handler(exchange)
@@ -332,10 +356,12 @@ ROUTES: Routes = {
     "/v1/completions": {"POST": Operation(
         Endpoint(parse_completion, partial(generate, _completion)),
         "Continue prompts.", answers.Completion, ERRORS, openai.CompletionRequest, streams=True,
+        runs=True,
     )},
     "/v1/chat/completions": {"POST": Operation(
         Endpoint(parse_chat, partial(generate, _chat)),
         "Answer a chat.", answers.ChatCompletion, ERRORS, openai.ChatRequest, streams=True,
+        runs=True,
     )},
     "/v1/completions/render": {"POST": Operation(
         Endpoint(parse_completion, render),

@@ -26,7 +26,11 @@ class HttpError(Exception):
         self.headers = headers
 
 
-_INVALID = "invalid_request_error"
+class ServerFull(errors.Unavailable):
+    """The server has as many connections, or requests, as it may."""
+
+
+_INVALID, _SERVER = "invalid_request_error", "server_error"
 # (status, type, code) of each error; the first match wins.
 _STATUSES: list[tuple[type[Exception], tuple[int, str, str | None]]] = [
     (errors.ContextOverflow, (400, _INVALID, CONTEXT_OVERFLOW)),
@@ -37,7 +41,7 @@ _STATUSES: list[tuple[type[Exception], tuple[int, str, str | None]]] = [
     (errors.Unavailable, (503, "service_unavailable_error", "unavailable")),
     (errors.DeadlineExceeded, (504, "timeout_error", "deadline_exceeded")),
     (errors.Cancelled, (CLIENT_GONE, "cancelled_error", "cancelled")),
-    (errors.BatonError, (500, "server_error", None)),
+    (errors.BatonError, (500, _SERVER, None)),
 ]
 
 
@@ -55,7 +59,8 @@ def failure_of(error: Exception) -> Failure:
     text, param = str(error), None
     headers: tuple[Header, ...] = ()
     if isinstance(error, HttpError):
-        status, kind, code, headers = error.status, _INVALID, None, error.headers
+        kind = _INVALID if error.status < 500 else _SERVER
+        status, code, headers = error.status, None, error.headers
     elif isinstance(error, errors.BatonError):
         status, kind, code = next(row for cls, row in _STATUSES if isinstance(error, cls))
         if isinstance(error, errors.ModelNotFound):
@@ -74,7 +79,7 @@ def failure_of(error: Exception) -> Failure:
             if error.retry_after_s > 0:
                 headers += ((b"retry-after-ms", b"%d" % (error.retry_after_s * 1000)),)
     else:
-        status, kind, code = 500, "server_error", None
+        status, kind, code = 500, _SERVER, None
         log.error("unexpected error in an HTTP request", exc_info=error)
         text = f"unexpected {type(error).__name__}: {error}"
     details = {"message": text, "type": kind, "param": param, "code": code}

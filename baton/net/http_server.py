@@ -41,13 +41,19 @@ import httptools
 from baton.config import join_address
 from baton.errors import (
     ENDINGS,
-    Unavailable,
     as_exception,
     quoted,
     without_frames,
 )
 from baton.net import listening, tls
-from baton.net.http_errors import JSON_TYPE, Failure, Header, HttpError, failure_of
+from baton.net.http_errors import (
+    JSON_TYPE,
+    Failure,
+    Header,
+    HttpError,
+    ServerFull,
+    failure_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +116,7 @@ class HttpExchange:
         self.query = query  # behind the path's question mark, encoded
         self.keep_alive = keep_alive
         self.started = False  # to be answered
+        self.is_counted = False  # among the application's requests, with its end
         self.answer_headers: dict[bytes, bytes] = {}  # of its answer, whatever that will be
         self.writable = writable  # while the client reads what it is sent
         self._transport = transport
@@ -276,7 +283,8 @@ class HttpExchange:
 
 
 Answer = Callable[[HttpExchange], Coroutine[Any, Any, None]]
-FailureAt = Callable[[HttpExchange, Exception], Failure]  # formats an error as the answer
+# Formats an error as the answer; without an exchange, that to a connection, or to what is no HTTP.
+FailureAt = Callable[[HttpExchange | None, Exception], Failure]
 
 
 _inherited: dict[int, socket.socket] = {}  # listening, by their ports
@@ -470,7 +478,7 @@ class Connection(asyncio.Protocol):
         self.transport = transport
         self._port.connections.add(self)
         if len(self._port.connections) > self._port.max_connections:
-            self._refuse(Unavailable("too many connections", 1.0))
+            self._refuse(ServerFull("too many connections", 1.0))
         else:
             self._expect("request", HEADERS_TIMEOUT_S)
 
@@ -719,7 +727,8 @@ class Connection(asyncio.Protocol):
         """Sends the reason, unless that would land within or behind an answer, and hangs up."""
         answered = self._expected == "body" and not self._exchanges
         if not answered and not self._waits_for_us:
-            failure = failure_of(error)
+            exchange = self._exchanges[0] if self._exchanges else None
+            failure = self._port.failure_at(exchange, error)
             length = (b"content-length", b"%d" % len(failure.body))
             head = _head(failure.status, [*failure.headers, JSON_TYPE, length, _CLOSE])
             self.transport.write(head + failure.body)

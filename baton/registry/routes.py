@@ -35,15 +35,20 @@ class RouteTable:
         self._take(await self._client.connect(self._prefix))
 
     async def follow(self) -> None:
-        """Applies changes until cancelled."""
-        backoff = Backoff()
+        """Applies changes until cancelled. An outage is logged at its beginning and its end."""
+        backoff, connected = Backoff(), True
         while True:
             try:
                 listing = await self._client.range(self._prefix)
                 self._take(listing)
+                if not connected:
+                    log.info("following the routes again")
+                connected = True
                 await self._listen(listing.header.revision, backoff)
             except BatonError as error:
-                log.warning("routing by the last known routes: %s", error)
+                if connected:
+                    log.warning("routing by the last known routes: %s", error)
+                connected = False
             await backoff.wait()
 
     async def write(self, name: str, route: ModelRoute | None) -> bool:

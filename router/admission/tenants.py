@@ -16,7 +16,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -284,8 +284,9 @@ class Tenants:
             await asyncio.sleep(_RELOAD_S)
             try:
                 if changed := await asyncio.to_thread(self._file.read_changed):
-                    before, admins = set(self._by_digest), self._admins
+                    before, admins, limits = set(self._by_digest), self._admins, self._limits
                     self._configure(changed)
+                    now = self._limits
                     log.info("%s: tenants are %s", self._file.path, ", ".join(self._names))
                     audit(
                         "tenants changed",
@@ -293,10 +294,21 @@ class Tenants:
                         tenants=",".join(self._names),
                         keys_added=len(set(self._by_digest) - before),
                         keys_removed=len(before - set(self._by_digest)),
+                        limits_changed=",".join(
+                            name for name in now if now[name] != limits.get(name, now[name])
+                        ),
                         operators_keys_changed=self._admins != admins,
                     )
             except ConfigError as error:
                 log.error("tenants stay as they were: %s", error)
+
+    @property
+    def _limits(self) -> dict[str, TenantConfig]:
+        """What the file says of each tenant, without its keys."""
+        return {
+            name: replace(self._known[name].config, key_digests=(), keyless=False)
+            for name in self._names
+        }
 
     def _configure(self, content: TenantsContent) -> None:
         """Applies the file's content.

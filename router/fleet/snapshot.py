@@ -351,6 +351,8 @@ class Snapshot:
             raise ModelNotFound("the adapter that the request names was unloaded")
 
     def _why_no_pair(self) -> str:
+        if not self.workers:  # one of any role would do
+            return "no worker is ready (none is registered)"
         for name, role, ready in (
             ("prefill", _DECODE, self.prefills),
             ("decode", _PREFILL, self.decodes),

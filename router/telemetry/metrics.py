@@ -20,6 +20,7 @@ from baton.errors import (
     Unauthenticated,
     Unavailable,
 )
+from baton.net.http_errors import ServerFull
 from baton.registry.membership import ROLES
 from baton.telemetry import tracing
 from baton.telemetry.metrics.prometheus import Attributes, Recorder
@@ -38,8 +39,8 @@ from router.telemetry.stats import (
 )
 
 CAUSES = (
-    "queue_full", "too_late", "tenant_limit", "tenant_unknown", "no_worker", "draining", "invalid",
-    "deadline", "internal",
+    "overloaded", "queue_full", "too_late", "tenant_limit", "tenant_unknown", "no_worker",
+    "draining", "invalid", "deadline", "internal",
 )  # fmt: skip
 CANARY_DECISIONS = ("stepped", "promoted", "rolled_back")
 _CAUSES_BY_ERROR = (
@@ -221,6 +222,8 @@ def _values_by_label(label: str, counts: Mapping[str, int]) -> list[tuple[float,
 
 
 def _refusal_cause(record: RequestRecord, error: Exception) -> str:
+    if isinstance(error, ServerFull):
+        return "overloaded"
     if isinstance(error, Unavailable):  # a draining router refuses before it checks the key
         return "no_worker" if record.tenant else "draining"
     if isinstance(error, Overloaded):

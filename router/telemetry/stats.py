@@ -184,6 +184,10 @@ class RouterStats:
         else:
             self._end(record, RequestOutcome(OK))
 
+    def refused(self, record: RequestRecord, error: Exception) -> None:
+        """Counts a request that ended with `error` before it had a context."""
+        self._end(record, RequestOutcome(rpc.code_of(error).name, error))
+
     def admitted(self, record: RequestRecord, state: RequestState) -> None:
         """Counts an admitted request."""
         record.state = state

@@ -107,9 +107,10 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "Requests that ended, by gRPC status; CANCELLED where the caller left before its deadline, "
         "or did not read its output.", ("status", "tenant")),
     Instrument("baton.requests.refused", COUNTER, "{request}", (ROUTER,),
-        "Of those, the ones that ended before any work: queue_full, too_late, tenant_limit, "
-        "tenant_unknown, no_worker, draining, invalid, deadline, internal. Requests of batches, "
-        "which are tried again, are not counted.", ("cause",)),
+        "Of those, the ones that ended before any work: overloaded, at a limit of the HTTP server; "
+        "queue_full, too_late, tenant_limit, tenant_unknown, no_worker, draining, invalid, "
+        "deadline, internal. A connection beyond `--max-http-connections` counts as a request. "
+        "Requests of batches, which are tried again, are not counted.", ("cause",)),
     Instrument("baton.requests.served", COUNTER, "{request}", (ROUTER,),
         "Requests that ended OK, by the way their KV came to decode: handed_over by a prefill "
         "worker; local, computed there; cached, computed there beside what its prefix cache had; "

@@ -20,6 +20,7 @@ FOREIGN = ("up", "etcd_server_has_leader", "etcd_mvcc_db_total_size_in_bytes")
 GRAFANA = {"$__rate_interval": "5m", "$job": "prefill", "$instance": ".*"}
 LIST = re.compile(r"label_values\((?P<selector>.+), (?P<label>\w+)\)")
 TTFT = "gen_ai_server_time_to_first_token_seconds"
+DURATION = "gen_ai_server_request_duration_seconds_count"
 
 
 def samples():
@@ -138,7 +139,43 @@ def test_a_query_that_cannot_be_answered_is_an_error(expr, error):
     assert len(found) == (error is not None) and (error or "") in "".join(found)
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool, of Prometheus")
+needs_promtool = pytest.mark.skipif(
+    not shutil.which("promtool"), reason="needs promtool, of Prometheus"
+)
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("file", "title", "failure", "shown"),
+    [
+        ("overview", "Requests that failed", f'{DURATION}{{error_type="X"}}', [0, 0.5]),
+        ("kv-transfer", "Failures", 'baton_kv_transfer_failures_total{reason="X"}', [0, 1 / 60]),
+    ],
+)
+def test_failures_are_shown_as_0_before_the_first(tmp_path, file, title, failure, shown):
+    """Their series begin with it."""
+    page = json.loads((OBSERVABILITY / f"grafana/dashboards/{file}.json").read_text())
+    (panel,) = (one for one in page["panels"] if one["title"] == title)
+    expr = panel["targets"][0]["expr"].replace("$__rate_interval", "5m")
+    series = {f'{DURATION}{{error_type=""}}': "0+1x40", 'baton_kv_blocks{state="free"}': "8x40"}
+    series[failure] = "_x20 0+1x20"
+    tests = [
+        {"expr": f"sum({expr})", "eval_time": time, "exp_samples": [{"labels": "{}", "value": one}]}
+        for time, one in zip(("10m", "35m"), shown, strict=True)
+    ]
+    tests += [
+        {"expr": f"count({expr})", "eval_time": time, "exp_samples": [{"labels": "{}", "value": 1}]}
+        for time in ("10m", "35m")
+    ]
+    given = [{"series": name, "values": values} for name, values in series.items()]
+    asked = {"interval": "1m", "input_series": given, "promql_expr_test": tests}
+    (tmp_path / "tests.yaml").write_text(json.dumps({"tests": [asked]}))
+    argv = ["promtool", "test", "rules", tmp_path / "tests.yaml"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
 @pytest.mark.parametrize(
     "argv",
     [

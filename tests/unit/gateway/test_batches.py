@@ -629,8 +629,9 @@ async def test_a_full_disk_is_named_with_a_507(gateway_of, api, monkeypatch, cap
         await gateway.post("/v1/batches", body, metadata=metadata),
     ):
         assert answer.status_code == 507, answer.text
-        message = answer.json()["error"]["message"]
-        assert str(api.batch_dir) in message and "full" in message
+        error = answer.json()["error"]
+        assert str(api.batch_dir) in error["message"] and "full" in error["message"]
+        assert error["type"] == "server_error"
     assert len((await gateway.client.get("/v1/files")).json()["data"]) == 1
     assert "Traceback" not in caplog.text
     max_pages = 1 << 30

@@ -21,8 +21,11 @@ from baton.gateway.completions import CompletionOutput
 from baton.gateway.routes import frontend
 from baton.net import http_server
 from baton.net.http_server import listen
+from baton.telemetry.metrics.prometheus import Recorder
 from baton.v1 import common_pb2
 from router.output.sink import Piece
+from router.telemetry.access_log import AccessLog
+from router.telemetry.metrics import CAUSES, RouterMetrics
 from router.telemetry.stats import RequestListener
 from tests.tracing import Traces
 from tests.unit.router.scripted_workers import TIMEOUT_S, seen
@@ -259,7 +262,7 @@ async def test_every_answer_has_an_id_that_events_have_too(gateway):
     ]
     ids = [one.headers["x-request-id"] for one in answers]
     assert len(set(ids)) == len(ids) and all(re.fullmatch("[0-9a-f]{16}", one) for one in ids)
-    assert {one.request_id for one in gateway.service.stats.events} == {ids[1], ids[3]}
+    assert {one.request_id for one in gateway.service.stats.events} == set(ids[:5])
     assert answers[-2].json()["id"] == f"cmpl-{ids[-2]}" and f"cmpl-{ids[-1]}" in answers[-1].text
     handoffs = [
         one.sequence.handoff_id for worker in gateway.cluster.prefills for one in worker.requests
@@ -296,7 +299,7 @@ async def test_paths_may_end_with_a_slash(gateway):
     for path in ("/v1/models", "/v1/models/tiny", "/health"):
         plain, slash = [await gateway.client.get(path + end) for end in ("", "/")]
         assert (slash.status_code, slash.content) == (200, plain.content)
-    body = {"prompt": PROMPT, "max_tokens": 1}
+    body = {"prompt": PROMPT, "max_tokens": 5}
     assert (await gateway.post("/v1/completions/", body)).status_code == 200
     assert (await gateway.client.get("/v1/nothing/")).status_code == 404
 
@@ -663,6 +666,77 @@ async def test_connections_and_requests_at_a_time_are_limited(gateway_of):
     assert b"too many connections" in heard
     gateway.decode.run_to_end(*paused[0])
     assert (await first).status_code == 200
+
+
+async def test_each_refusal_is_counted_and_logged_once(gateway_of, tmp_path, caplog, monkeypatch):
+    """Whichever part of the router refuses; not of what runs nothing, as a count of tokens."""
+    text = '[tenants.t]\nkey_files = ["ann"]\n[tenants.one]\nkey_files = ["bob"]\nmax_running = 1'
+    tenants, api = tenants_of(tmp_path, text, "ann", "bob"), ApiConfig(max_http_requests=2)
+    gateway = await gateway_of(tenants=tenants, api=api, host="127.0.0.1")
+    recorder = Recorder("router", {})
+    gateway.service.stats.listeners = (RouterMetrics(recorder, ()), AccessLog(1.0))
+    gateway.client.headers["authorization"] = "Bearer ann"
+    counts, bob = gateway.service.stats.counts, {"authorization": "Bearer bob"}
+    body = {"prompt": PROMPT, "max_tokens": 5}
+
+    def counted():
+        page = recorder.render("text/plain")[1].decode()
+        found = dict(re.findall(r'refused_total{cause="(\w+)".*} (\S+)', page))
+        assert found.keys() == set(CAUSES)
+        return Counter({name: int(float(count)) for name, count in found.items()})
+
+    cases = (
+        (401, "tenant_unknown", "UNAUTHENTICATED", {"headers": {"authorization": "Bearer eve"}}),
+        (404, "invalid", "NOT_FOUND", {"body": {**body, "model": "none"}}),
+        (400, "invalid", "INVALID_ARGUMENT", {"body": {**body, "prompt": {}}}),
+        (400, "invalid", "INVALID_ARGUMENT", {"body": {**body, "prompt": [9999999]}}),
+        (415, "invalid", "INVALID_ARGUMENT", {"headers": {"content-encoding": "br"}}),
+        (403, "invalid", "INVALID_ARGUMENT", {"headers": {"host": "other.example"}}),
+        (400, "invalid", "INVALID_ARGUMENT", {"headers": {"x-request-timeout": "never"}}),
+    )
+    expected, lines = Counter(), []
+    with caplog.at_level("INFO", "baton.access"):
+        for path in ("/v1/completions", "/v1/completions/"):
+            for status, cause, code, sent in cases:
+                answer = await gateway.post(path, **{"body": body, **sent})
+                assert answer.status_code == status
+                expected[cause] += 1
+                tenant = "" if cause == "tenant_unknown" else "t"
+                lines.append((code, tenant))
+                assert counted() == expected, (status, sent)
+        paused = []
+        gateway.decode.runs = [lambda *run: paused.append(run)] * 2
+        first = asyncio.create_task(gateway.post("/v1/completions", body, bob))
+        await seen(lambda: paused)
+        assert (await gateway.post("/v1/completions", body, bob)).status_code == 429
+        second = asyncio.create_task(gateway.post("/v1/completions", body))
+        await seen(lambda: len(paused) == 2)
+        for path in ("/v1/messages", "/v1/embeddings", "/v2/rerank", "/v1/responses"):
+            assert (await gateway.post(path, body)).status_code == 503
+        for path in ("/tokenize", "/v1/messages/count_tokens", "/v1/conversations", "/nowhere"):
+            assert (await gateway.post(path, body)).status_code in (404, 503)
+        for run in paused:
+            gateway.decode.run_to_end(*run)
+        assert {(await first).status_code, (await second).status_code} == {200}
+        monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.2)
+        heard = await said(
+            gateway, POST + b"authorization: Bearer bob\r\ncontent-length: 9\r\n\r\n{"
+        )
+        assert heard.startswith(b"HTTP/1.1 408 ")
+    lines += [("RESOURCE_EXHAUSTED", "one"), *[("UNAVAILABLE", "t")] * 4]
+    lines += [("OK", "one"), ("OK", "t"), ("INVALID_ARGUMENT", "one")]
+    assert counted() == expected + Counter(tenant_limit=1, overloaded=4, invalid=1)
+    logged = [one.fields for one in caplog.records if one.name == "baton.access"]
+    assert Counter((one["status"], one.get("tenant", "")) for one in logged) == Counter(lines)
+    assert all(one["request_id"] for one in logged)
+    assert counts.ended == Counter(status for status, _ in lines)
+
+
+async def test_a_refused_connection_counts_as_a_request(gateway_of):
+    gateway = await gateway_of(api=ApiConfig(max_http_connections=1))
+    assert (await gateway.complete()).status_code == 200  # the client keeps its connection
+    assert b"too many connections" in await said(gateway)
+    assert gateway.service.stats.counts.ended == {"OK": 1, "UNAVAILABLE": 1}
 
 
 CHUNK = b"%x\r\n" % (1 << 16) + b"z" * (1 << 16) + b"\r\n"

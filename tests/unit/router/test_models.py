@@ -177,7 +177,8 @@ def test_a_version_that_cannot_serve_gets_nothing_while_another_can():
     assert world.resolved("chat") == "chat@v2", "requests wait there for its workers"
 
 
-def test_versions_come_and_go_with_their_workers():
+def test_versions_come_and_go_with_their_workers(caplog):
+    caplog.set_level("INFO", "router.models")
     world = World("chat=a", "chat=b", "chat@v9=c", "code=d")
     versions = world.models.versions
     assert versions.keys() == {("chat", ""), ("chat", "v9"), ("code", "")}
@@ -199,6 +200,8 @@ def test_versions_come_and_go_with_their_workers():
     world.publish()
     assert ("chat", "v2") not in versions
     assert ("code", "") in versions, "the last one of a model stays"
+    left = [line for line in caplog.messages if "left" in line]
+    assert left == ["chat@v2 has no workers left"], "not the first one, which had none"
 
 
 def test_a_version_that_a_request_makes_knows_whether_the_registry_is_connected():

@@ -46,6 +46,7 @@ def assigned(view, tokens, virtual_finish):
 @pytest.mark.parametrize(
     ("prefill", "decode", "excluded", "why"),
     [
+        ([], [], {}, "no worker is ready (none is registered)"),
         ([], [worker("d0")], {}, "no prefill worker is ready (none is registered)"),
         (
             [worker("p0")],

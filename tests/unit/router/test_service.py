@@ -40,7 +40,7 @@ from router import grpc_service
 from router.admission.admission import Admission
 from router.admission.tenants import Tenants
 from router.fleet.fleet import Fleet
-from router.grpc_service import FleetServicer, InferenceServicer, authorize
+from router.grpc_service import FleetServicer, InferenceServicer, authorize, authorize_counted
 from router.output import sink
 from router.telemetry.request_span import RequestSpan
 from tests.tracing import Traces
@@ -85,7 +85,7 @@ class Router:
         )
         self.cluster, self.decode = cluster, (*cluster.decodes, None)[0]
         self.service = cluster.service(self.admission)
-        self._server = rpc.server(partial(authorize, tenants))
+        self._server = rpc.server(partial(authorize_counted, self.service))
 
     async def __aenter__(self):
         status = fleet_pb2.RouterStatus(incarnation="router", model="tiny", otlp="http://o:1")
@@ -278,12 +278,17 @@ def test_an_operator_has_a_key_or_where_the_port_asks_for_it_a_certificate_with_
 
 @pytest.mark.parametrize(("key", "answered"), [("t", True), ("", False), ("o", False)])
 async def test_a_key_is_looked_at_before_the_request(router_of, tenants, key, answered):
-    """And before a span, the queue and admission."""
+    """And before a span, the queue and admission; what it refuses is counted as a request."""
     router = await router_of(tenants=tenants)
     method = "/baton.v1.InferenceService/Generate"
     send = router.channel.unary_stream(method, request_serializer=bytes)
     call = send(b"\xff" * 1000, metadata=rpc.bearer(key), timeout=TIMEOUT_S)
     await failure_of(call, "INVALID_ARGUMENT" if answered else "UNAUTHENTICATED")
+    listed = router.stub.ListModels(inference_pb2.ListModelsRequest(), metadata=rpc.bearer(key))
+    with contextlib.nullcontext() if answered else pytest.raises(grpc.RpcError):
+        await listed
+    counted = {} if answered else {"UNAUTHENTICATED": 1}
+    assert router.service.stats.counts.ended == counted
 
 
 async def test_two_keys_are_one_too_many(router_of):
@@ -566,7 +571,7 @@ async def test_names_of_workers_and_sizes_of_queues_are_for_operators(
         await router.cluster.leave(one)
     for begun in (waiting, None):
         error = await failure_of(begun or generate())
-        refused.append((error, "no prefill worker is ready (none is registered)"))
+        refused.append((error, "no worker is ready (none is registered)"))
     for error, text in refused:
         assert (text in error.details()) == shown, error.details()
         assert retry_after_s(error) > 0

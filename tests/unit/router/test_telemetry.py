@@ -19,6 +19,7 @@ from baton.errors import (
     Unauthenticated,
     Unavailable,
 )
+from baton.net.http_errors import ServerFull
 from baton.telemetry import tracing
 from baton.telemetry.metrics import instruments
 from baton.telemetry.metrics.prometheus import Recorder
@@ -374,6 +375,7 @@ def test_goodput_is_counted_by_class_and_not_of_what_callers_did(world):
         (FULL, "queued", "queue_full"),
         (DeadlineExceeded("late"), "queued", "deadline"),
         (RuntimeError("a bug"), "known", "internal"),
+        (ServerFull("too many connections"), "arrived", "overloaded"),
     ],
 )
 def test_refusals_are_counted_by_cause(world, error, step, cause):

@@ -161,6 +161,7 @@ async def test_a_changed_file_keeps_what_its_tenants_use(
             await until(lambda: a.config.max_running == 1)
             (line,) = (one for one in caplog.records if one.name == "baton.audit")
             assert (line.fields["keys_added"], line.fields["keys_removed"]) == (0, 1)
+            assert line.fields["limits_changed"] == "a", "b has gone, and default is new"
             assert tenants.tenant_for(bearer("k")) is a and tenants.tenant_for(()).name == "default"
             with pytest.raises(Overloaded, match="1 requests of this tenant run already"):
                 a.enter(1, 1, 0.0)
