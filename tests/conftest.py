@@ -12,6 +12,8 @@ import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job of a script
     signal.signal(signal.SIGINT, signal.default_int_handler)  # child processes inherit it
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core
     os.environ["OMP_NUM_THREADS"] = "1"
 

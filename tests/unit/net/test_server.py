@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -161,10 +162,13 @@ def stopping(stdin=subprocess.DEVNULL, **settings):
         text=True, pass_fds=[drained], start_new_session=True, cwd=Path(__file__).parents[3],
         **settings,
     )  # fmt: skip
+    late = threading.Timer(WAIT_S, process.kill)  # ends what reads its output
+    late.start()
     try:
         assert process.stdout.readline() == "serves\n"
         yield process, finish
     finally:
+        late.cancel()
         process.kill()
         process.wait()
         process.stdout.close()
