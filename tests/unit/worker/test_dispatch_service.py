@@ -225,7 +225,7 @@ async def test_what_a_slow_router_missed_comes_in_few_messages_with_the_last_loa
             if message.HasField("report"):
                 reports.append(message.report.load.queue_tokens)
     assert names == [str(number) for number in range(sent)], "none is lost or comes twice"
-    assert messages < sent / 2 and reports[-1] == 7
+    assert messages < sent * 3 / 4 and reports[-1] == 7
 
 
 async def test_a_report_is_sent_though_its_timer_fires_early(service, opened):
