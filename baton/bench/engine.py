@@ -94,7 +94,7 @@ def load(settings: EngineConfig) -> Loaded:
 
 
 def most_sequences(loaded: Loaded, tokens: int) -> int:
-    """Most sequences of so many tokens that fit into a batch and the KV cache."""
+    """The number of sequences of `tokens` tokens that a batch and the KV cache hold."""
     layout = loaded.layout
     blocks = layout.groups.most_blocks(tokens, layout.step_tokens)
     return min(loaded.settings.max_batch, layout.num_blocks // blocks)

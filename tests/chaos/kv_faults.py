@@ -88,7 +88,10 @@ class _FaultyLink(SendingEnd):
 
     def close(self) -> None:
         self._inner.close()
-        self._inner, self._sent = SendingEnd(), self._pool  # frees the copy, whoever keeps this
+        self._inner, self._sent = (
+            SendingEnd(),
+            self._pool,
+        )  # frees the copy before the garbage collector
 
     def put(self, local: Slots, remote: Slots, checksum: Checksum, timeout_s: float) -> None:
         blocks = list(local.block_ids)

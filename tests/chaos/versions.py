@@ -174,7 +174,7 @@ class Changes:
         return await self._done(lambda client: client.start_canary(NAME, SECOND, **steps))
 
     async def _done(self, call: Callable[[AsyncClient], Awaitable[object]]) -> bool:
-        """Whether it is done: etcd may be gone, no worker ready, and nobody answer."""
+        """Makes a call; returns whether it succeeded, for etcd, workers or routers may be gone."""
         with contextlib.suppress(BatonError):
             async with AsyncClient(self.cluster.targets) as client:
                 await call(client)

@@ -33,7 +33,7 @@ LEASES = {role: ["--lease-ttl", f"{LEASE_S}"] for role in ("prefill", "decode")}
 
 @contextlib.asynccontextmanager
 async def again_and_again(calls, count):
-    """Each call is made again when it has ended: so many end before and after the block."""
+    """Repeats each of `calls`; `count` of them complete before the block, and as many after it."""
     ended: asyncio.Queue[None] = asyncio.Queue()
     stopping = asyncio.Event()
 

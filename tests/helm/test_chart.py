@@ -539,7 +539,7 @@ def test_a_mistake_is_an_error_that_names_the_value(values, error):
     ids=["services", "etcd", "several hosts"],
 )
 def test_a_release_has_names_that_kubernetes_takes(most, values):
-    """Of Services up to 63 characters; of sets so many that labels made from them have up to 63."""
+    """63 characters for a Service; fewer for a StatefulSet, whose pods have labels with a hash."""
     given = {"etcd": {"endpoints": ["e:1"]}, **values}
     created, _ = installed(release="r" * most, **given)
     assert all(len(name) <= 63 for name in kinds(created, "Service"))

@@ -125,10 +125,10 @@ async def test_the_span_of_a_run_tells_of_its_longest_gap_and_its_preemptions(de
     handoffs.on_step(StepReport(70 * ms, 80 * ms, 2, two, load))
     handoff.sequence.preemptions = 2
     handoffs._give_up(handoff, "enough")
-    (told,) = decode.spans.of("decode.run")
+    (attributes,) = decode.spans.of("decode.run")
     of_run = ("steps", "preemptions", "longest_gap_ms")
-    assert [told[f"baton.{name}"] for name in of_run] == [5, 2, 35.0]
-    assert told["gen_ai.usage.output_tokens"] == 6 and len(told) == 4
+    assert [attributes[f"baton.{name}"] for name in of_run] == [5, 2, 35.0]
+    assert attributes["gen_ai.usage.output_tokens"] == 6 and len(attributes) == 4
 
 
 async def test_tokens_come_together_by_the_stream_interval(decode, router):

@@ -211,8 +211,8 @@ async def test_decode_tells_of_a_prompt_that_it_computes():
     attempt = Attempt("h", lambda *_: False)
     attempt.first_token_seen()
     for part in ((1, 2), (2, None)):
-        told = prompt_logprobs([1, 2, 3], *part)
-        attempt.on_decode(decode_pb2.SequenceEvent(prompt_logprobs=told))
+        event = decode_pb2.SequenceEvent(prompt_logprobs=prompt_logprobs([1, 2, 3], *part))
+        attempt.on_decode(event)
     assert attempt.prompt_logprobs == prompt_logprobs([1, 2, 3])
 
 
